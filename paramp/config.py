@@ -1,0 +1,374 @@
+"""What the user asks for: frozen dataclasses, built from a dict, a TOML or Python file, and flags.
+
+:func:`load` takes any of these and returns a :class:`Config`. Every complaint is a :class:`ConfigError` that names
+the key's full path, the value, what is allowed, and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import runpy
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .precision import AMP_TYPE, ConfigError, Precision, nearest
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ParallelConfig",
+    "PipelineConfig",
+    "TensorConfig",
+    "TrainConfig",
+    "flatten",
+    "load",
+    "merge",
+    "read_file",
+]
+
+DEFAULT_SEED = 1024
+SCHEDULES = ("1f1b", "gpipe")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name}: got {value!r}, expected {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """The tensor axis: each layer shared over several ranks."""
+
+    size: int = 1
+    """How many ranks share each layer."""
+    mode: Literal["1d"] = "1d"
+    """How matrices are cut: ``1d`` is Megatron's column and row parallelism."""
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The pipeline axis: the layers dealt to several ranks."""
+
+    size: int = 1
+    """How many ranks the layers are dealt to."""
+    schedule: str = "1f1b"
+    """The order of forwards and backwards: ``1f1b`` or ``gpipe``."""
+    microbatches: int | None = None
+    """Pieces the local batch is cut into. None: one a pipeline rank."""
+    stages_per_rank: int = 1
+    split: tuple[str, ...] | None = None
+    """Names of the modules that begin the second and each later stage. None: balanced by parameters."""
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+        _require(
+            self.schedule in SCHEDULES,
+            "schedule",
+            self.schedule,
+            f"one of {', '.join(SCHEDULES)}{nearest(self.schedule, SCHEDULES)}",
+        )
+        _require(
+            self.microbatches is None or self.microbatches >= 1,
+            "microbatches",
+            self.microbatches,
+            "an integer of 1 or more",
+        )
+        _require(
+            self.stages_per_rank == 1, "stages_per_rank", self.stages_per_rank, f"1 for the schedule {self.schedule!r}"
+        )
+        if self.split is not None:
+            _require(
+                len(self.split) == self.size - 1,
+                "split",
+                list(self.split),
+                f"{self.size - 1} module names, one for each stage after the first of {self.size}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout: the sizes of the three axes and how they are used."""
+
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data: int | Literal["auto"] = "auto"
+    """Replicas of the model. ``auto``: the world divided by tensor x pipeline."""
+    zero: int = 0
+    """ZeRO stage: 0 replicates masters and optimizer state over ``dp``."""
+    sequence_parallel: bool = False
+    """Norms and dropout between tensor-parallel layers work on a shard of the sequence each."""
+
+    def __post_init__(self) -> None:
+        _require(self.data == "auto" or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")
+        _require(self.zero == 0, "zero", self.zero, "0")
+        _require(
+            not self.sequence_parallel or self.tensor.size > 1,
+            "sequence_parallel",
+            self.sequence_parallel,
+            f"False, because tensor.size is {self.tensor.size} and there is nothing to shard the sequence over",
+        )
+
+    def data_size(self, world_size: int) -> int:
+        """The size of the data axis in a world of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: the three sizes do not make up the world.
+        """
+        model = self.tensor.size * self.pipeline.size
+        sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size}"
+        if self.data == "auto":
+            if world_size % model:
+                raise ConfigError(
+                    f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; "
+                    f"start a multiple of {model} processes, or change the sizes"
+                )
+            return world_size // model
+        if self.data * model != world_size:
+            raise ConfigError(
+                f"parallel: {sizes} x data {self.data} = {self.data * model}, but the world has {world_size} ranks; "
+                f"start {self.data * model} processes, or set parallel.data to 'auto'"
+            )
+        return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What ``launch/train.py`` trains. The library itself does not read it."""
+
+    model: str = "tiny"
+    """A preset of :class:`paramp.models.GPT`."""
+    data: str = "stdlib"
+    """``stdlib``: the source of Python's standard library on this machine, as bytes."""
+    seq_len: int = 256
+    batch_size: int = 32
+    """Sequences a step over all ranks, accumulation included."""
+    steps: int = 300
+    lr: float = 2e-3
+    """The highest learning rate: 5 % of the steps rise to it, a cosine then falls to a tenth."""
+    weight_decay: float = 0.1
+    eval_every: int = 100
+    eval_sequences: int = 64
+    """Held-out sequences an evaluation reads; always the same ones."""
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size", "steps", "eval_every", "eval_sequences"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of 1 or more")
+        _require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration. Keys in capitals are the user's own: ``config.BATCH_SIZE``."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: Precision = field(default_factory=lambda: Precision.parse("32-true"))
+    clip_grad_norm: float | None = None
+    """The largest norm of the whole model's gradient; larger ones are scaled down to it. None: no clipping."""
+    gradient_accumulation: int = 1
+    """Calls of ``step()`` that make one optimizer step."""
+    seed: int = DEFAULT_SEED
+    emulate_fp16: bool | Literal["auto"] = "auto"
+    """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round (:mod:`paramp.emulation`)."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        clip = self.clip_grad_norm
+        _require(
+            clip is None or (clip > 0 and math.isfinite(clip)),
+            "clip_grad_norm",
+            clip,
+            "a finite number above 0, or None for no clipping",
+        )
+        _require(
+            self.gradient_accumulation >= 1,
+            "gradient_accumulation",
+            self.gradient_accumulation,
+            "an integer of 1 or more",
+        )
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.isupper() and name in self.user:
+            return self.user[name]
+        raise AttributeError(f"the configuration has no key {name!r}{nearest(name, _keys(Config))}")
+
+
+def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """A :class:`Config` from a dict, a ``.toml`` or ``.py`` file, or one made before; ``overrides`` win.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or an impossible value.
+        FileNotFoundError: the file does not exist.
+    """
+    if isinstance(source, Config):
+        if overrides:
+            raise ConfigError("overrides: a finished Config cannot be overridden; pass the dict it was made from")
+        return source
+    if source is None:
+        source = {}
+    if isinstance(source, (str, Path)):
+        source = read_file(source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(
+            f"config: got {type(source).__name__}, expected a dict, a Config, or a path to a .toml or .py file"
+        )
+    tree = merge(source, overrides or {})
+    user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
+    known = {key: value for key, value in tree.items() if key not in user}
+    if "fp16" in known:
+        if "precision" in known:
+            raise ConfigError("fp16: given together with precision; keep one of the two")
+        fp16 = known.pop("fp16")
+        if fp16 is not None:
+            known["precision"] = {"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16
+    return _build(Config, {**known, "user": user}, "")
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"config: no file {str(path)!r}")
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config: {str(path)!r} is not valid TOML: {error}") from None
+    if path.suffix == ".py":
+        names = runpy.run_path(str(path))
+        for name in ("CONFIG", "config"):
+            if isinstance(names.get(name), Mapping):
+                return dict(names[name])
+        # Colossal-AI's own config files are modules whose names are the keys.
+        keys = {"fp16", *_keys(Config)} - {"user"}
+        return {key: value for key, value in names.items() if key in keys or (key.isupper() and key != "AMP_TYPE")}
+    raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``overrides`` on top, table by table. ``tensor=2`` counts as ``tensor.size=2`` on the way."""
+    result = dict(base)
+    for key, value in overrides.items():
+        old = result.get(key)
+        if isinstance(value, Mapping):
+            if isinstance(old, int) and not isinstance(old, bool):
+                old = {"size": old}
+            result[key] = merge(old if isinstance(old, Mapping) else {}, value)
+        else:
+            result[key] = value
+    if "precision" in overrides:
+        result.pop("fp16", None)
+    elif "fp16" in overrides:
+        result.pop("precision", None)
+    return result
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting as ``{"parallel.tensor.size": 2, ...}``, plain values only: what is printed and saved."""
+
+    def walk(value: Any, path: str) -> typing.Iterator[tuple[str, Any]]:
+        if isinstance(value, Precision):
+            yield f"{path}", value.name
+            if value.scaling is not None:
+                yield from walk(value.scaling, f"{path}.scaling")
+        elif dataclasses.is_dataclass(value):
+            for item in dataclasses.fields(value):
+                yield from walk(getattr(value, item.name), f"{path}.{item.name}" if path else item.name)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from walk(item, str(key) if path == "user" else f"{path}.{key}")
+        else:
+            yield path, list(value) if isinstance(value, tuple) else value
+
+    plain = (str, int, float, bool, list, type(None))
+    return {key: value if isinstance(value, plain) else str(value) for key, value in walk(config, "")}
+
+
+T = TypeVar("T")
+
+
+def _keys(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]
+
+
+def _build(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
+    """``cls`` from a mapping, every value checked against its field's type."""
+    hints = typing.get_type_hints(cls)
+    keys = _keys(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in keys:
+            allowed = [*keys, "fp16"] if cls is Config else keys
+            shown = ", ".join(name for name in allowed if name != "user")
+            raise ConfigError(f"{where}: no such key, expected one of {shown}{nearest(key, allowed)}")
+        values[key] = _convert(value, hints[key], where)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}" if path else str(error)) from None
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """``value`` as the type ``hint``. Only conversions that lose nothing: an int to a float, a list to a tuple."""
+    if hint is Precision:
+        try:
+            return Precision.parse(value)
+        except ConfigError as error:
+            raise error from None
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool) and "size" in _keys(hint):
+            value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: got {value!r}, expected a table with {', '.join(_keys(hint))}")
+        return _build(hint, value, path)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for choice in arguments:
+            try:
+                return _convert(value, choice, path)
+            except ConfigError:
+                continue
+    elif origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif origin is not None:  # Mapping[str, Any]
+        return value
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif hint is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+            return float(value)
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path}: got {value!r}, expected {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    """A type in words: ``an integer or None``."""
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "None"}
+    if hint in words:
+        return words[hint]
+    if typing.get_origin(hint) is tuple:
+        return "a list of strings"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(hint))
+    return " or ".join(_describe(choice) for choice in typing.get_args(hint))
