@@ -1,0 +1,220 @@
+"""Who is where: :class:`ParallelContext`, a ``DeviceMesh`` with the axes ``pp``, ``dp`` and ``tp``.
+
+Ranks are dealt with ``tp`` fastest and ``pp`` slowest. pp=2, dp=1, tp=2 puts four ranks so::
+
+              tp 0     tp 1
+    pp 0     rank 0   rank 1     first half of the layers, each split in two
+    pp 1     rank 2   rank 3     second half
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import Config
+from .randomness import RandomStreams, derive_seed
+
+__all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
+
+AXES = ("pp", "dp", "tp")
+PIPELINE_AXIS = "pp"
+"""The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(eq=False)
+class TiedParameter:
+    """A parameter that several pipeline stages hold a copy of, such as an embedding tied to the output layer.
+
+    Its gradient is the sum over the copies. :attr:`summed` remembers for which gradient the sum was made.
+    """
+
+    name: str
+    """Its name in this rank's stage."""
+    parameter: nn.Parameter
+    """This rank's copy."""
+    group: dist.ProcessGroup
+    """The ranks that hold a copy, at this rank's place on the other axes."""
+    owner: bool
+    """Whether this rank's copy is the one that norms and counts take."""
+    summed: tuple[torch.Tensor, int] | None = None
+    """The gradient that already holds the sum, and its version then (an in-place change makes another)."""
+
+
+class ParallelContext:
+    """The process groups of one run. A context manager: leaving it destroys the groups that it made.
+
+    Attributes:
+        config: the resolved configuration.
+        mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
+        rank, world_size, local_rank: this process among all, and on its machine.
+        device: where this rank computes.
+        pp, dp, tp: an :class:`Axis` each.
+        model_group: the ranks that together hold one replica of the model (pp x tp).
+        ties: parameters that several stages hold, recorded by ``initialize``.
+    """
+
+    def __init__(
+        self, config: Config, *, rank: int, world_size: int, local_rank: int, device: torch.device, owns_world: bool
+    ) -> None:
+        parallel = config.parallel
+        sizes = (parallel.pipeline.size, parallel.data_size(world_size), parallel.tensor.size)
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.device = device
+        self.ties: list[TiedParameter] = []
+        self._owns_world = owns_world
+        self._serial = next(_serials)
+        self._extra_groups: list[dist.ProcessGroup] = []
+        self.mesh: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        self.pp, self.dp, self.tp = (self._axis(name) for name in AXES)
+        self.model_group = self.make_group(self.mesh.mesh.permute(1, 0, 2).flatten(1).tolist())
+        self.random = RandomStreams(device)
+        # The same on every rank: a model built from here on is the same everywhere.
+        torch.manual_seed(config.seed)
+        _contexts.append(self)
+
+    def _axis(self, name: str) -> Axis:
+        return Axis(self.mesh.get_local_rank(name), self.mesh.size(AXES.index(name)), self.mesh.get_group(name))
+
+    def make_group(self, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The group of this rank's list among ``rank_lists``, which every rank passes alike."""
+        mine = None
+        for ranks in rank_lists:
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None, "this rank is in none of the lists"
+        self._extra_groups.append(mine)
+        return mine
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+
+    def seed_streams(self) -> None:
+        """Start the streams that dropout draws from; ``initialize`` calls it once the parameters exist."""
+        base = (self.config.seed, "activations", self.pp.rank, self.dp.rank)
+        self.random.seed(derive_seed(*base), derive_seed(*base, "tp", self.tp.rank))
+
+    def close(self) -> None:
+        """Destroy the process groups of this context. Closing twice is harmless."""
+        if self not in _contexts:
+            return
+        _contexts.remove(self)
+        self.random.close()
+        self.ties.clear()
+        _forget_sharding_decisions()
+        if not dist.is_initialized():
+            return
+        if self._owns_world:
+            dist.destroy_process_group()
+            return
+        for group in {self.pp.group, self.dp.group, self.tp.group, *self._extra_groups}:
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+    def __enter__(self) -> ParallelContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        echo = isinstance(error, Exception) and not self._first_to_fail()
+        try:
+            self.close()
+        except RuntimeError as problem:  # a broken group cannot be closed in order; the process ends anyway
+            if error is None:
+                raise
+            warnings.warn(f"the process groups were not closed in order: {problem}", stacklevel=2)
+        if echo:
+            sys.stderr.flush()
+            raise SystemExit(1) from None
+
+    def _first_to_fail(self) -> bool:
+        """Whether no other rank failed before this one.
+
+        A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank
+        finds the same mistake in the configuration. The first to note its failure in the shared store is the one
+        that reports it; the others end quietly.
+        """
+        if self.world_size == 1:
+            return True
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return store.add(f"paramp/failed/{self._serial}", 1) == 1
+        except RuntimeError:  # the process that hosted the store is gone, so it failed before this one
+            return False
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(f"{name} {axis.size}" for name, axis in zip(AXES, (self.pp, self.dp, self.tp), strict=True))
+        return f"ParallelContext({sizes}, rank {self.rank} of {self.world_size}, {self.device})"
+
+
+def _forget_sharding_decisions() -> None:
+    """Empty DTensor's caches. They compare meshes by ranks and names alone, so that an entry made for a mesh of this
+    context would be taken for an equal mesh of the next one, with process groups that are gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    clear_all = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear_all is not None:
+        clear_all()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        cached = getattr(_redistribute, name, None)
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
+_contexts: list[ParallelContext] = []
+_serials = itertools.count()
+
+
+def get_context() -> ParallelContext:
+    """The context of the latest ``launch`` that is still open.
+
+    Raises:
+        RuntimeError: nothing was launched, or the context was left.
+    """
+    context = current_context()
+    if context is None:
+        raise RuntimeError("there is no parallel context: call paramp.launch_from_torch(config) first")
+    return context
+
+
+def current_context() -> ParallelContext | None:
+    """As :func:`get_context`, or None where nothing was launched."""
+    return _contexts[-1] if _contexts else None
