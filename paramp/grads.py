@@ -1,0 +1,147 @@
+"""The norm of the logical model's gradient: every element counted once, wherever and however often it is stored.
+
+A rank sums |g|**p over the elements that it holds and divides by the number of ranks that hold the same ones; one
+all-reduce over the world then gives the exact sum (:func:`norm_power`). Of a parameter that several pipeline stages
+hold, one copy counts, with the summed gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .mesh import ParallelContext, current_context
+from .shards import align_gradients, local, mark_tied_sums, num_replicas, sum_tied_gradients
+
+__all__ = ["clip_coefficient", "clip_grad_norm_", "count_zeros", "counted_share", "norm_power"]
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    context: ParallelContext | None = None,
+) -> torch.Tensor:
+    """Scale the gradients of the logical model down to ``max_norm``; ``torch.nn.utils.clip_grad_norm_`` for shards.
+
+    Every rank calls it with its own parameters, in any mix of plain tensors and DTensors. Gradients are first brought
+    to their parameters' placements and those of tied parameters summed. A plain parameter counts as replicated over
+    ``dp`` and ``tp`` and as its own on each ``pp`` rank of ``context``.
+
+    Args:
+        parameters: this rank's parameters; those without a gradient are passed over.
+        max_norm: the largest norm allowed, above 0.
+        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: raise, on every rank, if the norm is not finite.
+        foreach: accepted for torch's signature; the grouped path is always taken.
+        context: None: the current one.
+
+    Returns:
+        The norm before clipping, 0-dim, float32 (float64 for float64 gradients), equal on every rank.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` not above 0; plain parameters in a world of several ranks and no
+            context; sparse gradients.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: got {max_norm!r}, expected a number above 0; do not call this to leave gradients")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: got {norm_type!r}, expected a number above 0, or math.inf")
+    owned = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    context = context or current_context()
+    if context is not None:
+        sum_tied_gradients(context, owned)
+    owned = [parameter for parameter in owned if parameter.grad is not None]
+    for parameter in owned:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
+    align_gradients(owned)
+    shares = [counted_share(parameter, context) for parameter in owned]
+    gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
+    device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
+    wide = any(gradient.dtype is torch.float64 for gradient in gradients)
+    total = _reduce(norm_power(gradients, shares, norm_type, device), norm_type).to(
+        torch.float64 if wide else torch.float32
+    )
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped; "
+            "pass error_if_nonfinite=False to go on"
+        )
+    if gradients:
+        torch._foreach_mul_(gradients, clip_coefficient(total, max_norm).to(gradients[0].device))
+    if context is not None:
+        ids = {id(parameter) for parameter in owned}
+        mark_tied_sums(tie for tie in context.ties if id(tie.parameter) in ids)
+    return total
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that takes ``norm`` down to ``max_norm``, at most 1 (torch's formula, its 1e-6 included)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def counted_share(parameter: torch.Tensor, context: ParallelContext | None) -> float:
+    """What one of this rank's elements of ``parameter`` counts in a sum over the world: 1 / its number of copies."""
+    for tie in context.ties if context else ():
+        if tie.parameter is parameter and not tie.owner:
+            return 0.0
+    return 1.0 / num_replicas(parameter, context)
+
+
+def norm_power(
+    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """This rank's part of the norm of plain ``gradients``: sum of share x |g|**p, or the maximum for p = inf.
+
+    Returns:
+        0-dim float64 on ``device``. In float64 the p-th powers of fp32 norms do not overflow for p up to 8.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, gradient in enumerate(gradients):
+        if shares[index] and gradient.numel():
+            buckets[gradient.device, gradient.dtype].append(index)
+    parts = []
+    for (where, dtype), indices in buckets.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(
+            torch._foreach_norm([gradients[index] for index in indices], norm_type, dtype=wide)
+        ).double()
+        if math.isinf(norm_type):
+            parts.append(norms.amax().to(device))
+        else:
+            weights = torch.tensor([shares[index] for index in indices], dtype=torch.float64, device=where)
+            parts.append((norms.pow(norm_type) * weights).sum().to(device))
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
+
+
+def count_zeros(gradients: Sequence[torch.Tensor], shares: Sequence[float], device: torch.device) -> torch.Tensor:
+    """This rank's part of the number of zero elements, 0-dim float64 on ``device``."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, share in zip(gradients, shares, strict=True):
+        total += (gradient.numel() - gradient.count_nonzero()).to(device) * share
+    return total
+
+
+def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm, from every rank's :func:`norm_power`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return part if math.isinf(norm_type) else part.pow(1.0 / norm_type)
+    if math.isinf(norm_type):
+        # Not a MAX all-reduce, which drops NaN on gloo: a sum of one slot a rank, then the maximum here.
+        slots = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
+        slots[dist.get_rank()] = part
+        dist.all_reduce(slots)
+        return slots.amax()
+    dist.all_reduce(part)
+    return part.pow(1.0 / norm_type)
