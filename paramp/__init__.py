@@ -1,0 +1,39 @@
+"""paramp: mixed precision that is right under every parallel layout.
+
+context = paramp.launch_from_torch(config)
+engine, *_ = paramp.initialize(model, optimizer, criterion)
+loss = engine.forward_backward(x, y)
+engine.step()
+"""
+
+from . import amp, models
+from .config import Config, ConfigError
+from .engine import Engine, StepResult
+from .grads import clip_grad_norm_
+from .initialization import initialize
+from .launching import LaunchError, launch, launch_from_torch
+from .mesh import ParallelContext, get_context
+from .precision import LossScaling, Precision
+from .scaler import DistributedGradScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DistributedGradScaler",
+    "Engine",
+    "LaunchError",
+    "LossScaling",
+    "ParallelContext",
+    "Precision",
+    "StepResult",
+    "__version__",
+    "amp",
+    "clip_grad_norm_",
+    "get_context",
+    "initialize",
+    "launch",
+    "launch_from_torch",
+    "models",
+]

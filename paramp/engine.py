@@ -1,0 +1,417 @@
+"""One training step over every layout, straight down.
+
+Scaling. A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
+(microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
+``(sum, count)`` is divided by a fixed power of two near its count instead, and the true total count is put right at
+the step: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from .config import Config
+from .emulation import emulate_fp16, has_native_fp16
+from .grads import clip_coefficient, count_zeros, counted_share, norm_power
+from .masters import Weights
+from .mesh import ParallelContext
+from .pipeline import Pipeline, Stage
+from .precision import ConfigError, Precision
+from .scaler import DistributedGradScaler, unscale_and_check_
+from .shards import align_gradients, local, sum_, sum_tied_gradients
+from .tensor import vocab_parallel_loss
+
+__all__ = ["Engine", "StepResult"]
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What :meth:`Engine.step` did; the same on every rank."""
+
+    stepped: bool
+    """The weights changed."""
+    overflow: bool
+    """A gradient was not finite somewhere, so the step was skipped everywhere."""
+    loss_scale: float
+    """The scale that this step's gradients carried; 1 where losses are not scaled."""
+    grad_norm: float | None = None
+    """The norm of the logical model's gradient before clipping; None while accumulating; not finite on overflow."""
+    num_zeros: int | None = None
+    """Zero elements in the logical gradient, where the mode asks for the count."""
+
+
+class Engine:
+    """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
+
+    Attributes:
+        module: the modules of this rank's pipeline stage; the whole model without a pipeline.
+        optimizer: steps this rank's weights or masters.
+        scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
+        context: the :class:`~paramp.mesh.ParallelContext`.
+        precision: the mode.
+        num_steps, num_skipped: optimizer steps made, and skipped for an overflow, so far.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        weights: Weights,
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion | None,
+        context: ParallelContext,
+    ) -> None:
+        config: Config = context.config
+        precision: Precision = config.precision
+        scaling = precision.scaling
+        self.context = context
+        self.precision = precision
+        self.optimizer = optimizer
+        self.module: nn.Module = stage.module
+        self.scaler = DistributedGradScaler(
+            context.device,
+            enabled=scaling is not None and scaling.enabled,
+            **{}
+            if scaling is None
+            else {
+                "init_scale": scaling.init_scale,
+                "growth_factor": scaling.growth_factor,
+                "backoff_factor": scaling.backoff_factor,
+                "growth_interval": scaling.growth_interval,
+                "hysteresis": scaling.hysteresis,
+                "min_scale": scaling.min_scale,
+                "max_scale": scaling.max_scale,
+            },
+        )
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._criterion = criterion
+        self._stage = stage
+        self._weights = weights
+        self._shares = [counted_share(parameter, context) for parameter in weights.parameters]
+        pipeline = config.parallel.pipeline
+        self._num_microbatches = pipeline.microbatches or pipeline.size
+        self._pipeline = (
+            Pipeline(stage, context, pipeline.schedule, self._num_microbatches) if pipeline.size > 1 else None
+        )
+        self._accumulation = config.gradient_accumulation
+        self._emulate = precision.compute is torch.float16 and (
+            not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
+        )
+        self._calls = 0  # of step() in this window
+        self._spent = False  # the gradients belong to a window that has ended
+        self._totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # sum of losses, of their weights
+        self._count_unit: float | None = None
+
+    # ------------------------------------------------------------------------------------------ forward and backward
+
+    def forward_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Run this data rank's part of the batch forward and backward, in microbatches, and gather gradients.
+
+        Args:
+            x, y: the same on every rank of the model group; split into microbatches along dim 0.
+
+        Returns:
+            The true loss, 0-dim float32, equal on every rank: unscaled, the mean over microbatches, data ranks and
+            the calls of this accumulation window so far.
+
+        Raises:
+            ValueError: the batch does not divide into the microbatches, or there is no criterion.
+        """
+        self._check_batch(x, y)
+        self._begin_window(y.numel() / self._num_microbatches)
+        with self._computing():
+            if self._pipeline is not None:
+                self._pipeline.run(x, y, self._scaled_loss, backward=True)
+            else:
+                for part, target in zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True):
+                    self._scaled_loss(self._stage(part), target.to(self.context.device)).backward()
+        return self._window_loss()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only."""
+        if self._pipeline is None:
+            with self._computing():
+                return self._stage(*args, **kwargs)
+        if self._stage.training:
+            raise RuntimeError(
+                "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "
+                "interleave; call engine.forward_backward(x, y), or engine.eval() first to look at outputs"
+            )
+        return self._pipelined_output(*args, **kwargs)
+
+    def criterion(self, output: torch.Tensor, target: torch.Tensor) -> Loss:
+        """The criterion given to ``initialize``, of this rank's output and target; not reduced over ranks."""
+        if self._criterion is None:
+            raise ValueError("criterion: initialize got none; pass one as its third argument")
+        with vocab_parallel_loss(self.context.tp.size > 1):
+            loss = self._criterion(output, target.to(self.context.device))
+        plain: Loss = tree_map_only(DTensor, lambda value: value.full_tensor(), loss)
+        return plain
+
+    def backward(self, loss: Loss) -> torch.Tensor:
+        """Scale ``loss``, as :meth:`criterion` returned it, and run its backward.
+
+        Returns:
+            The true loss, as :meth:`forward_backward` does.
+        """
+        self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0)
+        with self._computing():
+            self._scale(loss).backward()
+        return self._window_loss()
+
+    @torch.no_grad()
+    def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
+        self._check_batch(x, y)
+        totals = torch.zeros_like(self._totals)
+
+        def add(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            value, weight = self._split(self.criterion(output, target))
+            totals.add_(torch.stack([value.double(), weight]))
+            return value
+
+        was_training = self._stage.training
+        self._stage.eval()
+        try:
+            with self._computing():
+                if self._pipeline is not None:
+                    self._pipeline.run(x, y, add, backward=False)
+                else:
+                    add(self._stage(x), y)
+        finally:
+            self._stage.train(was_training)
+        return self._mean_over_ranks(totals)
+
+    # ---------------------------------------------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
+
+        With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
+        """
+        scale = self.scaler.get_scale()
+        self._calls += 1
+        if self._calls < self._accumulation:
+            return StepResult(stepped=False, overflow=False, loss_scale=scale)
+        self._calls, self._spent = 0, True
+        self._finish_gradients()
+        gradients = self._weights.load_gradients()
+        overflow, norm, zeros, weight = self._judge(gradients, 1.0 / scale)
+        if not overflow:
+            # Counts that differ from the nominal ones are put right here; without counts the factor is exactly 1.
+            factor = self._window_size / weight if weight else 1.0
+            norm *= factor
+            if self.context.config.clip_grad_norm is not None:
+                factor *= float(clip_coefficient(torch.tensor(norm), self.context.config.clip_grad_norm))
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+            self._weights.write_back()
+        self._weights.drop_stepped_gradients()
+        self.scaler.update_from_flag(torch.tensor(float(overflow), device=self.context.device))
+        self.num_steps += not overflow
+        self.num_skipped += overflow
+        return StepResult(
+            stepped=not overflow,
+            overflow=overflow,
+            loss_scale=scale,
+            grad_norm=norm,
+            num_zeros=zeros if self.precision.log_num_zeros else None,
+        )
+
+    def _finish_gradients(self) -> None:
+        """Complete each gradient: its placements, its tied copies, its data ranks."""
+        parameters = self._weights.parameters
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        align_gradients(parameters)
+        sum_tied_gradients(self.context, parameters)
+        if self.context.dp.size > 1:
+            self._sum_over_data_ranks()
+
+    def _sum_over_data_ranks(self) -> None:
+        """Sum every gradient over ``dp``. What is sent does not depend on which gradients this rank happens to have."""
+        parameters = self._weights.parameters
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.context.device)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(cast(torch.Tensor, parameter.grad)) for parameter in parameters]
+        sum_([*gradients, present], self.context.dp.group)
+        for parameter, count in zip(parameters, present.tolist(), strict=True):
+            if not count:  # no data rank used it, and an optimizer does not step a parameter without a gradient
+                parameter.grad = None
+
+    def _judge(self, gradients: list[torch.Tensor], inv_scale: float) -> tuple[bool, float, int, float]:
+        """Unscale, and agree with the whole world in one all-reduce: overflow, norm, zeros, weight of the losses."""
+        device = self.context.device
+        found_inf = torch.zeros((), device=device)
+        unscale_and_check_(gradients, torch.tensor(inv_scale, device=device), found_inf)
+        shares = [
+            share
+            for share, stepped in zip(self._shares, self._weights.stepped, strict=True)
+            if stepped.grad is not None
+        ]
+        zeros = (
+            count_zeros(gradients, shares, device) if self.precision.log_num_zeros else torch.zeros((), device=device)
+        )
+        control = torch.stack(
+            [found_inf.double(), norm_power(gradients, shares, 2.0, device), zeros.double(), self._own_totals()[1]]
+        )
+        dist.all_reduce(control)
+        overflow, power, num_zeros, weight = control.tolist()
+        return overflow > 0, math.sqrt(power) if power >= 0 else math.nan, round(num_zeros), weight
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; within an accumulation window this changes nothing, so a plain loop accumulates."""
+        if self._calls == 0:
+            self._weights.zero_grad()
+            for tie in self.context.ties:
+                tie.summed = None
+            self._totals.zero_()
+            self._spent = False
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    def train(self, mode: bool = True) -> Engine:
+        self._stage.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the whole model's names."""
+        return self.module.named_parameters()
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
+
+        Where the mode has masters, their values. Every rank has to call it.
+        """
+        own = self.module.state_dict(keep_vars=True)
+        masters = self._weights.full_precision()
+        by_parameter = {
+            id(p): masters[name] for name, p in zip(self._weights.names, self._weights.parameters, strict=True)
+        }
+        whole: dict[str, torch.Tensor] = {}
+        for name, value in own.items():
+            value = by_parameter.get(id(value), value).detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            whole[name] = (
+                value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
+            )
+        pp = self.context.pp
+        result: dict[str, torch.Tensor] = {}
+        for rank in range(pp.size):
+            listing: list[Any] = [[(name, value.shape, value.dtype) for name, value in whole.items()]]
+            if pp.size > 1:
+                dist.broadcast_object_list(listing, group=pp.group, group_src=rank)
+            for name, shape, dtype in listing[0]:
+                value = (
+                    whole[name].contiguous()
+                    if rank == pp.rank
+                    else torch.empty(shape, dtype=dtype, device=self.context.device)
+                )
+                if pp.size > 1:
+                    dist.broadcast(value, group=pp.group, group_src=rank)
+                result[name] = value.cpu().clone()
+        return result
+
+    # ------------------------------------------------------------------------------------------------- inner parts
+
+    @property
+    def _window_size(self) -> int:
+        """Microbatches in a window, over all data ranks."""
+        return self._num_microbatches * self._accumulation * self.context.dp.size
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with emulate_fp16(self._emulate), vocab_parallel_loss(self.context.tp.size > 1):
+            yield
+
+    def _begin_window(self, count: float) -> None:
+        if self._spent:
+            self.zero_grad()
+        if self._count_unit is None:
+            # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
+            largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self.context.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self._count_unit = 2.0 ** round(math.log2(float(largest)))
+
+    def _scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._scale(self.criterion(output, target))
+
+    def _scale(self, loss: Loss) -> torch.Tensor:
+        """``loss`` ready for its backward, and noted in the window's totals."""
+        value, weight = self._split(loss)
+        self._totals += torch.stack([value.detach().double(), weight])
+        return cast(torch.Tensor, self.scaler.scale(value)) / self._window_size
+
+    def _split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """A loss and its weight, in float64: 1 for a mean; for ``(sum, count)`` both over the unit of counts."""
+        if isinstance(loss, tuple):
+            unit = self._count_unit or 1.0
+            count = torch.as_tensor(loss[1], device=self.context.device).detach()
+            return loss[0] / unit, count.double() / unit
+        return loss, torch.ones((), dtype=torch.float64, device=self.context.device)
+
+    def _own_totals(self) -> torch.Tensor:
+        """The window's totals on the one rank of each tensor group that counts them."""
+        counts = self.context.is_last_stage and self.context.tp.rank == 0
+        return self._totals if counts else torch.zeros_like(self._totals)
+
+    def _window_loss(self) -> torch.Tensor:
+        return self._mean_over_ranks(self._totals)
+
+    def _mean_over_ranks(self, totals: torch.Tensor) -> torch.Tensor:
+        counts = self.context.is_last_stage and self.context.tp.rank == 0
+        summed = totals.clone() if counts else torch.zeros_like(totals)
+        dist.all_reduce(summed)
+        return (summed[0] / summed[1]).float()
+
+    def _check_batch(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self._criterion is None:
+            raise ValueError("criterion: initialize got none; pass one as its third argument")
+        for name, value in (("x", x), ("y", y)):
+            if not isinstance(value, torch.Tensor) or value.ndim == 0:
+                raise ValueError(f"{name}: got {type(value).__name__}, expected a tensor with the batch in dim 0")
+        if x.shape[0] % self._num_microbatches or x.shape[0] != y.shape[0] or x.shape[0] == 0:
+            raise ConfigError(
+                f"batch: got {x.shape[0]} samples in x and {y.shape[0]} in y on each data rank, expected equal "
+                f"multiples of the {self._num_microbatches} microbatches (parallel.pipeline.microbatches)"
+            )
+
+    @torch.no_grad()
+    def _pipelined_output(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's output for ``x`` on every rank of the pipeline; gathered whole if it is sharded."""
+        assert self._pipeline is not None
+        with self._computing():
+            output = self._pipeline.run(
+                x, torch.zeros(x.shape[0]), lambda output, _: output.new_zeros(()), backward=False
+            )
+        if isinstance(output, DTensor):
+            output = output.full_tensor()
+        pp = self.context.pp
+        listing: list[Any] = [None if output is None else (output.shape, output.dtype)]
+        dist.broadcast_object_list(listing, group=pp.group, group_src=pp.size - 1)
+        if output is None:
+            output = torch.empty(listing[0][0], dtype=listing[0][1], device=self.context.device)
+        dist.broadcast(output, group=pp.group, group_src=pp.size - 1)
+        return output

@@ -1,0 +1,223 @@
+"""From a plain model to an :class:`~paramp.engine.Engine`: cut it, share it out, round it, hand it to the optimizer.
+
+The order matters. Names and ties are read off the whole model; only then is it cut into stages. Weights are shared
+out over the tensor axis in full precision, masters are copied from that, and only then are weights rounded to half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim.lr_scheduler import LRScheduler
+
+from .engine import Criterion, Engine
+from .masters import Weights
+from .mesh import ParallelContext, TiedParameter, get_context
+from .pipeline import Stage, cut, plan_stages
+from .precision import ConfigError
+from .randomness import materialize
+from .tensor import apply_plan, resolve_plan
+
+__all__ = ["Scheduler", "initialize"]
+
+Parameters: TypeAlias = Iterable[nn.Parameter]
+
+
+class Scheduler:
+    """A learning-rate scheduler that stands still while the optimizer does.
+
+    ``step()`` advances the wrapped scheduler only if the engine has stepped since the last call: not after a step
+    skipped for an overflow, and not while gradients accumulate. Everything else is the wrapped scheduler's.
+    """
+
+    def __init__(self, scheduler: LRScheduler, engine: Engine) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._seen = engine.num_steps
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._engine.num_steps > self._seen:
+            self._seen = self._engine.num_steps
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer],
+    criterion: Criterion | None = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    *,
+    plan: Mapping[str, str | ParallelStyle] | None = None,
+    algorithms: Sequence[Any] = (),
+) -> tuple[Engine, Any, Any, Scheduler | None]:
+    """Prepare ``model`` for the current context's layout and mode.
+
+    Args:
+        model: the whole model, on the CPU, a GPU or ``meta``; or a callable that builds it. Its parameters are moved
+            and cut, so use it through the engine from here on.
+        optimizer: a fresh optimizer over the model's parameters, whose param groups are kept and re-pointed at this
+            rank's weights or masters; or a callable that makes one from the parameters.
+        criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``.
+        train_dataloader, test_dataloader: returned as they are.
+        lr_scheduler: a scheduler over that optimizer, or a callable that makes one from it.
+        plan: ``{glob over module names: style}`` for tensor parallelism (:mod:`paramp.tensor`). None: the model's own
+            ``tensor_parallel_plan(tensor_size, sequence_parallel)``.
+        algorithms: changes to the model's modules, applied before it is cut; each has ``apply(model, precision)``.
+
+    Returns:
+        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
+
+    Raises:
+        RuntimeError: nothing was launched.
+        ConfigError: the model, plan, optimizer or scheduler does not fit the layout or each other.
+    """
+    context = get_context()
+    parallel = context.config.parallel
+    if not isinstance(model, nn.Module):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                "optimizer: got a finished optimizer for a model that is yet to be built; "
+                "pass a callable, such as lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        model = model()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    scheduler = _check_scheduler(lr_scheduler, optimizer)
+    for algorithm in algorithms:
+        algorithm.apply(model, context.config.precision)
+
+    names_of = _names_by_parameter(model)
+    _check_optimizer(optimizer, names_of)
+    styles = resolve_plan(_find_plan(model, plan, context), [name for name, _ in model.named_modules()])
+    stages = plan_stages(model, parallel.pipeline.size, parallel.pipeline.split) if parallel.pipeline.size > 1 else None
+    module = model if stages is None else cut(model, stages[context.pp.rank])
+    materialize(module, context.config.seed, context.device)
+    module.to(context.device)
+    _broadcast(module, context)
+    if context.tp.size > 1:
+        apply_plan(module, styles, context.mesh["tp"])
+    if stages is not None:
+        _record_ties(module, names_of, stages, context)
+    weights = Weights(module, context.config.precision)
+    for tie in context.ties:
+        tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
+    _repoint(optimizer, names_of, weights)
+    stage = Stage(
+        module,
+        context.config.precision,
+        context.device,
+        is_first=context.is_first_stage,
+        is_last=context.is_last_stage,
+    )
+    context.seed_streams()
+    engine = Engine(stage, weights, optimizer, criterion, context)
+    return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
+
+
+def _check_scheduler(
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
+    if lr_scheduler is None:
+        return None
+    scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("lr_scheduler: it steps another optimizer than the one given; make it from that one")
+    return scheduler
+
+
+def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every name of each parameter, in the model's order: several for one that modules share."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
+    if optimizer.state:
+        raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names_of:
+                raise ConfigError(
+                    f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
+                    "model; make it from model.parameters()"
+                )
+
+
+def _find_plan(
+    model: nn.Module, plan: Mapping[str, str | ParallelStyle] | None, context: ParallelContext
+) -> Mapping[str, str | ParallelStyle]:
+    parallel = context.config.parallel
+    if plan is not None or context.tp.size == 1:
+        return plan or {}
+    own = getattr(model, "tensor_parallel_plan", None)
+    if own is None:
+        raise ConfigError(
+            f"parallel.tensor.size: got {context.tp.size}, but {type(model).__name__} has no tensor_parallel_plan(); "
+            'pass plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"} to initialize, with your names'
+        )
+    found: Mapping[str, str | ParallelStyle] = own(context.tp.size, parallel.sequence_parallel)
+    return found
+
+
+def _broadcast(module: nn.Module, context: ParallelContext) -> None:
+    """Give every data and tensor rank of a stage the values of the stage's first rank, whatever each was built with."""
+    for axis in (context.dp, context.tp):
+        if axis.size > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
+
+
+def _record_ties(
+    module: nn.Module,
+    names_of: Mapping[nn.Parameter, list[str]],
+    stages: Sequence[Sequence[str]],
+    context: ParallelContext,
+) -> None:
+    """Note in the context which parameters other stages hold too, make their groups, and make their values equal."""
+    for names in names_of.values():
+        holders = [
+            rank
+            for rank, units in enumerate(stages)
+            if any(name.startswith(f"{unit}.") for name in names for unit in units)
+        ]
+        if len(holders) < 2:
+            continue
+        # One group for each place on the other axes; every rank takes part in making all of them.
+        columns = context.mesh.mesh.flatten(1).T.tolist()
+        groups = [[column[rank] for rank in holders] for column in columns]
+        if context.pp.rank not in holders:
+            for ranks in groups:
+                dist.new_group(ranks)
+            continue
+        group = context.make_group(groups)
+        own = next(name for name in names if any(name.startswith(f"{unit}.") for unit in stages[context.pp.rank]))
+        parameter = module.get_parameter(own)
+        local_part = getattr(parameter, "_local_tensor", parameter)
+        dist.broadcast(local_part.detach(), group=group, group_src=0)
+        context.ties.append(TiedParameter(own, parameter, group, owner=context.pp.rank == holders[0]))
+
+
+def _repoint(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights) -> None:
+    """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
+    stepped = weights.by_name()
+    for group in optimizer.param_groups:
+        kept = []
+        for index, parameter in enumerate(group["params"]):
+            found = next((stepped[name] for name in names_of[parameter] if name in stepped), None)
+            if found is not None:
+                kept.append((index, found))
+        group["params"] = [tensor for _, tensor in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][index] for index, _ in kept]
