@@ -1,0 +1,263 @@
+"""Train a language model over tensor x pipeline x data axes in mixed precision.
+
+torchrun --nproc-per-node 4 launch/train.py --tp 2 --pp 2
+torchrun launch/train.py --tp 2 --pp 2          (one machine: starts the four processes itself)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import tomllib
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import paramp
+from paramp.config import Config, flatten, load, merge, read_file
+from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
+from paramp.launching import start_processes, torchrun_variables
+from paramp.metrics import Reporter, memory_bytes
+from paramp.precision import nearest
+
+# flag -> the configuration key it sets, the type of its value
+FLAGS: dict[str, tuple[str, Any]] = {
+    "--tp": ("parallel.tensor.size", int),
+    "--pp": ("parallel.pipeline.size", int),
+    "--dp": ("parallel.data", int),
+    "--zero": ("parallel.zero", int),
+    "--sequence-parallel": ("parallel.sequence_parallel", bool),
+    "--precision": ("precision", str),
+    "--schedule": ("parallel.pipeline.schedule", str),
+    "--microbatches": ("parallel.pipeline.microbatches", int),
+    "--model": ("train.model", str),
+    "--data": ("train.data", str),
+    "--seq-len": ("train.seq_len", int),
+    "--batch-size": ("train.batch_size", int),
+    "--steps": ("train.steps", int),
+    "--lr": ("train.lr", float),
+    "--clip-grad-norm": ("clip_grad_norm", float),
+    "--seed": ("seed", int),
+    "--eval-every": ("train.eval_every", int),
+    "--log-dir": ("train.log_dir", str),
+}
+
+DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
+"""What this script sets where neither flag nor file does."""
+
+
+def main() -> int:
+    try:
+        config = configure(sys.argv[1:])
+        variables = torchrun_variables()
+        processes = processes_needed(config)
+        if processes > 1 and (variables is None or variables["WORLD_SIZE"] == "1"):
+            print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
+            return start_processes([sys.executable, *sys.argv], processes)
+        with paramp.launch_from_torch(config) as context:
+            train(context)
+    except paramp.LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (paramp.ConfigError, FileNotFoundError) as error:
+        # Found alike on every rank; inside the context only the first rank to fail gets here.
+        if os.environ.get("RANK", "0") == "0" or paramp_was_launched():
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        rank = os.environ.get("RANK", "0")
+        print(f"error: rank {rank} failed\n{traceback.format_exc()}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def configure(arguments: list[str]) -> Config:
+    """Flags over file over this script's defaults."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise paramp.ConfigError(message)
+
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, (key, kind) in FLAGS.items():
+        options: dict[str, Any] = {"action": "store_true", "default": None} if kind is bool else {"type": kind}
+        parser.add_argument(flag, dest=key, help=f"sets {key}", **options)
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .py file")
+    parser.add_argument(
+        "--emulate-fp16",
+        choices=("auto", "on", "off"),
+        help="on CPUs without fp16 arithmetic, compute fp16 products in fp32 and round",
+    )
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any key, e.g. seed=7")
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [*FLAGS, "--config", "--emulate-fp16", "--set"]
+        raise paramp.ConfigError(
+            f"{unknown[0]}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
+        )
+    tree: dict[str, Any] = merge(DEFAULTS, read_file(given.config) if given.config else {})
+    for key, _ in FLAGS.values():
+        if (value := getattr(given, key)) is not None:
+            tree = merge(tree, nested(key, value))
+    if given.emulate_fp16:
+        tree = merge(tree, {"emulate_fp16": {"auto": "auto", "on": True, "off": False}[given.emulate_fp16]})
+    for assignment in given.set:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise paramp.ConfigError(f"--set: got {assignment!r}, expected KEY=VALUE, such as train.lr=1e-3")
+        tree = merge(tree, nested(key, plain_value(text)))
+    return load(tree)
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` for the key ``a.b``."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[return-value]
+
+
+def plain_value(text: str) -> Any:
+    """``text`` as TOML reads a value (numbers, true, lists), or as it stands."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text == "None" else text
+
+
+def processes_needed(config: Config) -> int:
+    parallel = config.parallel
+    return parallel.tensor.size * parallel.pipeline.size * (1 if parallel.data == "auto" else parallel.data)
+
+
+def paramp_was_launched() -> bool:
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+def train(context: paramp.ParallelContext) -> None:
+    config, job = context.config, context.config.train
+    shares = context.dp.size * config.gradient_accumulation * (config.parallel.pipeline.microbatches or context.pp.size)
+    if job.batch_size % shares:
+        raise paramp.ConfigError(
+            f"train.batch_size: got {job.batch_size}, expected a multiple of {shares} "
+            f"(data {context.dp.size} x accumulation {config.gradient_accumulation} x microbatches "
+            f"{shares // context.dp.size // config.gradient_accumulation})"
+        )
+    corpus = load_corpus(job.data)
+    model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": job.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=job.lr,
+        betas=(0.9, 0.95),
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, job.steps))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, _, _, scheduler = paramp.initialize(model, optimizer, model.loss, lr_scheduler=schedule)
+    assert scheduler is not None
+
+    with Reporter(job.steps, job.log_dir, enabled=context.is_main) as reporter:
+        announce(reporter, context, corpus, num_parameters)
+        baseline = bigram_loss(corpus) if context.is_main else math.nan
+        skipped = 0
+        for step in range(1, job.steps + 1):
+            start = time.perf_counter()
+            engine.train()
+            for part in range(config.gradient_accumulation):
+                engine.zero_grad()
+                loss = engine.forward_backward(*rank_batch(context, corpus, step, part))
+                result = engine.step()
+            learning_rate = scheduler.get_last_lr()[0]
+            scheduler.step()
+            skipped += result.overflow
+            seconds = time.perf_counter() - start
+            reporter.step(
+                {
+                    "step": step,
+                    "loss": float(loss),
+                    "grad_norm": result.grad_norm,
+                    "loss_scale": result.loss_scale,
+                    "skipped": int(result.overflow),
+                    "lr": learning_rate,
+                    "tokens_per_second": job.batch_size * job.seq_len / seconds,
+                    "step_seconds": seconds,
+                    "memory_bytes": memory_bytes(context.device),
+                }
+            )
+            if step % job.eval_every == 0 or step == job.steps:
+                held_out = evaluate(engine, corpus)
+                reporter.record({"step": step, "val_loss": held_out})
+                reporter.say(
+                    f"step {step}: validation loss {held_out:.4f} nats/byte "
+                    f"(a byte-bigram model: {baseline:.4f}); {skipped} of {step} steps skipped so far"
+                )
+
+
+def learning_rate_factor(step: int, total: int) -> float:
+    """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth."""
+    warmup = max(1, total // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def rank_batch(
+    context: paramp.ParallelContext, corpus: Corpus, step: int, part: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This data rank's slice of accumulation step ``part`` of the global batch."""
+    job = context.config.train
+    size = job.batch_size // context.config.gradient_accumulation // context.dp.size
+    first = (part * context.dp.size + context.dp.rank) * size
+    return training_windows(corpus.training, job.seq_len, context.config.seed, step, first, size)
+
+
+def evaluate(engine: paramp.Engine, corpus: Corpus) -> float:
+    """Mean loss over the held-out windows, in nats a byte; the same windows in every layout."""
+    context, job = engine.context, engine.context.config.train
+    batch = job.batch_size // context.config.gradient_accumulation
+    rounds = math.ceil(job.eval_sequences / batch)
+    size = batch // context.dp.size
+    losses = [
+        float(
+            engine.evaluate(
+                *held_out_windows(
+                    corpus.held_out, job.seq_len, index * batch + context.dp.rank * size, size, rounds * batch
+                )
+            )
+        )
+        for index in range(rounds)
+    ]
+    return sum(losses) / rounds
+
+
+def announce(reporter: Reporter, context: paramp.ParallelContext, corpus: Corpus, num_parameters: int) -> None:
+    """Print the resolved configuration once, and save it beside the metrics."""
+    if not context.is_main:
+        return
+    settings = flatten(context.config)
+    facts = {
+        "world_size": context.world_size,
+        "data_size": context.dp.size,
+        "device": str(context.device),
+        "torch": torch.__version__,
+        "data_sha256": corpus.sha256,
+        "data_files": corpus.num_files,
+        "data_bytes": len(corpus.training) + len(corpus.held_out),
+        "parameters": num_parameters,
+    }
+    for name, value in (settings | facts).items():
+        reporter.say(f"{name} = {value}")
+    if context.config.train.log_dir is not None:
+        path = Path(context.config.train.log_dir) / "config.json"
+        path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
