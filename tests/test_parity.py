@@ -1,0 +1,56 @@
+"""Training under every layout against a plain single-process loop."""
+
+import pytest
+import torch
+from pool import on_ranks
+from reference import batches, plain_fp32_training, rank_slice, small_gpt
+
+import paramp
+
+LAYOUTS_4 = {
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2},
+    "pp2-tp2-gpipe": {"pipeline": {"size": 2, "microbatches": 4, "schedule": "gpipe"}, "tensor": 2},
+    "pp2-tp2-sp": {"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2, "sequence_parallel": True},
+    "dp2-tp2": {"data": 2, "tensor": 2},
+    "pp2-dp2": {"pipeline": {"size": 2, "microbatches": 2}, "data": 2},
+    "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
+    "tp4": {"tensor": 4},
+}
+
+
+def train(world, parallel, steps, **config):
+    config = {"parallel": parallel, "clip_grad_norm": 1.0, **config}
+    with paramp.launch_from_torch(config, device=world.device) as context:
+        model = small_gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, *_ = paramp.initialize(model, optimizer, paramp.models.GPT.loss)
+        losses = []
+        for x, y in batches(steps):
+            x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+            losses.append(engine.forward_backward(x, y).item())
+            result = engine.step()
+            assert result.stepped
+            engine.zero_grad()
+        return losses, engine.full_state_dict()
+
+
+def compare(actual, expected, loss_tolerance, weight_tolerance):
+    losses, weights = actual
+    reference_losses, reference_weights = expected
+    assert max(abs(a - b) for a, b in zip(losses, reference_losses, strict=True)) <= loss_tolerance
+    assert weights.keys() == reference_weights.keys()
+    for name, weight in weights.items():
+        difference = (weight - reference_weights[name]).abs().max().item()
+        assert difference <= weight_tolerance, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+@on_ranks(4)
+def test_fp32_follows_plain_torch_on_four_ranks(world, layout):
+    compare(train(world, LAYOUTS_4[layout], 20), plain_fp32_training(20), 1e-5, 2e-5)
+
+
+@on_ranks(8)
+def test_fp32_follows_plain_torch_on_eight_ranks(world):
+    parallel = {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "tensor": 2}
+    compare(train(world, parallel, 20), plain_fp32_training(20), 1e-5, 2e-5)
