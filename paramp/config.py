@@ -83,6 +83,12 @@ class PipelineConfig:
             "an integer of 1 or more",
         )
         _require(
+            self.microbatches is None or self.schedule != "1f1b" or self.microbatches >= self.size,
+            "microbatches",
+            self.microbatches,
+            f"at least {self.size}, one for each stage of the schedule 1f1b",
+        )
+        _require(
             self.stages_per_rank == 1, "stages_per_rank", self.stages_per_rank, f"1 for the schedule {self.schedule!r}"
         )
         if self.split is not None:

@@ -57,13 +57,13 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: got {norm_type!r}, expected a number above 0, or math.inf")
     owned = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     context = context or current_context()
+    align_gradients(owned)
     if context is not None:
         sum_tied_gradients(context, owned)
     owned = [parameter for parameter in owned if parameter.grad is not None]
     for parameter in owned:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
-    align_gradients(owned)
     shares = [counted_share(parameter, context) for parameter in owned]
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
@@ -105,24 +105,46 @@ def norm_power(
     Returns:
         0-dim float64 on ``device``. In float64 the p-th powers of fp32 norms do not overflow for p up to 8.
     """
-    buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    by_place: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, gradient in enumerate(gradients):
         if shares[index] and gradient.numel():
-            buckets[gradient.device, gradient.dtype].append(index)
-    parts = []
-    for (where, dtype), indices in buckets.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms = torch.stack(
-            torch._foreach_norm([gradients[index] for index in indices], norm_type, dtype=wide)
-        ).double()
+            by_place[gradient.device, gradient.dtype].append(index)
+    parts = [torch.zeros((), dtype=torch.float64, device=device)]
+    for (where, _), indices in by_place.items():
+        powers = _powers([gradients[index] for index in indices], norm_type)
         if math.isinf(norm_type):
-            parts.append(norms.amax().to(device))
+            parts.append(powers.amax().to(device))
         else:
             weights = torch.tensor([shares[index] for index in indices], dtype=torch.float64, device=where)
-            parts.append((norms.pow(norm_type) * weights).sum().to(device))
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=device)
+            parts.append((powers * weights).sum().to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
+
+
+def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The sum of |g|**p of each gradient (all of one device and dtype), or its maximum for p = inf; float64."""
+    if gradients[0].device.type == "cpu":
+        return torch.stack([_blocked_power(gradient, norm_type) for gradient in gradients])
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=wide)).double()
+    return norms if math.isinf(norm_type) else norms.pow(norm_type)
+
+
+BLOCK = 512
+
+
+def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """As :func:`_powers` for one gradient on the CPU, from the norms of short blocks, combined in float64.
+
+    On a CPU torch adds all elements of a tensor up in fp32, one after the other: the 2-norm of ten million is then
+    4e-4 off, the 1-norm 1e-3. In blocks they are right to 1e-7, and no slower.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    flat = gradient.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), norm_type, dim=1, dtype=wide)
+    if whole < flat.numel():
+        norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type, dtype=wide).reshape(1)])
+    return norms.double().amax() if math.isinf(norm_type) else norms.double().pow(norm_type).sum()
 
 
 def count_zeros(gradients: Sequence[torch.Tensor], shares: Sequence[float], device: torch.device) -> torch.Tensor:

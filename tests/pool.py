@@ -70,11 +70,15 @@ class RankPool:
                 order.append(rank)
                 if replies[rank][0] == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failed = sorted((value[0], rank) for rank, (kind, value) in replies.items() if kind == "failed")
+        failed = sorted(
+            ("SystemExit" in value[1], value[0], rank)  # a rank that ends quietly leaves the report to another
+            for rank, (kind, value) in replies.items()
+            if kind == "failed"
+        )
         if failed or len(replies) < self.size:
             self.close()
             if failed:
-                rank = failed[0][1]
+                rank = failed[0][2]
                 raise AssertionError(f"rank {rank} of {self.size} failed first:\n{replies[rank][1][1]}")
             silent = sorted(set(range(self.size)) - set(replies))
             raise AssertionError(f"ranks {silent} of {self.size} did not answer within {TIMEOUT:g} s")

@@ -1,0 +1,199 @@
+import dataclasses
+
+import pytest
+import torch
+
+import paramp
+from paramp.amp import AMP_TYPE
+from paramp.config import Config, flatten, load, merge
+from paramp.precision import PRESETS, Precision
+
+
+def test_defaults():
+    config = load(None)
+    assert config == Config()
+    assert config.precision is PRESETS["32-true"]
+    assert (config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data) == (1, 1, "auto")
+    assert config.seed == 1024
+    assert config.clip_grad_norm is None
+
+
+def test_the_colossalai_spelling():
+    config = load(
+        {
+            "BATCH_SIZE": 128,
+            "parallel": {"tensor": {"size": 2, "mode": "1d"}, "pipeline": 2},
+            "fp16": {"mode": AMP_TYPE.NAIVE},
+        }
+    )
+    assert config.BATCH_SIZE == 128
+    assert (config.parallel.tensor.size, config.parallel.pipeline.size) == (2, 2)
+    scaling = config.precision.scaling
+    # The document's defaults.
+    assert (scaling.init_scale, scaling.min_scale, scaling.max_scale) == (2.0**32, 1, 2.0**32)
+    assert (scaling.growth_factor, scaling.backoff_factor) == (2, 0.5)
+    assert (scaling.growth_interval, scaling.hysteresis) == (1000, 2)
+
+
+def test_the_documents_torch_options_and_defaults():
+    config = load({"fp16": {"mode": AMP_TYPE.TORCH}})
+    assert config.precision == PRESETS["16-mixed"]
+    scaling = config.precision.scaling
+    assert (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2, 0.5)
+    assert (scaling.growth_interval, scaling.enabled, scaling.hysteresis) == (2000, True, 1)
+    config = load({"fp16": {"mode": AMP_TYPE.TORCH, "init_scale": 4, "enabled": False}})
+    assert (config.precision.scaling.init_scale, config.precision.scaling.enabled) == (4, False)
+    config = load({"fp16": {"mode": AMP_TYPE.NAIVE, "log_num_zeros_in_grad": True, "initial_scale": 8}})
+    assert config.precision.log_num_zeros
+    assert config.precision.scaling.init_scale == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        (32, "32-true"),
+        ("fp32", "32-true"),
+        ("O0", "32-true"),
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("amp", "16-mixed"),
+        ("amp_fp16", "16-mixed"),
+        ("O1", "16-mixed"),
+        (AMP_TYPE.TORCH, "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("amp_bf16", "bf16-mixed"),
+        (AMP_TYPE.NAIVE, "16-naive"),
+        ("16-naive", "16-naive"),
+        ("bf16-naive", "bf16-naive"),
+    ],
+)
+def test_aliases(name, row):
+    assert Precision.parse(name) is PRESETS[row]
+
+
+def test_the_table_of_modes():
+    rows = {
+        name: (row.weights, row.compute, row.autocast, row.masters, row.scaling is not None)
+        for name, row in PRESETS.items()
+    }
+    full, half, brain = torch.float32, torch.float16, torch.bfloat16
+    assert rows == {
+        "32-true": (full, full, False, False, False),
+        "16-mixed": (full, half, True, False, True),
+        "bf16-mixed": (full, brain, True, False, False),
+        "16-naive": (half, half, False, True, True),
+        "bf16-naive": (brain, brain, False, True, False),
+    }
+    assert PRESETS["16-naive"].scaling.init_scale == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
+        ({"parallel": {"tensr": 2}}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
+        ({"parallel": {"tensor": {"size": 0}}}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
+        ({"parallel": {"tensor": {"sise": 2}}}, r"parallel\.tensor\.sise: no such key.*'size'"),
+        ({"parallel": {"tensor": {"mode": "2d"}}}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
+        ({"parallel": {"tensor": "two"}}, r"parallel\.tensor: got 'two', expected a table"),
+        ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
+        ({"parallel": {"data": True}}, r"parallel\.data: got True"),
+        ({"parallel": {"zero": 1}}, r"parallel\.zero: got 1, expected 0"),
+        ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},
+            r"parallel\.pipeline\.schedule: got '1f2b', expected one of 1f1b, gpipe.*did you mean '1f1b'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 4, "microbatches": 2}}},
+            r"parallel\.pipeline\.microbatches: got 2, expected at least 4",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 3, "split": ["a"]}}},
+            r"parallel\.pipeline\.split: got \['a'\], expected 2",
+        ),
+        ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
+        ({"precision": True}, r"precision: got True"),
+        ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
+        ({"fp16": {"mode": AMP_TYPE.TORCH, "hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
+        ({"fp16": {"mode": AMP_TYPE.NAIVE, "init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
+        ({"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
+        (
+            {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
+            r"fp16\.backoff_factor: got 2, expected a number betw",
+        ),
+        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.TORCH"),
+        ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
+        ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
+        ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
+        ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
+        ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
+        ({"seed": -1}, r"seed: got -1"),
+        ({"train": {"lr": 0}}, r"train\.lr: got 0\.0, expected a finite number above 0"),
+        ({"train": {"batch_sise": 8}}, r"train\.batch_sise: no such key.*'batch_size'"),
+    ],
+)
+def test_errors_name_path_value_and_what_is_allowed(tree, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        load(tree)
+
+
+def test_toml_and_python_files_give_the_same(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text('LAYERS = 3\nprecision = "16-naive"\n[parallel]\ntensor = 2\n[parallel.pipeline]\nsize = 2\n')
+    python = tmp_path / "run.py"
+    python.write_text("CONFIG = dict(LAYERS=3, precision='16-naive', parallel=dict(tensor=2, pipeline=dict(size=2)))\n")
+    flat = tmp_path / "flat.py"
+    flat.write_text(
+        "import os\nfrom paramp.amp import AMP_TYPE\n"
+        "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n"
+    )
+    assert load(toml) == load(python) == load(flat)
+    assert load(str(toml)).LAYERS == 3
+
+
+def test_files_that_are_missing_or_broken(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file .*absent\.toml"):
+        load(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("parallel = [")
+    with pytest.raises(paramp.ConfigError, match=r"broken\.toml' is not valid TOML"):
+        load(broken)
+    other = tmp_path / "run.yaml"
+    other.write_text("")
+    with pytest.raises(paramp.ConfigError, match=r"expected \.toml or \.py"):
+        load(other)
+
+
+def test_overrides_win_and_keep_the_rest():
+    base = {"parallel": {"tensor": 2, "pipeline": {"size": 2, "microbatches": 4}}, "fp16": {"mode": AMP_TYPE.NAIVE}}
+    tree = merge(base, {"parallel": {"tensor": {"size": 4}, "pipeline": {"schedule": "gpipe"}}, "precision": "bf16"})
+    config = load(tree)
+    assert config.parallel.tensor.size == 4
+    assert (config.parallel.pipeline.microbatches, config.parallel.pipeline.schedule) == (4, "gpipe")
+    assert config.precision.name == "bf16-mixed"
+
+
+def test_the_data_axis_fills_the_world():
+    config = load({"parallel": {"tensor": 2, "pipeline": 2}})
+    assert config.parallel.data_size(8) == 2
+    with pytest.raises(paramp.ConfigError, match=r"tensor 2 x pipeline 2 = 4 does not divide the world of 6 ranks"):
+        config.parallel.data_size(6)
+    config = load({"parallel": {"tensor": 2, "data": 3}})
+    with pytest.raises(paramp.ConfigError, match=r"x data 3 = 6, but the world has 4 ranks"):
+        config.parallel.data_size(4)
+
+
+def test_flatten_gives_plain_values():
+    flat = flatten(load({"parallel": {"tensor": 2}, "NAME": "x"}))
+    assert flat["parallel.tensor.size"] == 2
+    assert flat["NAME"] == "x"
+    assert flat["precision"] == "32-true"
+
+
+def test_the_configuration_is_frozen_and_names_what_it_has():
+    config = load({"WIDTH": 3})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="no key 'HEIGHT'"):
+        _ = config.HEIGHT
