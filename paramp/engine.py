@@ -208,9 +208,9 @@ class Engine:
         if self._calls < self._accumulation:
             return StepResult(stepped=False, overflow=False, loss_scale=scale)
         self._calls, self._spent = 0, True
-        self._finish_gradients()
+        found_inf = self._finish_gradients()
         gradients = self._weights.load_gradients()
-        overflow, norm, zeros, weight = self._judge(gradients, 1.0 / scale)
+        overflow, norm, zeros, weight = self._judge(gradients, 1.0 / scale, found_inf)
         if not overflow:
             # Counts that differ from the nominal ones are put right here; without counts the factor is exactly 1.
             factor = self._window_size / weight if weight else 1.0
@@ -233,16 +233,22 @@ class Engine:
             num_zeros=zeros if self.precision.log_num_zeros else None,
         )
 
-    def _finish_gradients(self) -> None:
-        """Complete each gradient: its placements, its tied copies, its data ranks."""
+    def _finish_gradients(self) -> torch.Tensor:
+        """Complete each gradient: its placements, its tied copies, its data ranks.
+
+        Returns:
+            1 if a gradient that was cut was not finite, which nobody would see any more; else 0. 0-dim, this rank's.
+        """
         parameters = self._weights.parameters
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        align_gradients(parameters)
+        found_inf = torch.zeros((), device=self.context.device)
+        unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
         sum_tied_gradients(self.context, parameters)
         if self.context.dp.size > 1:
             self._sum_over_data_ranks()
+        return found_inf
 
     def _sum_over_data_ranks(self) -> None:
         """Sum every gradient over ``dp``. What is sent does not depend on which gradients this rank happens to have."""
@@ -257,10 +263,11 @@ class Engine:
             if not count:  # no data rank used it, and an optimizer does not step a parameter without a gradient
                 parameter.grad = None
 
-    def _judge(self, gradients: list[torch.Tensor], inv_scale: float) -> tuple[bool, float, int, float]:
+    def _judge(
+        self, gradients: list[torch.Tensor], inv_scale: float, found_inf: torch.Tensor
+    ) -> tuple[bool, float, int, float]:
         """Unscale, and agree with the whole world in one all-reduce: overflow, norm, zeros, weight of the losses."""
         device = self.context.device
-        found_inf = torch.zeros((), device=device)
         unscale_and_check_(gradients, torch.tensor(inv_scale, device=device), found_inf)
         shares = [
             share

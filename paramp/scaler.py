@@ -112,7 +112,7 @@ class DistributedGradScaler(GradScaler):
         whose optimizer steps masters has them.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        align_gradients(parameters)
+        unscale_and_check_(align_gradients(parameters), torch.ones_like(inv_scale), found_inf)
         context = current_context()
         if context is not None:
             sum_tied_gradients(context, parameters)

@@ -64,12 +64,15 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     return replicas
 
 
-def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
+def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Bring each DTensor gradient to its parameter's placements, in ``.grad``.
 
     DTensor leaves gradients where the backward put them: vocabulary-parallel embeddings get replicated ones, norms
     under sequence parallelism get partial sums. Partial ones are summed together, one collective for each mesh axis
     and dtype; a replicated gradient of a sharded parameter is cut without any.
+
+    Returns:
+        The local gradients that were cut, whole: an overflow in a part that this rank drops is an overflow too.
     """
     partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]] = defaultdict(list)
     misplaced: list[tuple[torch.Tensor, DTensor, tuple[Placement, ...]]] = []
@@ -92,7 +95,10 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
         misplaced.append((parameter, gradient, tuple(placements)))
     for (mesh, axis), pieces in partial.items():
         sum_(pieces, mesh.get_group(axis))
+    whole = []
     for parameter, gradient, placements in misplaced:
+        if placements != cast(DTensor, parameter).placements:
+            whole.append(local(gradient))
         summed = DTensor.from_local(
             local(gradient),
             gradient.device_mesh,
@@ -102,6 +108,7 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
             stride=gradient.stride(),
         )
         parameter.grad = summed.redistribute(placements=cast(DTensor, parameter).placements)
+    return whole
 
 
 def sum_tied_gradients(context: ParallelContext, parameters: Iterable[torch.Tensor]) -> None:

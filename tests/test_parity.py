@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import batches, plain_fp32_training, rank_slice, small_gpt
 
 import paramp
@@ -54,3 +54,92 @@ def test_fp32_follows_plain_torch_on_four_ranks(world, layout):
 def test_fp32_follows_plain_torch_on_eight_ranks(world):
     parallel = {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "tensor": 2}
     compare(train(world, parallel, 20), plain_fp32_training(20), 1e-5, 2e-5)
+
+
+# --------------------------------------------------------------------------------------------- the other four modes
+#
+# A mode on several ranks is compared with the same mode in one process. Both round to the mode's dtype, at other
+# places and in another order. Each gradient then differs by a few units of the dtype's rounding error (2**-11 for
+# fp16, 2**-8 for bf16), and so does the way that each weight has gone. SGD makes the test sharp: Adam would hide a
+# gradient of half the size.
+
+ROUNDING = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8, "16-naive": 2.0**-11, "bf16-naive": 2.0**-8}
+UNITS_WEIGHTS = 16
+"""Allowed relative distance of a weight's way, in rounding errors: 0.8 % for fp16, 6 % for bf16."""
+UNITS_LOSS = 2
+STEPS = 8
+
+MODE_LAYOUTS = {name: LAYOUTS_4[name] for name in ("pp2-tp2", "pp2-tp2-sp", "dp2-tp2", "pp2-dp2")}
+
+
+def train_mode(context_options, precision, parallel, halve_on_rank=None):
+    """Losses, and how far each weight has gone."""
+    with paramp.launch_from_torch(
+        {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}, **context_options
+    ) as context:
+        model = small_gpt()
+        engine, *_ = paramp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), paramp.models.GPT.loss
+        )
+        start = engine.full_state_dict()
+        losses = []
+        for x, y in batches(STEPS):
+            x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+            losses.append(engine.forward_backward(x, y).item())
+            if context.rank == halve_on_rank:
+                for _, parameter in engine.named_parameters():
+                    parameter.grad.mul_(0.5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        return losses, {name: value - start[name] for name, value in engine.full_state_dict().items()}
+
+
+def worst_distances(actual, expected):
+    """The largest relative distance of a loss, and of a weight's way."""
+    loss = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
+    way = max(
+        ((actual[1][name] - reference).norm() / reference.norm()).item() for name, reference in expected[1].items()
+    )
+    return loss, way
+
+
+@on_ranks(4)
+def follow(world, precision, layout, expected):
+    loss, way = worst_distances(train_mode({"device": world.device}, precision, MODE_LAYOUTS[layout]), expected)
+    unit = ROUNDING[precision]
+    assert loss <= UNITS_LOSS * unit, f"losses {loss / unit:.2f} units apart"
+    assert way <= UNITS_WEIGHTS * unit, f"weights {way / unit:.2f} units apart"
+
+
+@on_ranks(4)
+def stray(world, precision, layout, expected):
+    for rank in range(4):
+        _, way = worst_distances(
+            train_mode({"device": world.device}, precision, MODE_LAYOUTS[layout], halve_on_rank=rank), expected
+        )
+        unit = ROUNDING[precision]
+        assert way > 2 * UNITS_WEIGHTS * unit, f"a halved gradient on rank {rank} is only {way / unit:.2f} units off"
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    results = {}
+
+    def run(precision):
+        if precision not in results:
+            results[precision] = train_mode({"device": "cpu"}, precision, {})
+        return results[precision]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", MODE_LAYOUTS)
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_each_mode_follows_its_single_process_run(precision, layout, one_process):
+    run_on_ranks(4, __name__, "follow", {"precision": precision, "layout": layout, "expected": one_process(precision)})
+
+
+@pytest.mark.parametrize("layout", ["pp2-tp2", "dp2-tp2"])
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_the_tolerance_rejects_one_ranks_gradient_halved(precision, layout, one_process):
+    run_on_ranks(4, __name__, "stray", {"precision": precision, "layout": layout, "expected": one_process(precision)})
