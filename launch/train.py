@@ -53,21 +53,24 @@ DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
 
 
 def main() -> int:
+    """Configure, start what is missing, train; the exit code."""
+    launched = False
     try:
         config = configure(sys.argv[1:])
         variables = torchrun_variables()
         processes = processes_needed(config)
         if processes > 1 and (variables is None or variables["WORLD_SIZE"] == "1"):
             print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
-            return start_processes([sys.executable, *sys.argv], processes)
+            return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
         with paramp.launch_from_torch(config) as context:
+            launched = True
             train(context)
     except paramp.LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (paramp.ConfigError, FileNotFoundError) as error:
-        # Found alike on every rank; inside the context only the first rank to fail gets here.
-        if os.environ.get("RANK", "0") == "0" or paramp_was_launched():
+        # Before the launch every rank finds it alike; after it, only the first rank to fail gets here.
+        if launched or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception:
@@ -131,15 +134,13 @@ def plain_value(text: str) -> Any:
 
 
 def processes_needed(config: Config) -> int:
+    """The smallest world that the layout fits."""
     parallel = config.parallel
     return parallel.tensor.size * parallel.pipeline.size * (1 if parallel.data == "auto" else parallel.data)
 
 
-def paramp_was_launched() -> bool:
-    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
 def train(context: paramp.ParallelContext) -> None:
+    """The whole job on one rank."""
     config, job = context.config, context.config.train
     shares = context.dp.size * config.gradient_accumulation * (config.parallel.pipeline.microbatches or context.pp.size)
     if job.batch_size % shares:

@@ -116,6 +116,11 @@ def torchrun_variables() -> dict[str, str] | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not present[name].isdecimal():
             raise LaunchError(f"launch: {name} is {present[name]!r}, expected an integer of 0 or more")
+    if not 0 < int(present["MASTER_PORT"]) < 2**16:
+        raise LaunchError(
+            f"launch: MASTER_PORT is {present['MASTER_PORT']}, expected 1 to 65535 (torchrun --master-port), "
+            "or torchrun --standalone to have one chosen"
+        )
     if int(present["RANK"]) >= int(present["WORLD_SIZE"]):
         raise LaunchError(f"launch: RANK is {present['RANK']}, but WORLD_SIZE is {present['WORLD_SIZE']}")
     return present

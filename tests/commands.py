@@ -1,0 +1,32 @@
+"""Running the project's commands as a user does, each with a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from paramp.launching import free_port
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(command: list[str], *, timeout: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {"OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def torchrun(processes: int, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return run(
+        [*TORCHRUN, "--nproc-per-node", str(processes), "--master-port", str(free_port()), *arguments], **options
+    )
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, *arguments], **options)

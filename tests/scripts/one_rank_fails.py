@@ -1,0 +1,21 @@
+"""Runs launch/train.py with a data reader that fails on one rank in the third step. The rank is $CULPRIT."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import paramp.data
+
+original = paramp.data.training_windows
+
+
+def failing(tokens, seq_len, seed, step, first, count):
+    if step == 3 and os.environ.get("RANK") == os.environ["CULPRIT"]:
+        raise OSError("disk on fire")
+    return original(tokens, seq_len, seed, step, first, count)
+
+
+paramp.data.training_windows = failing
+train = Path(__file__).parents[2] / "launch" / "train.py"
+runpy.run_path(str(train), run_name="__main__")

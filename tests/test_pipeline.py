@@ -1,0 +1,181 @@
+"""Cutting sequential models into stages."""
+
+import pytest
+import torch
+from pool import on_ranks
+from reference import small_gpt
+from torch import nn
+
+import paramp
+from paramp.pipeline import cut, is_sequential, plan_stages, units
+
+
+def chain(*widths):
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False)))
+
+
+def test_units_open_nested_sequences_only():
+    assert [name for name, _ in units(small_gpt(num_layers=2))] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
+
+
+def test_a_sequence_with_its_own_forward_is_no_sequence():
+    class Own(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + x
+
+    assert is_sequential(nn.Sequential())
+    assert not is_sequential(Own(nn.Linear(2, 2)))
+    assert not is_sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("widths", "stages", "expected"),
+    [
+        ((8, 8, 8, 8, 8), 2, [["0", "1"], ["2", "3"]]),
+        ((8, 64, 8, 8, 8), 2, [["0"], ["1", "2", "3"]]),
+        ((2, 2, 2, 64, 64), 3, [["0", "1"], ["2"], ["3"]]),
+        ((8, 8, 8, 8), 3, [["0"], ["1"], ["2"]]),
+    ],
+)
+def test_the_heaviest_stage_is_as_light_as_can_be(widths, stages, expected):
+    model = chain(*widths)
+    plan = plan_stages(model, stages)
+    assert [name for stage in plan for name in stage] == [str(i) for i in range(len(widths) - 1)]
+    assert all(plan)
+    weight = {str(i): layer.weight.numel() + 1 for i, layer in enumerate(model)}
+
+    def heaviest(cut_):
+        return max(sum(weight[name] for name in stage) for stage in cut_)
+
+    assert heaviest(plan) == heaviest(expected)
+
+
+def test_looking_up_an_embedding_costs_nothing():
+    model = nn.Sequential(nn.Embedding(10_000, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    assert [len(stage) for stage in plan_stages(model, 3)] == [2, 1, 1]
+
+
+def test_names_choose_the_cut():
+    model = small_gpt(num_layers=3)
+    assert plan_stages(model, 2, ["blocks.2"]) == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "norm", "head"]]
+    assert plan_stages(model, 2, ["blocks"])[0] == ["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (["blocks.9"], r"split: got 'blocks\.9', expected one of embedding, blocks\.0.*did you mean 'blocks\.2'"),
+        (["embedding"], "leaves the stage before it empty"),
+    ],
+)
+def test_names_that_do_not_cut(split, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        plan_stages(small_gpt(num_layers=3), 2, split)
+
+
+def test_more_stages_than_modules():
+    with pytest.raises(paramp.ConfigError, match="got 6 stages, but GPT has 5 modules in sequence"):
+        plan_stages(small_gpt(num_layers=2), 6)
+
+
+def test_a_model_that_is_no_sequence():
+    with pytest.raises(paramp.ConfigError, match="Bilinear is not sequential"):
+        plan_stages(nn.Bilinear(2, 2, 2), 2)
+
+
+def test_stages_keep_names_weights_and_add_up_to_the_model():
+    model = small_gpt(num_layers=3)
+    plan = plan_stages(model, 3)
+    parts = [cut(model, names) for names in plan]
+    tokens = torch.randint(0, 120, (2, 5))
+    x = tokens
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, model(tokens))
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    seen = [name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)]
+    assert sorted(seen) == sorted(whole)
+    for part in parts:
+        assert all(whole[name] is value for name, value in part.named_parameters())
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer and draws a random number in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        torch.rand(())
+        return x * self.weight
+
+
+@on_ranks(4)
+def test_finding_shapes_leaves_no_trace(world):
+    """torch's own inference would count a call of garbage and move the random state (FACTS 5)."""
+    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}
+    with paramp.launch_from_torch(config):
+        model = nn.Sequential(*(Counting() for _ in range(4)))
+        engine, *_ = paramp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, y: (out - y).mean()
+        )
+        torch.manual_seed(5)
+        engine.forward_backward(torch.ones(8, 2), torch.zeros(8, 2))
+        counter = next(module for module in engine.module.modules() if isinstance(module, Counting))
+        assert counter.calls == 4
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        for _ in range(4):
+            torch.rand(())
+        assert torch.equal(state, torch.get_rng_state())
+
+
+@on_ranks(4)
+def test_batches_of_several_shapes(world):
+    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}
+    with paramp.launch_from_torch(config):
+        model = chain(3, 3, 3, 3, 3)
+        reference = chain(3, 3, 3, 3, 3)
+        reference.load_state_dict(model.state_dict())
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for size in (4, 8, 4, 12):
+            generator = torch.Generator().manual_seed(size)
+            x, y = torch.randn(size, 3, generator=generator), torch.randn(size, 3, generator=generator)
+            expected = nn.functional.mse_loss(reference(x), y).item()
+            assert engine.forward_backward(x, y).item() == pytest.approx(expected, abs=1e-6)
+            assert engine.evaluate(x, y).item() == pytest.approx(expected, abs=1e-6)
+            engine.zero_grad()
+
+
+@on_ranks(4)
+def test_activations_travel_in_the_compute_dtype(world):
+    import torch.distributed as dist
+
+    sent = []
+    original = dist.isend
+
+    for precision, dtype in (("16-mixed", torch.float16), ("bf16-naive", torch.bfloat16), ("32-true", torch.float32)):
+        config = {"parallel": {"pipeline": 4}, "precision": precision}
+        with paramp.launch_from_torch(config):
+            model = chain(3, 3, 3, 3, 3)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+            x = torch.ones(8, 3)
+            engine.forward_backward(x, x)  # finds shapes first
+            from torch.distributed.pipelining import stage
+
+            class Spy(stage.dist.P2POp):
+                def __new__(cls, op, tensor, *args, **kwargs):
+                    if op is original:
+                        sent.append(tensor.dtype)
+                    return super().__new__(cls, op, tensor, *args, **kwargs)
+
+            saved, stage.dist.P2POp = stage.dist.P2POp, Spy
+            try:
+                sent.clear()
+                engine.forward_backward(x, x)
+            finally:
+                stage.dist.P2POp = saved
+        assert set(sent) == {dtype}

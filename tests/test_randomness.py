@@ -1,0 +1,146 @@
+"""The same start in every layout; dropout that differs where it must and nowhere else."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+from reference import SMALL, batches, rank_slice, small_gpt
+from torch import nn
+
+import paramp
+from paramp.models import GPT
+from paramp.randomness import derive_seed, materialize, sharded_random
+
+LAYOUTS = {
+    "pp2-tp2": {"pipeline": 2, "tensor": 2},
+    "dp2-tp2-sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "pp4": {"pipeline": 4},
+}
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def meta_gpt():
+    with torch.device("meta"):
+        return GPT(SMALL)
+
+
+def single_process_start():
+    model = meta_gpt()
+    materialize(model, 5, torch.device("cpu"))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_a_model_on_meta_starts_the_same_in_every_layout(world, layout):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "seed": 5}):
+        engine, *_ = paramp.initialize(meta_gpt, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        expected = single_process_start()
+        actual = engine.full_state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@on_ranks(4)
+def test_a_model_built_after_launch_is_the_same_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}, "seed": 11}):
+        first = GPT(SMALL).head.weight[0, 0].item()
+        assert everywhere(first) == [first] * 4
+    torch.manual_seed(11)
+    assert GPT(SMALL).head.weight[0, 0].item() == first
+
+
+def test_weights_depend_on_seed_and_name():
+    start = single_process_start()
+    assert not torch.equal(start["blocks.0.mlp.up.weight"], start["blocks.1.mlp.up.weight"])
+    again = meta_gpt()
+    state = torch.get_rng_state()
+    materialize(again, 6, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(again.state_dict()["head.weight"], start["head.weight"])
+    assert again.head.weight is again.embedding.tokens.weight
+
+
+def test_a_module_on_meta_that_cannot_fill_itself_is_named():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(ValueError, match=r"1 \(Scale\) is on the meta device and has no reset_parameters"):
+        materialize(nn.Sequential(nn.Linear(2, 2), Scale()), 0, torch.device("cpu"))
+
+
+def test_seeds_of_neighbours_are_unrelated():
+    seeds = {derive_seed(seed, name) for seed in range(50) for name in ("a", "b", "a.b")}
+    assert len(seeds) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@on_ranks(8)
+def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": 2, "tensor": 2}}) as context:
+        model = small_gpt()
+        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        place = (context.pp.rank, context.dp.rank)
+        replicated = torch.rand(()).item()
+        with sharded_random():
+            sharded = torch.rand(()).item()
+        after = torch.rand(()).item()
+        seen = everywhere((place, replicated, sharded, after))
+    assert len({first for _, first, _, _ in seen}) == 4
+    for where, first, _, last in seen:
+        if where == place:
+            assert (first, last) == (replicated, after)
+    assert len({shard for _, _, shard, _ in seen}) == 8
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(4)
+def test_dropout_in_the_model_follows_the_rule(world, sequence_parallel):
+    """tp 4: masks on replicated activations are equal, masks on pieces of the sequence are not."""
+    parallel = {"tensor": 4, "sequence_parallel": sequence_parallel}
+    masks = {}
+    with paramp.launch_from_torch({"parallel": parallel}):
+        model = small_gpt(dropout=0.5)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+
+        def watch(name):
+            def hook(module, inputs, output):
+                masks[name] = (output == 0).tolist()
+
+            return hook
+
+        for name, module in engine.module.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(watch(name))
+        loss = engine.forward_backward(*next(batches(1)))
+        assert loss.isfinite()
+        assert engine.step().stepped
+    embedding, block = "embedding.dropout", "blocks.0.dropout"
+    gathered = everywhere(masks)
+    assert all(other[embedding] == masks[embedding] for other in gathered)
+    if sequence_parallel:
+        assert len({str(other[block]) for other in gathered}) == 4
+    else:
+        assert all(other[block] == masks[block] for other in gathered)
+
+
+@on_ranks(4)
+def test_training_with_dropout_is_reproducible(world):
+    runs = []
+    for _ in range(2):
+        with paramp.launch_from_torch({"parallel": LAYOUTS["pp2-tp2"]}) as context:
+            model = small_gpt(dropout=0.3)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+            losses = []
+            for x, y in batches(3):
+                losses.append(engine.forward_backward(*(rank_slice(t, context.dp.rank, 1) for t in (x, y))).item())
+                engine.step()
+            runs.append(losses)
+    assert runs[0] == runs[1]

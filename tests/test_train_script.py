@@ -1,0 +1,170 @@
+"""launch/train.py from end to end, on real processes."""
+
+import json
+import math
+
+import pytest
+from commands import python, torchrun
+
+SMALL = ("--batch-size", "8", "--seq-len", "32", "--steps", "4", "--set", "train.eval_sequences=8")
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The same job in one process."""
+    folder = tmp_path_factory.mktemp("single")
+    result = python("launch/train.py", *SMALL, "--precision", "32-true", "--log-dir", str(folder))
+    assert result.returncode == 0, result.stderr
+    return records(folder)
+
+
+def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_path, single):
+    """``torchrun launch/train.py --tp 2 --pp 2``, exactly so, and with metrics."""
+    arguments = ["--tp", "2", "--pp", "2", *SMALL, "--precision", "32-true", "--log-dir", str(tmp_path)]
+    result = torchrun(1, "launch/train.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "the layout needs 4: starting them" in result.stdout
+    assert result.stdout.count("parallel.tensor.size = 2") == 1
+    steps = [record for record in records(tmp_path) if "loss" in record]
+    keys = "step loss grad_norm loss_scale skipped lr tokens_per_second step_seconds memory_bytes"
+    assert all(set(record) == set(keys.split()) for record in steps)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record, expected in zip(records(tmp_path), single, strict=True):
+        for key in ("loss", "val_loss", "grad_norm", "lr"):
+            if key in expected:
+                assert record[key] == pytest.approx(expected[key], abs=1e-4)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["config"]["parallel.pipeline.size"] == 2
+    assert len(saved["run"]["data_sha256"]) == 64
+    assert "validation loss" in (tmp_path / "train.log").read_text()
+
+
+def test_four_processes_of_torchrun_in_fp16_with_accumulation(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'precision = "bf16-mixed"\ngradient_accumulation = 2\n[parallel]\ntensor = 2\n[train]\nsteps = 9\n'
+    )
+    result = torchrun(
+        4,
+        "launch/train.py",
+        "--config",
+        str(config),
+        *SMALL,
+        "--precision",
+        "16-naive",
+        "--set",
+        "parallel.data=2",
+        "--log-dir",
+        str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "precision = 16-naive" in result.stdout  # flag over file
+    assert "gradient_accumulation = 2" in result.stdout  # file over default
+    steps = [record for record in records(tmp_path) if "loss" in record]
+    assert len(steps) == 4
+    assert all(math.isfinite(record["loss"]) and record["loss_scale"] >= 1 for record in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path):
+    """From a scale so high that the first steps overflow."""
+    config = tmp_path / "run.py"
+    config.write_text(
+        "from paramp.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH, init_scale=2.0**40)\n"
+        "train = dict(steps=3, batch_size=8, seq_len=32, eval_sequences=8)\n"
+    )
+    result = python("launch/train.py", "--config", str(config), "--log-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    first = records(tmp_path)[0]
+    assert first["skipped"] == 1
+    assert first["grad_norm"] is None
+    assert first["loss_scale"] == 2.0**40
+
+
+BAD = {
+    "sizes that do not divide the world": (
+        3,
+        ["--tp", "2"],
+        "tensor 2 x pipeline 1 = 2 does not divide the world of 3",
+    ),
+    "sizes that do not make up the world": (2, ["--tp", "2", "--dp", "2"], "x data 2 = 4, but the world has 2 ranks"),
+    "heads not divisible by tp": (0, ["--tp", "3"], "the model's 4 heads do not divide by it"),
+    "more stages than layers": (0, ["--pp", "8", "--microbatches", "8"], "got 8 stages, but GPT has 7 modules"),
+    "batch not divisible": (2, ["--dp", "2", "--batch-size", "7"], "train.batch_size: got 7, expected a multiple of 2"),
+    "batch not divisible by microbatches": (
+        0,
+        ["--pp", "2", "--microbatches", "3", "--batch-size", "8"],
+        "train.batch_size: got 8, expected a multiple of 3",
+    ),
+    "unknown precision": (2, ["--precision", "fp17"], "precision: got 'fp17', expected one of 32-true"),
+    "unknown schedule": (0, ["--pp", "2", "--schedule", "2f2b"], "schedule: got '2f2b', expected one of 1f1b, gpipe"),
+    "unknown model": (2, ["--model", "tinny"], "model: got 'tinny', expected one of tiny"),
+    "unknown data": (2, ["--data", "stdlob"], "data: got 'stdlob', expected one of stdlib (did you mean 'stdlib'?)"),
+    "unknown key": (0, ["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
+    "unknown flag": (0, ["--presicion", "32"], "--presicion: no such flag"),
+    "a flag's value of the wrong type": (0, ["--tp", "two"], "invalid int value: 'two'"),
+    "a configuration file that is not there": (0, ["--config", "none.toml"], "no file 'none.toml'"),
+    "a stage name that matches nothing": (
+        0,
+        ["--pp", "2", "--set", 'parallel.pipeline.split=["block.2"]'],
+        "split: got 'block.2', expected one of embedding",
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
+    processes, arguments, message = BAD[case]
+    arguments = ["launch/train.py", "--steps", "1", *arguments]
+    result = torchrun(processes, *arguments, timeout=30) if processes else python(*arguments, timeout=30)
+    assert result.returncode != 0
+    assert result.stderr.count(message) == 1, result.stderr
+    assert result.stderr.count("error: ") == 1, result.stderr
+    if not processes:  # torchrun adds a report of its own
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT missing"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "RANK is 'x', expected an integer",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "RANK is 2, but WORLD_SIZE is 2",
+        ),
+    ],
+)
+def test_some_of_torchruns_variables_missing(variables, message):
+    result = python("launch/train.py", timeout=30, **variables)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("culprit", ["0", "2"])
+def test_an_exception_on_one_rank_ends_all_with_its_message_once(culprit):
+    result = python("tests/scripts/one_rank_fails.py", "--tp", "2", "--pp", "2", *SMALL, timeout=40, CULPRIT=culprit)
+    assert result.returncode != 0
+    assert result.stderr.count("OSError: disk on fire") == 1, result.stderr
+    assert result.stderr.count("Traceback") == 1, result.stderr
+    assert f"error: rank {culprit} failed" in result.stderr
+
+
+@pytest.mark.timeout(60)
+def test_the_same_under_torchrun_in_a_script_of_the_users():
+    result = torchrun(2, "tests/scripts/own_loop.py", timeout=40)
+    assert result.returncode != 0
+    assert result.stderr.count("ValueError: my own mistake") == 1, result.stderr
+    assert "Connection" not in result.stderr, result.stderr
