@@ -334,7 +334,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             return Precision.parse(value)
         except ConfigError as error:
             raise error from None
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, hint):
             return value
         if isinstance(value, int) and not isinstance(value, bool) and "size" in _keys(hint):

@@ -69,8 +69,8 @@ def standard_library(root: Path | None = None) -> Corpus:
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
-        held_out = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
-        parts[held_out].append(content)
+        is_held_out = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+        parts[is_held_out].append(content)
     if not parts[True] or not parts[False]:
         raise ConfigError(f"data: {len(paths)} Python files under {str(root)!r}, too few to train on")
     training, held_out = (np.frombuffer(b"\n".join(parts[kind]), dtype=np.uint8) for kind in (False, True))

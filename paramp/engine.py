@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from .grads import clip_coefficient, count_zeros, counted_share, norm_power
 from .masters import Weights
 from .mesh import ParallelContext
 from .pipeline import Pipeline, Stage
-from .precision import ConfigError, Precision
+from .precision import ConfigError, LossScaling, Precision
 from .scaler import DistributedGradScaler, unscale_and_check_
 from .shards import align_gradients, local, sum_, sum_tied_gradients
 from .tensor import vocab_parallel_loss
@@ -75,26 +75,12 @@ class Engine:
     ) -> None:
         config: Config = context.config
         precision: Precision = config.precision
-        scaling = precision.scaling
         self.context = context
         self.precision = precision
         self.optimizer = optimizer
         self.module: nn.Module = stage.module
-        self.scaler = DistributedGradScaler(
-            context.device,
-            enabled=scaling is not None and scaling.enabled,
-            **{}
-            if scaling is None
-            else {
-                "init_scale": scaling.init_scale,
-                "growth_factor": scaling.growth_factor,
-                "backoff_factor": scaling.backoff_factor,
-                "growth_interval": scaling.growth_interval,
-                "hysteresis": scaling.hysteresis,
-                "min_scale": scaling.min_scale,
-                "max_scale": scaling.max_scale,
-            },
-        )
+        scaling = precision.scaling or LossScaling(enabled=False)
+        self.scaler = DistributedGradScaler(context.device, **asdict(scaling))
         self.num_steps = 0
         self.num_skipped = 0
         self._criterion = criterion
@@ -369,7 +355,7 @@ class Engine:
         """``loss`` ready for its backward, and noted in the window's totals."""
         value, weight = self._split(loss)
         self._totals += torch.stack([value.detach().double(), weight])
-        return cast(torch.Tensor, self.scaler.scale(value)) / self._window_size
+        return self.scaler.scale(value) / self._window_size
 
     def _split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """A loss and its weight, in float64: 1 for a mean; for ``(sum, count)`` both over the unit of counts."""

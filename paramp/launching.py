@@ -148,7 +148,8 @@ def _join(
         own_gpu = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
         backend = backend or ("nccl" if own_gpu and dist.is_nccl_available() else "gloo")
         if init_method is None:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs only
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -161,14 +162,14 @@ def _join(
     )
 
 
-def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:
+def _choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count()
-    if device is None:
+    if requested is None:
         return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-    device = torch.device(device)
+    device = torch.device(requested)
     if device.type == "cuda" and not gpus:
         raise LaunchError(f"device: got {str(device)!r}, but torch sees no GPU; leave device out to use the CPU")
-    if device.type == "cuda" and device.index is None:
+    if str(device) == "cuda":
         return torch.device("cuda", local_rank % gpus)
     return device
 

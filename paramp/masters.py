@@ -68,7 +68,7 @@ class Weights:
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
         if self.masters and self.stepped:
-            torch._foreach_copy_([local(parameter) for parameter in self.parameters], self.stepped)
+            torch._foreach_copy_([local(parameter) for parameter in self.parameters], list[torch.Tensor](self.stepped))
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters alike."""

@@ -194,9 +194,9 @@ def _forget_sharding_decisions() -> None:
     if clear_all is not None:
         clear_all()
     for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
-        cached = getattr(_redistribute, name, None)
-        if hasattr(cached, "cache_clear"):
-            cached.cache_clear()
+        clear = getattr(getattr(_redistribute, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 _contexts: list[ParallelContext] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def plan_stages(model: nn.Module, num_stages: int, split: Sequence[str] | None =
 
 
 def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
-    positions = []
+    positions: list[int] = []
     for name in split:
         # "blocks" stands for the first of its modules.
         found = next((i for i, known in enumerate(names) if known == name or known.startswith(f"{name}.")), None)
@@ -172,7 +172,7 @@ class _LinkedStage(nn.Module):
                 "modules between stages pass a single tensor on"
             )
         if isinstance(output, DTensor):
-            self.layout = output.detach()
+            self.layout = cast(DTensor, output.detach())
             return output.to_local()
         return output
 
@@ -181,7 +181,7 @@ class _LinkedStage(nn.Module):
         if self.layout is None:
             return output
         logical = torch.empty(output.shape[0], *self.layout.shape[1:], device="meta")
-        return DTensor.from_local(  # type: ignore[no-any-return]
+        return DTensor.from_local(
             output,
             self.layout.device_mesh,
             self.layout.placements,

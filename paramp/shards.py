@@ -23,7 +23,7 @@ __all__ = ["align_gradients", "local", "mark_tied_sums", "num_replicas", "sum_",
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
-    return cast(torch.Tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -96,13 +96,13 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for (mesh, axis), pieces in partial.items():
         sum_(pieces, mesh.get_group(axis))
     whole = []
-    for parameter, gradient, placements in misplaced:
-        if placements != cast(DTensor, parameter).placements:
+    for parameter, gradient, reduced in misplaced:
+        if reduced != cast(DTensor, parameter).placements:
             whole.append(local(gradient))
         summed = DTensor.from_local(
             local(gradient),
             gradient.device_mesh,
-            placements,
+            reduced,
             run_check=False,
             shape=gradient.shape,
             stride=gradient.stride(),

@@ -75,7 +75,7 @@ def test_the_standard_library_is_split_by_file(tmp_path):
 
 
 def test_a_python_without_its_source(tmp_path):
-    with pytest.raises(ConfigError, match="0 Python files under .*, too few to train on"):
+    with pytest.raises(ConfigError, match=r"0 Python files under .*, too few to train on"):
         standard_library(tmp_path)
 
 

@@ -110,7 +110,7 @@ def test_dtensors_alone_need_no_context(world):
 def test_plain_parameters_without_a_context_are_an_error(world):
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    with pytest.raises(ValueError, match="a plain parameter in a world of 4 ranks.*launch_from_torch"):
+    with pytest.raises(ValueError, match=r"a plain parameter in a world of 4 ranks.*launch_from_torch"):
         clip_grad_norm_([weight], 1.0)
 
 

@@ -1,5 +1,7 @@
 """Cutting sequential models into stages."""
 
+import itertools
+
 import pytest
 import torch
 from pool import on_ranks
@@ -11,7 +13,7 @@ from paramp.pipeline import cut, is_sequential, plan_stages, units
 
 
 def chain(*widths):
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
 
 
 def test_units_open_nested_sequences_only():

@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import sys
 from pathlib import Path
 
 import paramp.data

@@ -1,0 +1,37 @@
+# `make train` and `make test` need Python 3.11 or newer and nothing else: they create .venv once.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := OMP_NUM_THREADS=1 $(VENV)/bin
+
+.PHONY: train test lint format types benchmark clean
+
+train: $(VENV)/installed
+	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
+
+test: $(VENV)/installed
+	$(RUN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/installed
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+benchmark: $(VENV)/installed
+	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
+
+# On a machine with GPUs, install the torch you want into .venv first; the constraint then only has to agree with it.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
