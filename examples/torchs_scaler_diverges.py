@@ -1,0 +1,38 @@
+"""Why paramp has a scaler of its own: torch's, under tensor parallelism, lets one rank skip while the other steps.
+
+    torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py
+
+One weight is replicated, one is sharded; the gradient overflows in the second rank's shard only.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import paramp
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+rank = dist.get_rank()
+
+for name, scaler in (
+    ("torch.amp.GradScaler", torch.amp.GradScaler("cpu", init_scale=8.0)),
+    ("paramp.DistributedGradScaler", paramp.DistributedGradScaler("cpu", init_scale=8.0)),
+):
+    norm = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+    matrix = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([norm, matrix], lr=0.1)
+    scaler.scale(norm.sum() + matrix.sum()).backward()
+    if rank == 1:
+        matrix.grad.to_local()[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    results = [None, None]
+    dist.all_gather_object(results, (scaler.get_scale(), norm.to_local()[0].item()))
+    if rank == 0:
+        print(name)
+        for index, (scale, weight) in enumerate(results):
+            print(f"  rank {index}: scale {scale:g}, replicated weight {weight:.2f}")
+
+dist.destroy_process_group()
