@@ -5,6 +5,8 @@
 One weight is replicated, one is sharded; the gradient overflows in the second rank's shard only.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,15 +22,16 @@ for name, scaler in (
     ("torch.amp.GradScaler", torch.amp.GradScaler("cpu", init_scale=8.0)),
     ("paramp.DistributedGradScaler", paramp.DistributedGradScaler("cpu", init_scale=8.0)),
 ):
-    norm = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
-    matrix = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    norm, matrix = (
+        distribute_tensor(torch.ones(4), mesh, [placement]).requires_grad_() for placement in (Replicate(), Shard(0))
+    )
     optimizer = torch.optim.SGD([norm, matrix], lr=0.1)
     scaler.scale(norm.sum() + matrix.sum()).backward()
     if rank == 1:
-        matrix.grad.to_local()[0] = float("inf")
+        matrix.grad._local_tensor[0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
-    results = [None, None]
+    results: list[Any] = [None, None]
     dist.all_gather_object(results, (scaler.get_scale(), norm.to_local()[0].item()))
     if rank == 0:
         print(name)

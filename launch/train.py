@@ -23,7 +23,7 @@ import paramp
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.launching import start_processes, torchrun_variables
-from paramp.metrics import Reporter, memory_bytes
+from paramp.metrics import Reporter, memory_bytes, set_aside
 from paramp.precision import nearest
 
 # flag -> the configuration key it sets, the type of its value
@@ -68,7 +68,7 @@ def main() -> int:
     except paramp.LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (paramp.ConfigError, FileNotFoundError) as error:
+    except (paramp.ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
         # Before the launch every rank finds it alike; after it, only the first rank to fail gets here.
         if launched or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -150,6 +150,7 @@ def train(context: paramp.ParallelContext) -> None:
             f"{shares // context.dp.size // config.gradient_accumulation})"
         )
     corpus = load_corpus(job.data)
+    corpus.check_seq_len(job.seq_len)
     model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -166,7 +167,6 @@ def train(context: paramp.ParallelContext) -> None:
     with Reporter(job.steps, job.log_dir, enabled=context.is_main) as reporter:
         announce(reporter, context, corpus, num_parameters)
         baseline = bigram_loss(corpus) if context.is_main else math.nan
-        skipped = 0
         for step in range(1, job.steps + 1):
             start = time.perf_counter()
             engine.train()
@@ -176,27 +176,25 @@ def train(context: paramp.ParallelContext) -> None:
                 result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
-            skipped += result.overflow
             seconds = time.perf_counter() - start
-            reporter.step(
-                {
-                    "step": step,
-                    "loss": float(loss),
-                    "grad_norm": result.grad_norm,
-                    "loss_scale": result.loss_scale,
-                    "skipped": int(result.overflow),
-                    "lr": learning_rate,
-                    "tokens_per_second": job.batch_size * job.seq_len / seconds,
-                    "step_seconds": seconds,
-                    "memory_bytes": memory_bytes(context.device),
-                }
-            )
+            record = {
+                "step": step,
+                "loss": float(loss),
+                "grad_norm": result.grad_norm,
+                "loss_scale": result.loss_scale,
+                "skipped": int(result.overflow),
+                "lr": learning_rate,
+                "tokens_per_second": job.batch_size * job.seq_len / seconds,
+                "step_seconds": seconds,
+                "memory_bytes": memory_bytes(context.device),
+            }
             if step % job.eval_every == 0 or step == job.steps:
-                held_out = evaluate(engine, corpus)
-                reporter.record({"step": step, "val_loss": held_out})
+                record["val_loss"] = evaluate(engine, corpus)
+            reporter.step(record)
+            if "val_loss" in record:
                 reporter.say(
-                    f"step {step}: validation loss {held_out:.4f} nats/byte "
-                    f"(a byte-bigram model: {baseline:.4f}); {skipped} of {step} steps skipped so far"
+                    f"step {step}: validation loss {record['val_loss']:.4f} nats/byte (a byte-bigram model: "
+                    f"{baseline:.4f}); {engine.num_skipped} of {step} steps skipped so far"
                 )
 
 
@@ -256,7 +254,7 @@ def announce(reporter: Reporter, context: paramp.ParallelContext, corpus: Corpus
     for name, value in (settings | facts).items():
         reporter.say(f"{name} = {value}")
     if context.config.train.log_dir is not None:
-        path = Path(context.config.train.log_dir) / "config.json"
+        path = set_aside(Path(context.config.train.log_dir) / "config.json")
         path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
 
 

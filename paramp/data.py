@@ -36,6 +36,15 @@ class Corpus:
 
     vocab_size: int = 256
 
+    def check_seq_len(self, seq_len: int) -> None:
+        """Complain if a sequence does not fit into either part.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        _check_length(self.training, seq_len)
+        _check_length(self.held_out, seq_len)
+
 
 def load_corpus(name: str) -> Corpus:
     """The corpus called ``name``.

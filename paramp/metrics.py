@@ -27,13 +27,14 @@ class Reporter:
     """Writes progress to the terminal and, with a log directory, ``train.log`` and ``metrics.jsonl``.
 
     On a terminal with rich installed the current step is one line that renews itself; elsewhere every
-    ``every``-th step is a plain line.
+    ``every``-th step is a plain line. Files of an earlier run in the directory are set aside, not overwritten.
     """
 
     def __init__(self, total_steps: int, log_dir: str | None, enabled: bool, every: int = 10) -> None:
         self._enabled = enabled
         self._total = total_steps
         self._every = every
+        self._num_skipped = 0
         self._live: Any = None
         self._log: TextIO | None = None
         self._metrics: TextIO | None = None
@@ -42,8 +43,10 @@ class Reporter:
         if log_dir is not None:
             folder = Path(log_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            self._log = (folder / "train.log").open("a", encoding="utf-8", buffering=1)
-            self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+            self._log, self._metrics = (
+                set_aside(folder / name).open("w", encoding="utf-8", buffering=1)
+                for name in ("train.log", "metrics.jsonl")
+            )
         if sys.stdout.isatty():
             try:
                 from rich.live import Live
@@ -63,19 +66,19 @@ class Reporter:
         self._write(text)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step: its record goes to ``metrics.jsonl``, its line to the progress display."""
+        """One step: a JSON object in ``metrics.jsonl``, where what is not finite is null, and a line of progress."""
         if not self._enabled:
             return
-        self.record(record)
-        line = step_line(record, self._total)
+        self._num_skipped += record["skipped"]
+        self._record(record)
+        line = step_line(record, self._total, self._num_skipped)
         self._write(line)
         if self._live is not None:
             self._live.update(line)
         elif record["step"] % self._every == 0 or record["step"] in (1, self._total) or record["skipped"]:
             print(line, flush=True)
 
-    def record(self, values: dict[str, Any]) -> None:
-        """One JSON object to ``metrics.jsonl``; values that are not finite become null."""
+    def _record(self, values: dict[str, Any]) -> None:
         if self._metrics is not None:
             clean = {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -103,10 +106,20 @@ class Reporter:
         self.close()
 
 
-def step_line(record: dict[str, Any], total: int) -> str:
+def set_aside(path: Path) -> Path:
+    """``path``, with a file that is there already renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(aside)
+    return path
+
+
+def step_line(record: dict[str, Any], total: int, num_skipped: int) -> str:
     """A step's record as one line of text."""
     return (
         f"step {record['step']:>{len(str(total))}}/{total}  loss {record['loss']:.4f}  "
-        f"scale {record['loss_scale']:g}  grad norm {record['grad_norm']:.3f}  skipped {record['skipped']}  "
+        f"scale {record['loss_scale']:g}  grad norm {record['grad_norm']:.3f}  skipped {num_skipped}  "
         f"{record['tokens_per_second']:,.0f} tokens/s  {record['memory_bytes'] / 2**20:,.0f} MiB"
     )

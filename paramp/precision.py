@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -73,8 +74,8 @@ class LossScaling:
             if not condition:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, expected {allowed}")
 
-        require(self.init_scale > 0, "init_scale", "a number above 0")
-        require(self.growth_factor > 1, "growth_factor", "a number above 1")
+        require(0 < self.init_scale < math.inf, "init_scale", "a finite number above 0")
+        require(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
         require(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
         require(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
         require(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
@@ -212,7 +213,7 @@ def _parse_colossalai(options: Mapping[str, Any]) -> Precision:
     mode = given.pop("mode", None)
     if isinstance(mode, str):  # a TOML file has no enums
         mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
-    if mode not in _COLOSSALAI:
+    if not isinstance(mode, AMP_TYPE) or mode not in _COLOSSALAI:
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in _COLOSSALAI)
         raise ConfigError(f"fp16.mode: got {mode!r}, expected one of {allowed}")
     row = _COLOSSALAI[mode]
@@ -228,8 +229,9 @@ def _parse_colossalai(options: Mapping[str, Any]) -> Precision:
         boolean = name == "enabled" or name in row.precision_options
         if boolean and not isinstance(value, bool):
             raise ConfigError(f"fp16.{name}: got {value!r}, expected True or False")
-        if not boolean and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ConfigError(f"fp16.{name}: got {value!r}, expected a number")
+        whole = name in ("growth_interval", "hysteresis")
+        if not boolean and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
+            raise ConfigError(f"fp16.{name}: got {value!r}, expected {'an integer' if whole else 'a number'}")
         if name in row.precision_options:
             changes[row.precision_options[name]] = value
         else:

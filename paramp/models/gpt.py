@@ -51,7 +51,7 @@ class GPTConfig:
 
 
 PRESETS = {
-    "tiny": GPTConfig(num_layers=4, num_heads=4, width=128, max_seq_len=256, vocab_size=256),
+    "tiny": GPTConfig(num_layers=4, num_heads=4, width=128, max_seq_len=256, vocab_size=256, init_std=0.06),
     "gpt2-124m": GPTConfig(num_layers=12, num_heads=12, width=768, max_seq_len=1024, vocab_size=50257),
     "gpt2-1.5b": GPTConfig(num_layers=48, num_heads=25, width=1600, max_seq_len=1024, vocab_size=50257),
 }
