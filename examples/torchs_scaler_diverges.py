@@ -9,33 +9,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import paramp
 
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """This rank's shard, not a copy of it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
 dist.init_process_group("gloo")
+
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 rank = dist.get_rank()
 
-for name, scaler in (
-    ("torch.amp.GradScaler", torch.amp.GradScaler("cpu", init_scale=8.0)),
-    ("paramp.DistributedGradScaler", paramp.DistributedGradScaler("cpu", init_scale=8.0)),
-):
-    norm, matrix = (
-        distribute_tensor(torch.ones(4), mesh, [placement]).requires_grad_() for placement in (Replicate(), Shard(0))
-    )
-    optimizer = torch.optim.SGD([norm, matrix], lr=0.1)
-    scaler.scale(norm.sum() + matrix.sum()).backward()
-    if rank == 1:
-        matrix.grad._local_tensor[0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    results: list[Any] = [None, None]
-    dist.all_gather_object(results, (scaler.get_scale(), norm.to_local()[0].item()))
-    if rank == 0:
-        print(name)
-        for index, (scale, weight) in enumerate(results):
-            print(f"  rank {index}: scale {scale:g}, replicated weight {weight:.2f}")
-
-dist.destroy_process_group()
+with paramp.launch_from_torch({"parallel": {"tensor": 2}}, device="cpu") as context:
+    mesh = context.mesh["tp"]
+    for name, scaler in (
+        ("torch.amp.GradScaler", torch.amp.GradScaler("cpu", init_scale=8.0)),
+        ("paramp.DistributedGradScaler", paramp.DistributedGradScaler("cpu", init_scale=8.0)),
+    ):
+        norm, matrix = (
+            distribute_tensor(torch.ones(4), mesh, [placement]).requires_grad_()
+            for placement in (Replicate(), Shard(0))
+        )
+        optimizer = torch.optim.SGD([norm, matrix], lr=0.1)
+        scaler.scale(norm.sum() + matrix.sum()).backward()
+        if context.rank == 1:
+            local(matrix.grad)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        results: list[Any] = [None, None]
+        dist.all_gather_object(results, (scaler.get_scale(), local(norm)[0].item()))
+        if context.rank == 0:
+            print(name)
+            for index, (scale, weight) in enumerate(results):
+                print(f"  rank {index}: scale {scale:g}, replicated weight {weight:.2f}")

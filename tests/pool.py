@@ -4,7 +4,8 @@
 once, each with ``torch.distributed`` set up, and the test fails with the traceback of the rank that failed first. A
 failure or a hang ends the pool's processes; the next test starts new ones.
 
-``PARAMP_TEST_DEVICE=cuda`` puts the ranks on GPUs (several may share one, over gloo).
+``@on_ranks(4, cuda=True)`` runs the test a second time with the ranks on GPUs, where there are any (several ranks may
+share one, over gloo); elsewhere that case is skipped.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
 TIMEOUT = 240.0
 """Seconds that a body may take before its ranks are ended."""
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,9 @@ class World:
 
 
 class RankPool:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str) -> None:
         self.size = size
+        self.device = device
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -89,7 +95,9 @@ class RankPool:
         store = tempfile.mktemp(prefix="paramp-test-store-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, store, sys.path), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.size, self.device, store, sys.path), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -105,12 +113,9 @@ class RankPool:
         self._processes, self._connections = [], []
 
 
-def _serve(connection: Connection, rank: int, size: int, store: str, path: list[str]) -> None:
+def _serve(connection: Connection, rank: int, size: int, device: str, store: str, path: list[str]) -> None:
     """The life of one rank: receive a body's name, run it, answer."""
     sys.path[:] = path
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -121,7 +126,7 @@ def _serve(connection: Connection, rank: int, size: int, store: str, path: list[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",  # never used: the process group is there already
     }
-    world = World(rank, size, os.environ.get("PARAMP_TEST_DEVICE", "cpu"))
+    world = World(rank, size, device)
     while True:
         try:
             module, name, kwargs = connection.recv()
@@ -139,26 +144,44 @@ def _serve(connection: Connection, rank: int, size: int, store: str, path: list[
                 context.close()
 
 
-def on_ranks(size: int):
-    """Run the decorated test on ``size`` ranks at once."""
+def on_ranks(size: int, cuda: bool = False):
+    """Run the decorated test on ``size`` ranks at once; with ``cuda``, on the CPU and again on GPUs."""
 
     def decorate(body):
         parameters = list(inspect.signature(body).parameters.values())[1:]
 
         @functools.wraps(body)
-        def test(**kwargs):
-            run_on_ranks(size, body.__module__, body.__name__, kwargs)
+        def test(device="cpu", **kwargs):
+            run_on_ranks(size, body.__module__, body.__name__, kwargs, device)
 
         test.body = body
-        test.__signature__ = inspect.Signature(parameters)
         del test.__wrapped__
-        return test
+        if not cuda:
+            test.__signature__ = inspect.Signature(parameters)
+            return test
+        test.__signature__ = inspect.Signature(
+            [*parameters, inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY)]
+        )
+        return on_each_device(test)
 
     return decorate
 
 
-def run_on_ranks(size: int, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
-    pool = _pools.setdefault(size, RankPool(size))
+def on_each_device(test):
+    """Parametrise ``device`` of ``test``: the CPU, and a GPU where there is one."""
+    gpu = pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine"),
+        ],
+    )
+    return pytest.mark.parametrize("device", ["cpu", gpu])(test)
+
+
+def run_on_ranks(size: int, module: str, name: str, kwargs: dict[str, Any], device: str = "cpu") -> list[Any]:
+    """The values that the body ``name`` of ``module`` returned, by rank."""
+    pool = _pools.setdefault((size, device), RankPool(size, device))
     return pool.run(module, name, kwargs)
 
 

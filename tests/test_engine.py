@@ -181,7 +181,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_accumulated_windows_are_one_large_batch(world, layout):
     """Three calls of four samples, and a scale that cannot be folded exactly (1/3), against the batch of twelve."""
     config = {"parallel": LAYOUTS[layout], "gradient_accumulation": 3, "clip_grad_norm": 0.5}
@@ -208,7 +208,7 @@ def test_accumulated_windows_are_one_large_batch(world, layout):
             torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-5, rtol=0)
 
 
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_one_overflow_anywhere_in_a_window_skips_the_whole_window(world):
     config = {
         "parallel": LAYOUTS["pp2-dp2"],
@@ -236,7 +236,7 @@ def masked_sum_and_count(output, target):
 
 
 @pytest.mark.parametrize("layout", ["pp2-dp2", "dp4"])
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_sums_and_counts_weigh_ranks_by_their_counts(world, layout):
     config = {"parallel": LAYOUTS[layout], "gradient_accumulation": 2, "clip_grad_norm": 0.5}
     with paramp.launch_from_torch(config, device=world.device) as context:
@@ -262,7 +262,7 @@ def test_sums_and_counts_weigh_ranks_by_their_counts(world, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_evaluation_is_the_loss_and_leaves_everything_as_it_was(world, layout):
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}, device=world.device) as context:
         reference = small_gpt(dropout=0.5).eval()
@@ -278,7 +278,7 @@ def test_evaluation_is_the_loss_and_leaves_everything_as_it_was(world, layout):
         assert not engine.step().overflow  # nothing of the evaluation counts in the window
 
 
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_outputs_under_a_pipeline(world):
     with paramp.launch_from_torch({"parallel": LAYOUTS["pp2-tp2"]}, device=world.device) as context:
         engine, *_ = engine_for(context)

@@ -48,7 +48,7 @@ def local_gradients(context, **changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_the_norm_is_that_of_the_logical_model(world, layout, tied):
     expected = reference_gradients(tied=tied)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}, device=world.device) as context:
@@ -60,7 +60,7 @@ def test_the_norm_is_that_of_the_logical_model(world, layout, tied):
 
 
 @pytest.mark.parametrize("layout", ["pp2-tp2", "pp2-tp2-sp", "dp2-tp2"])
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_clipping_scales_the_logical_gradient_to_the_norm(world, layout):
     expected = reference_gradients()
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}, device=world.device) as context:

@@ -40,7 +40,7 @@ def everywhere(value):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_one_bad_gradient_makes_all_ranks_skip_that_step_and_no_other(world, layout, mode):
     config = {"parallel": LAYOUTS[layout], "fp16": MODES[mode], "clip_grad_norm": 1.0}
     with paramp.launch_from_torch(config, device=world.device) as context:
@@ -89,7 +89,7 @@ def test_one_bad_gradient_makes_all_ranks_skip_that_step_and_no_other(world, lay
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-naive"])
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_modes_that_do_not_scale_skip_as_well(world, precision):
     with paramp.launch_from_torch({"parallel": LAYOUTS["pp2-tp2"], "precision": precision}, device=world.device):
         model = small_gpt(num_layers=2)
@@ -103,7 +103,7 @@ def test_modes_that_do_not_scale_skip_as_well(world, precision):
         assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_a_real_overflow_in_the_backward_finds_a_scale_that_works(world):
     """Nothing is planted: from 2**32 the first steps overflow by themselves, and then training goes on."""
     config = {"parallel": LAYOUTS["pp2-tp2"], "fp16": {"mode": AMP_TYPE.NAIVE}}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool import on_ranks, run_on_ranks
+from pool import on_each_device, on_ranks, run_on_ranks
 from reference import batches, plain_fp32_training, rank_slice, small_gpt
 
 import paramp
@@ -45,7 +45,7 @@ def compare(actual, expected, loss_tolerance, weight_tolerance):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_4)
-@on_ranks(4)
+@on_ranks(4, cuda=True)
 def test_fp32_follows_plain_torch_on_four_ranks(world, layout):
     compare(train(world, LAYOUTS_4[layout], 20), plain_fp32_training(20), 1e-5, 2e-5)
 
@@ -125,21 +125,35 @@ def stray(world, precision, layout, expected):
 def one_process():
     results = {}
 
-    def run(precision):
-        if precision not in results:
-            results[precision] = train_mode({"device": "cpu"}, precision, {})
-        return results[precision]
+    def run(precision, device):
+        if (precision, device) not in results:
+            results[precision, device] = train_mode({"device": device}, precision, {})
+        return results[precision, device]
 
     return run
 
 
+@on_each_device
 @pytest.mark.parametrize("layout", MODE_LAYOUTS)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_each_mode_follows_its_single_process_run(precision, layout, one_process):
-    run_on_ranks(4, __name__, "follow", {"precision": precision, "layout": layout, "expected": one_process(precision)})
+def test_each_mode_follows_its_single_process_run(precision, layout, one_process, device):
+    run_on_ranks(
+        4,
+        __name__,
+        "follow",
+        {"precision": precision, "layout": layout, "expected": one_process(precision, device)},
+        device,
+    )
 
 
+@on_each_device
 @pytest.mark.parametrize("layout", ["pp2-tp2", "dp2-tp2"])
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_the_tolerance_rejects_one_ranks_gradient_halved(precision, layout, one_process):
-    run_on_ranks(4, __name__, "stray", {"precision": precision, "layout": layout, "expected": one_process(precision)})
+def test_the_tolerance_rejects_one_ranks_gradient_halved(precision, layout, one_process, device):
+    run_on_ranks(
+        4,
+        __name__,
+        "stray",
+        {"precision": precision, "layout": layout, "expected": one_process(precision, device)},
+        device,
+    )
