@@ -20,11 +20,6 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor._local_tensor
 
 
-dist.init_process_group("gloo")
-
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-rank = dist.get_rank()
-
 with paramp.launch_from_torch({"parallel": {"tensor": 2}}, device="cpu") as context:
     mesh = context.mesh["tp"]
     for name, scaler in (
