@@ -12,14 +12,13 @@ so optimizers never see DTensors, and their foreach and fused paths work for any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .precision import Precision
-from .shards import local
+from .shards import local, wrap
 from .surgery import cast_parameters
 
 __all__ = ["Weights"]
@@ -84,20 +83,8 @@ class Weights:
 
     def full_precision(self) -> dict[str, torch.Tensor]:
         """Each trained weight as the optimizer knows it, a DTensor where the weight is one."""
-        full = {}
+        full: dict[str, torch.Tensor] = {}
         for name, parameter, stepped in zip(self.names, self.parameters, self.stepped, strict=True):
             value = stepped.detach()
-            if isinstance(parameter, DTensor):
-                value = cast(
-                    torch.Tensor,
-                    DTensor.from_local(
-                        value,
-                        parameter.device_mesh,
-                        parameter.placements,
-                        run_check=False,
-                        shape=parameter.shape,
-                        stride=parameter.stride(),
-                    ),
-                )
-            full[name] = value
+            full[name] = wrap(value, parameter) if isinstance(parameter, DTensor) else value
         return full

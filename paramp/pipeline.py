@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from .mesh import ParallelContext
 from .precision import ConfigError, Precision, nearest
+from .shards import wrap
 
 __all__ = ["SCHEDULES", "Pipeline", "Stage", "cut", "is_sequential", "plan_stages"]
 
@@ -180,15 +181,7 @@ class _LinkedStage(nn.Module):
         """``output``, of one microbatch or of several put together, as the model returned it."""
         if self.layout is None:
             return output
-        logical = torch.empty(output.shape[0], *self.layout.shape[1:], device="meta")
-        return DTensor.from_local(
-            output,
-            self.layout.device_mesh,
-            self.layout.placements,
-            run_check=False,
-            shape=logical.shape,
-            stride=logical.stride(),
-        )
+        return wrap(output, self.layout, shape=torch.Size([output.shape[0], *self.layout.shape[1:]]))
 
 
 class Pipeline:

@@ -18,12 +18,31 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .mesh import PIPELINE_AXIS, ParallelContext, TiedParameter
 
-__all__ = ["align_gradients", "local", "mark_tied_sums", "num_replicas", "sum_", "sum_tied_gradients"]
+__all__ = ["align_gradients", "local", "mark_tied_sums", "num_replicas", "sum_", "sum_tied_gradients", "wrap"]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wrap(
+    part: torch.Tensor,
+    like: DTensor,
+    *,
+    placements: Sequence[Placement] | None = None,
+    shape: torch.Size | None = None,
+) -> DTensor:
+    """The DTensor whose local part is ``part``, on the mesh of ``like``; its placements and shape where not given."""
+    logical = like if shape is None else torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements if placements is None else placements,
+        run_check=False,
+        shape=logical.shape,
+        stride=logical.stride(),
+    )
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -99,14 +118,7 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for parameter, gradient, reduced in misplaced:
         if reduced != cast(DTensor, parameter).placements:
             whole.append(local(gradient))
-        summed = DTensor.from_local(
-            local(gradient),
-            gradient.device_mesh,
-            reduced,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+        summed = wrap(local(gradient), gradient, placements=reduced)
         parameter.grad = summed.redistribute(placements=cast(DTensor, parameter).placements)
     return whole
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from .precision import ConfigError, nearest
 from .randomness import sharded_random
+from .shards import wrap
 from .surgery import keeping_ties
 
 __all__ = ["STYLES", "Plan", "ShardedRandom", "apply_plan", "mask_tail", "resolve_plan", "vocab_parallel_loss"]
@@ -163,18 +164,7 @@ def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:
         mesh = logits.device_mesh
         chunk = -(-total // mesh.size(shard))  # DTensor cuts like torch.chunk
         offset = mesh.get_local_rank(shard) * chunk
-    masked = _mask_from(logits.to_local(), max(0, size - offset))
-    return cast(
-        torch.Tensor,
-        DTensor.from_local(
-            masked,
-            logits.device_mesh,
-            logits.placements,
-            run_check=False,
-            shape=logits.shape,
-            stride=logits.stride(),
-        ),
-    )
+    return wrap(_mask_from(logits.to_local(), max(0, size - offset)), logits)
 
 
 def _mask_from(logits: torch.Tensor, start: int) -> torch.Tensor:
