@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,22 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 def run(command: list[str], *, timeout: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers too, which would wait for each other for good
+        output, errors = process.communicate()
+        raise AssertionError(f"{command} took more than {timeout:g} s\n{output}\n{errors}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def torchrun(processes: int, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
