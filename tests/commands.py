@@ -30,8 +30,12 @@ def run(command: list[str], *, timeout: float = 120.0, **variables: str) -> subp
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers too, which would wait for each other for good
-        output, errors = process.communicate()
+        process.terminate()  # torchrun then ends its workers, which would wait for each other for good
+        try:
+            output, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate()
         raise AssertionError(f"{command} took more than {timeout:g} s\n{output}\n{errors}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
