@@ -23,6 +23,7 @@ import paramp
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.launching import start_processes, torchrun_variables
+from paramp.mesh import is_echo
 from paramp.metrics import Reporter, memory_bytes, set_aside
 from paramp.precision import nearest
 
@@ -68,16 +69,23 @@ def main() -> int:
     except paramp.LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (paramp.ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
-        # Before the launch every rank finds it alike; after it, only the first rank to fail gets here.
-        if launched or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Exception:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: rank {rank} failed\n{traceback.format_exc()}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        return report(error, launched)
     return 0
+
+
+def report(error: Exception, launched: bool) -> int:
+    """Print what went wrong, once over all ranks; the exit code."""
+    mistakes = (paramp.ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
+    rank = os.environ.get("RANK", "0")
+    # Before the launch every rank finds a mistake alike; after it, the first rank to fail speaks.
+    if not is_echo(error) and (launched or rank == "0" or not isinstance(error, mistakes)):
+        if isinstance(error, mistakes):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            details = "".join(traceback.format_exception(error))
+            print(f"error: rank {rank} failed\n{details}", file=sys.stderr)
+    return 2 if isinstance(error, mistakes) else 1
 
 
 def configure(arguments: list[str]) -> Config:
@@ -151,6 +159,11 @@ def train(context: paramp.ParallelContext) -> None:
         )
     corpus = load_corpus(job.data)
     corpus.check_seq_len(job.seq_len)
+    if config.parallel.sequence_parallel and job.seq_len % context.tp.size:
+        raise paramp.ConfigError(
+            f"train.seq_len: got {job.seq_len}, expected a multiple of parallel.tensor.size {context.tp.size} under "
+            "sequence_parallel"
+        )
     model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]

@@ -190,6 +190,8 @@ class Config:
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
+            object.__setattr__(self, name, _convert(getattr(self, name), kind, name))
         clip = self.clip_grad_norm
         _require(
             clip is None or (clip > 0 and math.isfinite(clip)),
@@ -231,6 +233,8 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
             f"config: got {type(source).__name__}, expected a dict, a Config, or a path to a .toml or .py file"
         )
     tree = merge(source, overrides or {})
+    if "user" in tree:
+        raise ConfigError("user: no such key; keys of your own are in capitals, at the top")
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
     known = {key: value for key, value in tree.items() if key not in user}
     if "fp16" in known:
@@ -258,8 +262,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
             if isinstance(names.get(name), Mapping):
                 return dict(names[name])
         # Colossal-AI's own config files are modules whose names are the keys.
-        keys = {"fp16", *_keys(Config)} - {"user"}
-        return {key: value for key, value in names.items() if key in keys or (key.isupper() and key != "AMP_TYPE")}
+        plain = (Mapping, str, int, float, list, tuple, AMP_TYPE, Precision)
+        return {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
     raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
 
 
@@ -274,10 +278,9 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
             result[key] = merge(old if isinstance(old, Mapping) else {}, value)
         else:
             result[key] = value
-    if "precision" in overrides:
-        result.pop("fp16", None)
-    elif "fp16" in overrides:
-        result.pop("precision", None)
+    for key, other in (("precision", "fp16"), ("fp16", "precision")):
+        if key in overrides and other not in overrides:  # two spellings of one thing; both at once is load's to refuse
+            result.pop(other, None)
     return result
 
 

@@ -24,7 +24,7 @@ from .config import Config
 from .emulation import emulate_fp16, has_native_fp16
 from .grads import clip_coefficient, count_zeros, counted_share, norm_power
 from .masters import Weights
-from .mesh import ParallelContext
+from .mesh import ParallelContext, TiedParameter
 from .pipeline import Pipeline, Stage
 from .precision import ConfigError, LossScaling, Precision
 from .scaler import DistributedGradScaler, unscale_and_check_
@@ -69,6 +69,7 @@ class Engine:
         self,
         stage: Stage,
         weights: Weights,
+        ties: list[TiedParameter],
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
         context: ParallelContext,
@@ -86,6 +87,7 @@ class Engine:
         self._criterion = criterion
         self._stage = stage
         self._weights = weights
+        self._ties = ties
         self._shares = [counted_share(parameter, context) for parameter in weights.parameters]
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.microbatches or pipeline.size
@@ -98,7 +100,8 @@ class Engine:
         )
         self._calls = 0  # of step() in this window
         self._spent = False  # the gradients belong to a window that has ended
-        self._totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # sum of losses, of their weights
+        # of this window: sum of the losses, of their weights, and of those weights that are counts
+        self._totals = torch.zeros(3, dtype=torch.float64, device=context.device)
         self._count_unit: float | None = None
 
     # ------------------------------------------------------------------------------------------ forward and backward
@@ -127,10 +130,17 @@ class Engine:
         return self._window_loss()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only."""
+        """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
+
+        In training, an output that the plan leaves sharded (``vocab_logits``) is a DTensor, which :meth:`criterion`
+        takes; in evaluation it is gathered.
+        """
         if self._pipeline is None:
             with self._computing():
-                return self._stage(*args, **kwargs)
+                output = self._stage(*args, **kwargs)
+            if self._stage.training:
+                return output
+            return tree_map_only(DTensor, lambda value: value.full_tensor(), output)
         if self._stage.training:
             raise RuntimeError(
                 "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "
@@ -144,7 +154,15 @@ class Engine:
             raise ValueError("criterion: initialize got none; pass one as its third argument")
         with vocab_parallel_loss(self.context.tp.size > 1):
             loss = self._criterion(output, target.to(self.context.device))
-        plain: Loss = tree_map_only(DTensor, lambda value: value.full_tensor(), loss)
+        if isinstance(loss, (tuple, list)) and len(loss) == 2:
+            loss = (loss[0], torch.as_tensor(loss[1]))
+        parts = loss if isinstance(loss, tuple) else (loss,)
+        if not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+            raise ValueError(
+                "criterion: expected a tensor of one element, or (sum, count) of two, got "
+                + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
+            )
+        plain: Loss = tree_map_only(torch.Tensor, _plain_scalar, loss)
         return plain
 
     def backward(self, loss: Loss) -> torch.Tensor:
@@ -165,11 +183,11 @@ class Engine:
         totals = torch.zeros_like(self._totals)
 
         def add(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            value, weight = self._split(self.criterion(output, target))
-            totals.add_(torch.stack([value.double(), weight]))
+            value, parts = self._split(self.criterion(output, target))
+            totals.add_(parts)
             return value
 
-        was_training = self._stage.training
+        was_training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         try:
             with self._computing():
@@ -178,7 +196,8 @@ class Engine:
                 else:
                     add(self._stage(x), y)
         finally:
-            self._stage.train(was_training)
+            for module, training in was_training.items():  # some may have been frozen in evaluation mode
+                module.training = training
         return self._mean_over_ranks(totals)
 
     # ---------------------------------------------------------------------------------------------------- the step
@@ -196,10 +215,10 @@ class Engine:
         self._calls, self._spent = 0, True
         found_inf = self._finish_gradients()
         gradients = self._weights.load_gradients()
-        overflow, norm, zeros, weight = self._judge(gradients, 1.0 / scale, found_inf)
+        overflow, norm, zeros, counted = self._judge(gradients, 1.0 / scale, found_inf)
         if not overflow:
-            # Counts that differ from the nominal ones are put right here; without counts the factor is exactly 1.
-            factor = self._window_size / weight if weight else 1.0
+            # Means were divided by their number beforehand; sums are divided by their counts only here.
+            factor = self._window_size / counted if counted else 1.0
             norm *= factor
             if self.context.config.clip_grad_norm is not None:
                 factor *= float(clip_coefficient(torch.tensor(norm), self.context.config.clip_grad_norm))
@@ -211,6 +230,8 @@ class Engine:
         self.scaler.update_from_flag(torch.tensor(float(overflow), device=self.context.device))
         self.num_steps += not overflow
         self.num_skipped += overflow
+        if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != scale:
+            print(f"paramp: the loss scale goes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return StepResult(
             stepped=not overflow,
             overflow=overflow,
@@ -252,7 +273,7 @@ class Engine:
     def _judge(
         self, gradients: list[torch.Tensor], inv_scale: float, found_inf: torch.Tensor
     ) -> tuple[bool, float, int, float]:
-        """Unscale, and agree with the whole world in one all-reduce: overflow, norm, zeros, weight of the losses."""
+        """Unscale, and agree with the whole world in one all-reduce: overflow, norm, zeros, counts of the losses."""
         device = self.context.device
         unscale_and_check_(gradients, torch.tensor(inv_scale, device=device), found_inf)
         shares = [
@@ -264,17 +285,24 @@ class Engine:
             count_zeros(gradients, shares, device) if self.precision.log_num_zeros else torch.zeros((), device=device)
         )
         control = torch.stack(
-            [found_inf.double(), norm_power(gradients, shares, 2.0, device), zeros.double(), self._own_totals()[1]]
+            [
+                found_inf.double(),
+                norm_power(gradients, shares, 2.0, device),
+                zeros.double(),
+                self._counted(self._totals)[2],
+            ]
         )
         dist.all_reduce(control)
-        overflow, power, num_zeros, weight = control.tolist()
-        return overflow > 0, math.sqrt(power) if power >= 0 else math.nan, round(num_zeros), weight
+        overflow, squares, num_zeros, counted = control.tolist()
+        return overflow > 0, math.sqrt(squares) if squares >= 0 else math.nan, round(num_zeros), counted
 
     def zero_grad(self) -> None:
         """Drop all gradients; within an accumulation window this changes nothing, so a plain loop accumulates."""
         if self._calls == 0:
             self._weights.zero_grad()
-            for tie in self.context.ties:
+            for parameter in self.module.parameters():  # one that was unfrozen since has a gradient too
+                parameter.grad = None
+            for tie in self._ties:
                 tie.summed = None
             self._totals.zero_()
             self._spent = False
@@ -296,7 +324,7 @@ class Engine:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
-        Where the mode has masters, their values. Every rank has to call it.
+        Where the mode has masters, their values; buffers are those of the first data rank. Every rank has to call it.
         """
         own = self.module.state_dict(keep_vars=True)
         masters = self._weights.full_precision()
@@ -305,6 +333,11 @@ class Engine:
         }
         whole: dict[str, torch.Tensor] = {}
         for name, value in own.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if self.context.dp.size > 1 and not isinstance(value, nn.Parameter):  # running statistics: the first's
+                value = value.clone()
+                dist.broadcast(value, group=self.context.dp.group, group_src=0)
             value = by_parameter.get(id(value), value).detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
             whole[name] = (
@@ -353,29 +386,28 @@ class Engine:
 
     def _scale(self, loss: Loss) -> torch.Tensor:
         """``loss`` ready for its backward, and noted in the window's totals."""
-        value, weight = self._split(loss)
-        self._totals += torch.stack([value.detach().double(), weight])
+        value, parts = self._split(loss)
+        self._totals += parts
         return self.scaler.scale(value) / self._window_size
 
     def _split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """A loss and its weight, in float64: 1 for a mean; for ``(sum, count)`` both over the unit of counts."""
-        if isinstance(loss, tuple):
-            unit = self._count_unit or 1.0
-            count = torch.as_tensor(loss[1], device=self.context.device).detach()
-            return loss[0] / unit, count.double() / unit
-        return loss, torch.ones((), dtype=torch.float64, device=self.context.device)
+        """What of a loss is differentiated, and its part in the totals; sums and counts over the unit of counts."""
+        if not isinstance(loss, tuple):
+            one = torch.ones((), dtype=torch.float64, device=self.context.device)
+            return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one)])
+        unit = self._count_unit or 1.0
+        value, count = loss[0] / unit, loss[1].detach().double().to(self.context.device) / unit
+        return value, torch.stack([value.detach().double(), count, count])
 
-    def _own_totals(self) -> torch.Tensor:
-        """The window's totals on the one rank of each tensor group that counts them."""
-        counts = self.context.is_last_stage and self.context.tp.rank == 0
-        return self._totals if counts else torch.zeros_like(self._totals)
+    def _counted(self, totals: torch.Tensor) -> torch.Tensor:
+        """``totals`` on the one rank of each tensor group whose losses count, zeros on the others."""
+        return totals if self.context.is_last_stage and self.context.tp.rank == 0 else torch.zeros_like(totals)
 
     def _window_loss(self) -> torch.Tensor:
         return self._mean_over_ranks(self._totals)
 
     def _mean_over_ranks(self, totals: torch.Tensor) -> torch.Tensor:
-        counts = self.context.is_last_stage and self.context.tp.rank == 0
-        summed = totals.clone() if counts else torch.zeros_like(totals)
+        summed = self._counted(totals).clone()
         dist.all_reduce(summed)
         return (summed[0] / summed[1]).float()
 
@@ -385,16 +417,22 @@ class Engine:
         for name, value in (("x", x), ("y", y)):
             if not isinstance(value, torch.Tensor) or value.ndim == 0:
                 raise ValueError(f"{name}: got {type(value).__name__}, expected a tensor with the batch in dim 0")
-        if x.shape[0] % self._num_microbatches or x.shape[0] != y.shape[0] or x.shape[0] == 0:
+        if x.shape[0] != y.shape[0]:
+            raise ConfigError(f"batch: got {x.shape[0]} samples in x and {y.shape[0]} in y, expected as many")
+        self._check_divides(x.shape[0])
+
+    def _check_divides(self, size: int) -> None:
+        if size % self._num_microbatches or size == 0:
             raise ConfigError(
-                f"batch: got {x.shape[0]} samples in x and {y.shape[0]} in y on each data rank, expected equal "
-                f"multiples of the {self._num_microbatches} microbatches (parallel.pipeline.microbatches)"
+                f"batch: got {size} samples on each data rank, expected a multiple of the {self._num_microbatches} "
+                "microbatches (parallel.pipeline.microbatches)"
             )
 
     @torch.no_grad()
     def _pipelined_output(self, x: torch.Tensor) -> torch.Tensor:
         """The model's output for ``x`` on every rank of the pipeline; gathered whole if it is sharded."""
         assert self._pipeline is not None
+        self._check_divides(x.shape[0])
         with self._computing():
             output = self._pipeline.run(
                 x, torch.zeros(x.shape[0]), lambda output, _: output.new_zeros(()), backward=False
@@ -408,3 +446,8 @@ class Engine:
             output = torch.empty(listing[0][0], dtype=listing[0][1], device=self.context.device)
         dist.broadcast(output, group=pp.group, group_src=pp.size - 1)
         return output
+
+
+def _plain_scalar(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of one element as a plain 0-dim one."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())

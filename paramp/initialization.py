@@ -21,7 +21,8 @@ from .mesh import ParallelContext, TiedParameter, get_context
 from .pipeline import Stage, cut, plan_stages
 from .precision import ConfigError
 from .randomness import materialize
-from .tensor import apply_plan, resolve_plan
+from .shards import local
+from .tensor import apply_plan, check_divisible, resolve_plan
 
 __all__ = ["Scheduler", "initialize"]
 
@@ -74,6 +75,8 @@ def initialize(
             ``tensor_parallel_plan(tensor_size, sequence_parallel)``.
         algorithms: changes to the model's modules, applied before it is cut; each has ``apply(model, precision)``.
 
+    The criterion, where it is a module, is moved to the device.
+
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
 
@@ -90,15 +93,18 @@ def initialize(
                 "pass a callable, such as lambda parameters: torch.optim.AdamW(parameters)"
             )
         model = model()
+    for algorithm in algorithms:
+        algorithm.apply(model, context.config.precision)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.parameters())
     scheduler = _check_scheduler(lr_scheduler, optimizer)
-    for algorithm in algorithms:
-        algorithm.apply(model, context.config.precision)
 
     names_of = _names_by_parameter(model)
     _check_optimizer(optimizer, names_of)
-    styles = resolve_plan(_find_plan(model, plan, context), [name for name, _ in model.named_modules()])
+    styles = resolve_plan(
+        _find_plan(model, plan, context), [name for name, _ in model.named_modules(remove_duplicate=False)]
+    )
+    check_divisible(model, styles, context.tp.size)
     stages = plan_stages(model, parallel.pipeline.size, parallel.pipeline.split) if parallel.pipeline.size > 1 else None
     module = model if stages is None else cut(model, stages[context.pp.rank])
     materialize(module, context.config.seed, context.device)
@@ -106,11 +112,12 @@ def initialize(
     _broadcast(module, context)
     if context.tp.size > 1:
         apply_plan(module, styles, context.mesh["tp"])
-    if stages is not None:
-        _record_ties(module, names_of, stages, context)
+    ties = [] if stages is None else _tie_stages(module, names_of, stages, context)
     weights = Weights(module, context.config.precision)
-    for tie in context.ties:
+    for tie in ties:
         tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
+    context.ties.extend(ties)
+    _check_elementwise(optimizer, weights)
     _repoint(optimizer, names_of, weights)
     stage = Stage(
         module,
@@ -118,9 +125,11 @@ def initialize(
         context.device,
         is_first=context.is_first_stage,
         is_last=context.is_last_stage,
+        random=context.activation_stream(),
     )
-    context.seed_streams()
-    engine = Engine(stage, weights, optimizer, criterion, context)
+    if isinstance(criterion, nn.Module):
+        criterion.to(context.device)
+    engine = Engine(stage, weights, ties, optimizer, criterion, context)
     return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
 
 
@@ -144,8 +153,10 @@ def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("optimizer: LBFGS evaluates the model many times a step, which engine.step() cannot do")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names_of:
@@ -153,6 +164,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Para
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
                     "model; make it from model.parameters()"
                 )
+
+
+NOT_ELEMENTWISE = ("Adafactor", "Muon")
+"""Optimizers of torch that look at a matrix as a whole, of which a tensor-parallel rank has a part only."""
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
+    name = type(optimizer).__name__
+    shards = [
+        parameter.shape != stepped.shape for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
+    ]
+    if name in NOT_ELEMENTWISE and any(shards):
+        raise ConfigError(
+            f"optimizer: {name} looks at whole matrices, but tensor parallelism leaves each rank a shard of them; "
+            "use an elementwise optimizer such as AdamW, or parallel.tensor.size 1"
+        )
 
 
 def _find_plan(
@@ -179,34 +206,40 @@ def _broadcast(module: nn.Module, context: ParallelContext) -> None:
                 dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
 
 
-def _record_ties(
+def _tie_stages(
     module: nn.Module,
     names_of: Mapping[nn.Parameter, list[str]],
     stages: Sequence[Sequence[str]],
     context: ParallelContext,
-) -> None:
-    """Note in the context which parameters other stages hold too, make their groups, and make their values equal."""
+) -> list[TiedParameter]:
+    """The parameters of this stage that other stages hold too, with groups to sum over, and with equal values.
+
+    Raises:
+        ConfigError: the stages shard such a parameter differently.
+    """
+    ties: list[TiedParameter] = []
     for names in names_of.values():
-        holders = [
-            rank
-            for rank, units in enumerate(stages)
-            if any(name.startswith(f"{unit}.") for name in names for unit in units)
+        own_names = [
+            next((name for name in names if any(name.startswith(f"{unit}.") for unit in stage)), None)
+            for stage in stages
         ]
+        holders = [rank for rank, name in enumerate(own_names) if name is not None]
         if len(holders) < 2:
             continue
         # One group for each place on the other axes; every rank takes part in making all of them.
         columns = context.mesh.mesh.flatten(1).T.tolist()
-        groups = [[column[rank] for rank in holders] for column in columns]
-        if context.pp.rank not in holders:
-            for ranks in groups:
-                dist.new_group(ranks)
+        group = context.make_group([[column[rank] for rank in holders] for column in columns])
+        name = own_names[context.pp.rank]
+        parameter = None if name is None else module.get_parameter(name)
+        layouts: list[Any] = [None] * context.world_size
+        dist.all_gather_object(layouts, None if parameter is None else str(getattr(parameter, "placements", "whole")))
+        if len({layout for layout in layouts if layout is not None}) > 1:
+            raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
+        if name is None or parameter is None or group is None:
             continue
-        group = context.make_group(groups)
-        own = next(name for name in names if any(name.startswith(f"{unit}.") for unit in stages[context.pp.rank]))
-        parameter = module.get_parameter(own)
-        local_part = getattr(parameter, "_local_tensor", parameter)
-        dist.broadcast(local_part.detach(), group=group, group_src=0)
-        context.ties.append(TiedParameter(own, parameter, group, owner=context.pp.rank == holders[0]))
+        dist.broadcast(local(parameter).detach(), group=group, group_src=0)
+        ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
+    return ties
 
 
 def _repoint(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights) -> None:
@@ -221,3 +254,6 @@ def _repoint(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, l
         group["params"] = [tensor for _, tensor in kept]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index, _ in kept]
+    if optimizer.state:  # made in the constructor, as Adagrad does: made again, for the tensors that are stepped now
+        optimizer.state.clear()
+        optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)

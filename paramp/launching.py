@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .config import DEFAULT_SEED, Config, load
-from .mesh import ParallelContext
+from .mesh import ParallelContext, report_once
 
 __all__ = ["LaunchError", "free_port", "launch", "launch_from_torch", "start_processes", "torchrun_variables"]
 
@@ -46,7 +47,7 @@ def launch_from_torch(
 
     Args:
         config: a dict, a :class:`~paramp.config.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL where every local rank has a GPU of its own, else gloo.
+        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL where every rank has a GPU of its own, else gloo.
         device: None: the local rank's GPU, a shared one where there are fewer GPUs than local ranks, else the CPU.
         seed: a value other than the default replaces the configuration's ``seed``.
 
@@ -57,10 +58,9 @@ def launch_from_torch(
     settings = load(config)
     variables = torchrun_variables()
     if variables is None:
-        return _join(settings, 0, 1, 0, 1, None, backend, device, seed)
+        return _join(settings, 0, 1, 0, None, backend, device, seed)
     rank, world_size, local_rank = (int(variables[name]) for name in TORCHRUN_VARIABLES[:3])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return _join(settings, rank, world_size, local_rank, local_world_size, "env://", backend, device, seed)
+    return _join(settings, rank, world_size, local_rank, "env://", backend, device, seed)
 
 
 def launch(
@@ -94,7 +94,7 @@ def launch(
     if local_rank is None:
         local_rank = rank % gpus if gpus else rank
     address = f"[{host}]" if ":" in host else host
-    return _join(settings, rank, world_size, local_rank, gpus, f"tcp://{address}:{port}", backend, device, seed)
+    return _join(settings, rank, world_size, local_rank, f"tcp://{address}:{port}", backend, device, seed)
 
 
 def torchrun_variables() -> dict[str, str] | None:
@@ -131,7 +131,6 @@ def _join(
     rank: int,
     world_size: int,
     local_rank: int,
-    local_world_size: int,
     init_method: str | None,
     backend: str | None,
     device: torch.device | str | None,
@@ -145,21 +144,33 @@ def _join(
         torch.cuda.set_device(device)
     owns_world = not dist.is_initialized()
     if owns_world:
-        own_gpu = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
-        backend = backend or ("nccl" if own_gpu and dist.is_nccl_available() else "gloo")
         if init_method is None:
             store = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs only
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+            store, _, _ = next(rendezvous(init_method, rank, world_size))
+        backend = backend or _agree_on_backend(store, device, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise LaunchError(
             f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
         )
+    if world_size > 1:
+        report_once()
     return ParallelContext(
         config, rank=rank, world_size=world_size, local_rank=local_rank, device=device, owns_world=owns_world
     )
+
+
+def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
+    """NCCL if every rank of the world has a GPU of its own, else gloo; the same answer on every rank."""
+    mine = f"no GPU of rank {rank}"
+    if device.type == "cuda" and dist.is_nccl_available():
+        mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"paramp/device/{rank}", mine)
+    devices = {store.get(f"paramp/device/{other}") for other in range(world_size)}
+    all_gpus = all(name.startswith(b"GPU ") for name in devices)
+    return "nccl" if all_gpus and len(devices) == world_size else "gloo"
 
 
 def _choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:

@@ -23,11 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
-from .randomness import RandomStreams, derive_seed
+from .randomness import TENSOR_PLACES, RandomStream, derive_seed
 
 __all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
 
 AXES = ("pp", "dp", "tp")
+ECHO = "_paramp_echo"
+"""The mark of an exception that only follows from another rank's."""
 PIPELINE_AXIS = "pp"
 """The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
 
@@ -89,8 +91,9 @@ class ParallelContext:
         self._extra_groups: list[dist.ProcessGroup] = []
         self.mesh: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         self.pp, self.dp, self.tp = (self._axis(name) for name in AXES)
-        self.model_group = self.make_group(self.mesh.mesh.permute(1, 0, 2).flatten(1).tolist())
-        self.random = RandomStreams(device)
+        replicas = self.mesh.mesh.permute(1, 0, 2).flatten(1).tolist()
+        self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))
+        TENSOR_PLACES.append((self.tp.rank, self.tp.size, device))
         # The same on every rank: a model built from here on is the same everywhere.
         torch.manual_seed(config.seed)
         _contexts.append(self)
@@ -98,15 +101,15 @@ class ParallelContext:
     def _axis(self, name: str) -> Axis:
         return Axis(self.mesh.get_local_rank(name), self.mesh.size(AXES.index(name)), self.mesh.get_group(name))
 
-    def make_group(self, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The group of this rank's list among ``rank_lists``, which every rank passes alike."""
+    def make_group(self, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The group of this rank's list among ``rank_lists``, which every rank passes alike; None if it is in none."""
         mine = None
         for ranks in rank_lists:
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
                 mine = group
-        assert mine is not None, "this rank is in none of the lists"
-        self._extra_groups.append(mine)
+        if mine is not None:
+            self._extra_groups.append(mine)
         return mine
 
     @property
@@ -126,17 +129,16 @@ class ParallelContext:
     def world_group(self) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.group.WORLD)
 
-    def seed_streams(self) -> None:
-        """Start the streams that dropout draws from; ``initialize`` calls it once the parameters exist."""
-        base = (self.config.seed, "activations", self.pp.rank, self.dp.rank)
-        self.random.seed(derive_seed(*base), derive_seed(*base, "tp", self.tp.rank))
+    def activation_stream(self) -> RandomStream:
+        """The stream that dropout draws from: another on each pipeline and data rank, equal over ``tp``."""
+        return RandomStream(derive_seed(self.config.seed, "activations", self.pp.rank, self.dp.rank), self.device)
 
     def close(self) -> None:
         """Destroy the process groups of this context. Closing twice is harmless."""
         if self not in _contexts:
             return
-        _contexts.remove(self)
-        self.random.close()
+        place = _contexts.index(self)
+        del _contexts[place], TENSOR_PLACES[place]
         self.ties.clear()
         _forget_sharding_decisions()
         if not dist.is_initialized():
@@ -154,31 +156,29 @@ class ParallelContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        echo = isinstance(error, Exception) and not self._first_to_fail()
+        if isinstance(error, Exception) and self._follows_another(error):
+            error.__dict__[ECHO] = True
         try:
             self.close()
         except RuntimeError as problem:  # a broken group cannot be closed in order; the process ends anyway
             if error is None:
                 raise
             warnings.warn(f"the process groups were not closed in order: {problem}", stacklevel=2)
-        if echo:
-            sys.stderr.flush()
-            raise SystemExit(1) from None
 
-    def _first_to_fail(self) -> bool:
-        """Whether no other rank failed before this one.
+    def _follows_another(self, error: Exception) -> bool:
+        """Whether another rank failed before this one.
 
         A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank
         finds the same mistake in the configuration. The first to note its failure in the shared store is the one
-        that reports it; the others end quietly.
+        that reports it.
         """
         if self.world_size == 1:
-            return True
+            return False
         try:
             store = dist.distributed_c10d._get_default_store()
-            return store.add(f"paramp/failed/{self._serial}", 1) == 1
-        except RuntimeError:  # the process that hosted the store is gone, so it failed before this one
-            return False
+            return store.add(f"paramp/failed/{self._serial}", 1) > 1
+        except RuntimeError:  # the process that hosted the store has ended
+            return _is_lost_connection(error)
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name} {axis.size}" for name, axis in zip(AXES, (self.pp, self.dp, self.tp), strict=True))
@@ -197,6 +197,35 @@ def _forget_sharding_decisions() -> None:
         clear = getattr(getattr(_redistribute, name, None), "cache_clear", None)
         if clear is not None:
             clear()
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "socket"))
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error``, which left a context, only follows from another rank's, which reports it."""
+    return ECHO in error.__dict__
+
+
+def report_once() -> None:
+    """Make the interpreter end without a traceback for errors that only follow from another rank's."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not is_echo(error):
+            previous(kind, error, traceback)
+
+    if not getattr(previous, "reports_once", False):
+        hook.reports_once = True  # type: ignore[attr-defined]
+        sys.excepthook = hook
 
 
 _contexts: list[ParallelContext] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,9 @@ def is_sequential(module: nn.Module) -> bool:
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that ``model`` applies one after the other, nested ``nn.Sequential`` ones opened, by name."""
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children() would pass over a module that comes again
+        if child is None:
+            continue
         if is_sequential(child):
             yield from units(child, f"{prefix}{name}.")
         else:
@@ -116,8 +119,10 @@ def _multiplied_parameters(module: nn.Module) -> int:
 def cut(model: nn.Module, names: Sequence[str], prefix: str = "") -> nn.Module:
     """``model`` with only the modules called ``names``, which keep their names and their weights."""
     kept = OrderedDict()
-    for name, child in model.named_children():
+    for name, child in model._modules.items():
         path = f"{prefix}{name}"
+        if child is None:
+            continue
         if path in names:
             kept[name] = child
         elif any(wanted.startswith(f"{path}.") for wanted in names):
@@ -131,7 +136,14 @@ class Stage(nn.Module):
     """The modules of one pipeline stage, computing in a mode's precision; the whole model without a pipeline."""
 
     def __init__(
-        self, module: nn.Module, precision: Precision, device: torch.device, *, is_first: bool, is_last: bool
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        is_first: bool,
+        is_last: bool,
+        random: AbstractContextManager[Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -142,18 +154,27 @@ class Stage(nn.Module):
         self.link_device = device
         """Where activations are handed over: the CPU where the transport cannot send from the device."""
 
+        self.random = random or nullcontext()
+        """Entered for the forward: dropout's own random stream."""
+        self.training = module.training
+        self._changes_input = any(getattr(child, "inplace", False) for child in module.modules())
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
-        with self.precision.autocast_context(self.device.type):
+        with self.random, self.precision.autocast_context(self.device.type):
             output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._leave, output)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, self.precision.weights if tensor.is_floating_point() else None)
+        entered = tensor.to(self.device, self.precision.weights if tensor.is_floating_point() else None)
+        if entered is tensor and self._changes_input and not self.is_first:
+            return tensor.clone()  # what was received is a leaf of the graph, which may not be changed in place
+        return entered
 
     def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.is_last:
-            return tensor.to(self.link_device, self.precision.compute if tensor.is_floating_point() else None)
+            dtype = self.precision.compute if tensor.is_floating_point() else None
+            return tensor.to(self.link_device, dtype).contiguous()
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
 
 
@@ -182,6 +203,10 @@ class _LinkedStage(nn.Module):
         if self.layout is None:
             return output
         return wrap(output, self.layout, shape=torch.Size([output.shape[0], *self.layout.shape[1:]]))
+
+
+MAX_SCHEDULES = 8
+"""Batch shapes that are kept ready."""
 
 
 class Pipeline:
@@ -228,6 +253,8 @@ class Pipeline:
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward)
         if key not in self._schedules:
+            if len(self._schedules) == MAX_SCHEDULES:  # each holds buffers for what it receives
+                self._schedules.pop(next(iter(self._schedules)))
             received, sent = self._probe(x, backward)
             pp = self._context.pp
             stage = PipelineStage(
@@ -252,6 +279,7 @@ class Pipeline:
         uninitialised values, draw random numbers and leave running statistics changed; here nothing is left behind.
         """
         pp, stage = self._context.pp, self._stage.stage
+        random, stage.random = stage.random, nullcontext()
         shape = (x.shape[0] // self._num_microbatches, *x.shape[1:])
         meta = torch.empty(shape, dtype=x.dtype, device="meta")
         received = sent = meta
@@ -266,6 +294,7 @@ class Pipeline:
                 described = [(tuple(output.shape), output.dtype)]
             dist.broadcast_object_list(described, group=pp.group, group_src=rank)
             meta = torch.empty(described[0][0], dtype=described[0][1], device="meta")
+        stage.random = random
         for name, buffer in stage.named_buffers():
             buffer.copy_(buffers[name])
         if backward:

@@ -3,10 +3,9 @@
 Parameters: every tensor is drawn in full from a seed made of the run's seed and the parameter's name, then cut, so
 that a model starts the same in every layout (:func:`materialize` does this for models built on ``meta``).
 
-Dropout: pipeline and data ranks draw from different streams. Along the tensor axis an activation is either
-replicated, and then its mask must be equal on all ranks, or sharded, and then equal masks would be correlated. So
-each rank holds two streams: the default one, equal over ``tp``, and a second one that :func:`sharded_random` swaps in
-around the modules that work on shards (Megatron-LM's scheme, Shoeybi et al. 2019, section 3).
+Dropout: pipeline and data ranks draw from different streams (:class:`RandomStream`). Along the tensor axis an
+activation is either replicated, and then its mask must be equal on all ranks, or sharded, and then equal masks would be
+correlated: :func:`sharded_random` goes around the modules that work on shards (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import nn
 
 from .surgery import keeping_ties
 
-__all__ = ["RandomStreams", "derive_seed", "materialize", "sharded_random"]
+__all__ = ["RandomStream", "derive_seed", "materialize", "sharded_random"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -29,60 +28,56 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-class RandomStreams:
-    """The two streams of one rank: seed them once, then :meth:`sharded` swaps the second one in and out."""
+class RandomStream:
+    """A stream of random numbers of its own: entered, it takes the place of torch's default one.
 
-    _current: RandomStreams | None = None
+    A pipeline stage enters it for its forward. Outside, torch's default stream goes on as if nothing had been drawn,
+    equal on all ranks, so that shuffled data loaders of one model group agree.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._other: list[torch.Tensor] | None = None
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        self._outer: list[torch.Tensor] | None = None
+        with torch.random.fork_rng(devices=self._devices):
+            torch.manual_seed(seed)
+            self._inner = self._states()
 
-    def seed(self, replicated: int, sharded: int) -> None:
-        """Start both streams anew, and make this object the one that :func:`sharded_random` uses."""
-        torch.manual_seed(sharded)
-        self._other = self._states()
-        torch.manual_seed(replicated)
-        RandomStreams._current = self
+    def __enter__(self) -> None:
+        self._outer = self._states()
+        self._set(self._inner)
 
-    def close(self) -> None:
-        if RandomStreams._current is self:
-            RandomStreams._current = None
-
-    @contextmanager
-    def sharded(self) -> Iterator[None]:
-        """Inside, random numbers come from the stream that differs over ``tp``."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+    def __exit__(self, *_: object) -> None:
+        assert self._outer is not None
+        self._inner = self._states()
+        self._set(self._outer)
 
     def _states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
-    def _swap(self) -> None:
-        assert self._other is not None, "the streams are swapped before they are seeded"
-        states, self._other = self._other, self._states()
+    def _set(self, states: list[torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self._device)
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
+"""Rank and size of the tensor axis, and the device, of each context that is open; the latest counts."""
 
 
 @contextmanager
 def sharded_random() -> Iterator[None]:
     """Inside, random numbers differ over the tensor axis. For code that drops out parts of a sharded activation.
 
-    Without a tensor axis, or before ``initialize``, it changes nothing.
+    The stream starts from a number drawn from the current one, so that activation checkpointing, which restores the
+    current one, draws the same mask again. Without a tensor axis nothing changes.
     """
-    streams = RandomStreams._current
-    if streams is None:
+    rank, size, device = TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu"))
+    if size == 1:
         yield
         return
-    with streams.sharded():
+    common = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_seed(common, rank))
         yield
 
 

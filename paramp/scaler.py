@@ -120,6 +120,20 @@ class DistributedGradScaler(GradScaler):
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's ``step``: unscale if that was not done, then step the optimizer unless a gradient overflowed.
+
+        torch's fused SGD leaves its momentum uninitialised if the first step is skipped on the device, so until an
+        optimizer has state the decision is taken here.
+        """
+        if not getattr(optimizer, "_step_supports_amp_scaling", False) or optimizer.state or not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
     def agree_(self, found_inf: torch.Tensor) -> None:
         """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
@@ -207,9 +221,14 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
     for gradient in gradients:
         buckets[gradient.device, gradient.dtype].append(gradient)
     with torch.no_grad():
-        for (device, _), bucket in buckets.items():
+        for (device, dtype), bucket in buckets.items():
             flag = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, inv_scale.to(device, non_blocking=True))
+            factor = inv_scale.to(device, non_blocking=True)
+            if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
+                flag += ~torch.stack([gradient.isfinite().all() for gradient in bucket]).all()
+                torch._foreach_mul_(bucket, factor)
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
 
 

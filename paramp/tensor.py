@@ -30,7 +30,7 @@ from .randomness import sharded_random
 from .shards import wrap
 from .surgery import keeping_ties
 
-__all__ = ["STYLES", "Plan", "ShardedRandom", "apply_plan", "mask_tail", "resolve_plan", "vocab_parallel_loss"]
+__all__ = ["STYLES", "Plan", "apply_plan", "check_divisible", "mask_tail", "resolve_plan", "vocab_parallel_loss"]
 
 Plan = dict[str, str | ParallelStyle]
 
@@ -56,6 +56,25 @@ class ShardedRandom(ParallelStyle):
 SEQUENCE = Shard(1)
 """Activations are (batch, sequence, features)."""
 
+
+class ScatterSequence(PrepareModuleOutput):
+    """The module's output (batch, sequence, ...), whole on every rank, is cut along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate(), desired_output_layouts=SEQUENCE, use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def check(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            if output.shape[1] % device_mesh.size():
+                raise ConfigError(
+                    f"sequence of {output.shape[1]}: expected a multiple of parallel.tensor.size {device_mesh.size()} "
+                    "under sequence_parallel"
+                )
+
+        module.register_forward_hook(check)
+        return super()._apply(module, device_mesh)
+
+
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # A Linear whose outputs are shared out, and one whose inputs are: a pair needs one all-reduce each way.
     "colwise": ColwiseParallel,
@@ -68,9 +87,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "vocab_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     # Between pairs, each rank keeps a piece of the sequence.
     "sequence": lambda: SequenceParallel(use_local_output=True),
-    "scatter_sequence": lambda: PrepareModuleOutput(
-        output_layouts=Replicate(), desired_output_layouts=SEQUENCE, use_local_output=True
-    ),
+    "scatter_sequence": ScatterSequence,
     "sequence_colwise": lambda: ColwiseParallel(input_layouts=SEQUENCE),
     "sequence_rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "sequence_vocab_logits": lambda: ColwiseParallel(
@@ -110,6 +127,24 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
+def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
+    """Complain, on every rank alike, about a layer whose features do not share out evenly over ``size`` ranks.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            continue
+        for kind, what in ((ColwiseParallel, "out_features"), (RowwiseParallel, "in_features")):
+            if isinstance(style, kind) and getattr(layer, what) % size:
+                raise ConfigError(
+                    f"plan: {name!r} has {what} {getattr(layer, what)}, expected a multiple of parallel.tensor.size "
+                    f"{size}"
+                )
+
+
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Apply each of ``styles`` to the submodule of its name, where ``module`` has it. Ties between weights are kept.
 
@@ -117,8 +152,10 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
         ConfigError: modules that share a weight are sharded differently.
     """
     with keeping_ties(module) as shared:
-        for name, submodule in list(module.named_modules()):
-            if name in styles:
+        done: set[int] = set()
+        for name, submodule in list(module.named_modules(remove_duplicate=False)):
+            if name in styles and id(submodule) not in done:
+                done.add(id(submodule))
                 parallelize_module(submodule, mesh, styles[name])
         for names in shared:
             layouts = [getattr(module.get_parameter(name), "placements", None) for name in names]

@@ -197,3 +197,24 @@ def test_the_configuration_is_frozen_and_names_what_it_has():
         config.seed = 3  # type: ignore[misc]
     with pytest.raises(AttributeError, match="no key 'HEIGHT'"):
         _ = config.HEIGHT
+
+
+def test_unknown_names_in_a_python_file_are_errors_too(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text("import os\nfrom pathlib import Path\n_private = 1\nparalell = dict(tensor=2)\n")
+    with pytest.raises(paramp.ConfigError, match=r"paralell: no such key.*did you mean 'parallel'"):
+        load(path)
+
+
+def test_a_config_made_directly_takes_the_same_spellings():
+    config = Config(precision="16-mixed", parallel={"tensor": 2})
+    assert config == load({"precision": "16-mixed", "parallel": {"tensor": 2}})
+    with pytest.raises(paramp.ConfigError, match="precision: got 'fp17'"):
+        Config(precision="fp17")
+
+
+def test_both_spellings_of_precision_in_one_file_are_refused_over_defaults_too():
+    both = {"precision": "32-true", "fp16": {"mode": AMP_TYPE.NAIVE}}
+    with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
+        load(merge({"precision": "16-mixed"}, both))
+    assert load(merge({"precision": "16-mixed"}, {"fp16": {"mode": AMP_TYPE.NAIVE}})).precision.name == "16-naive"

@@ -171,7 +171,7 @@ def test_mistakes_are_named():
         with pytest.raises(ValueError, match="criterion: initialize got none"):
             engine.forward_backward(x, y)
         engine, *_ = engine_for(context)
-        with pytest.raises(paramp.ConfigError, match="8 samples in x and 4 in y"):
+        with pytest.raises(paramp.ConfigError, match="8 samples in x and 4 in y, expected as many"):
             engine.forward_backward(x, y[:4])
     with pytest.raises(RuntimeError, match=r"call paramp\.launch_from_torch"):
         paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -365,3 +365,159 @@ def test_the_collectives_of_a_step_are_few(world):
                 dist.all_reduce = original
             assert len(calls) == expected, (layout, calls)
             assert calls[-1] == 4
+
+
+# ------------------------------------------------------------------------------------------------ mistakes, and edges
+
+
+def test_two_backwards_before_a_step_add_up():
+    with paramp.launch_from_torch():
+        model = nn.Linear(1, 1, bias=False)
+        start = model.weight.item()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), lambda out, _: out.mean())
+        for _ in range(2):
+            engine.backward(engine.criterion(engine(torch.ones(1, 1)), torch.ones(1)))
+        engine.step()
+        assert engine.full_state_dict()["weight"].item() == pytest.approx(start - 2.0)
+
+
+def test_evaluation_leaves_frozen_modules_frozen():
+    with paramp.launch_from_torch():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].eval()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine.evaluate(torch.ones(4, 3), torch.ones(4, 3))
+        assert engine.module[0].training
+        assert not engine.module[1].training
+
+
+def test_optimizers_with_state_from_the_start():
+    """Adagrad makes its state in the constructor."""
+    weights = []
+    for precision in ("32-true", "bf16-naive"):
+        with paramp.launch_from_torch({"precision": precision}) as context:
+            model = small_gpt()
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=0.1)
+            engine, *_ = engine_for(context, model, optimizer)
+            for x, y in batches(3):
+                engine.forward_backward(x, y)
+                engine.step()
+            weights.append(engine.full_state_dict())
+    model = small_gpt()
+    plain = torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=0.1)
+    for x, y in batches(3):
+        plain.zero_grad()
+        model.loss(model(x), y).backward()
+        plain.step()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, model.state_dict()[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(weights[1][name], value, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "message"),
+    [
+        (lambda out, y: 0.5, "got 0.5"),
+        (lambda out, y: None, "got None"),
+        (lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none"), r"got \(128,\)"),
+        (lambda out, y: {"loss": out.mean()}, "got {'loss'"),
+    ],
+)
+def test_criteria_that_return_something_else(criterion, message):
+    with paramp.launch_from_torch() as context:
+        engine, *_ = engine_for(context, criterion=criterion)
+        with pytest.raises(ValueError, match=f"criterion: expected a tensor of one element.*{message}"):
+            engine.forward_backward(*next(batches(1)))
+
+
+def test_criteria_that_are_modules_with_a_target_of_classes():
+    with paramp.launch_from_torch({"precision": "bf16-mixed"}):
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10))
+        criterion = nn.CrossEntropyLoss(weight=torch.ones(10), label_smoothing=0.1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion)
+        x, y = torch.randn(8, 1, 8, 8), torch.arange(8)
+        losses = []
+        for _ in range(20):
+            losses.append(engine.forward_backward(x, y).item())
+            engine.step()
+        assert losses[-1] < losses[0] - 0.5
+
+
+@on_ranks(2)
+def test_outputs_in_evaluation_are_whole(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        engine, *_ = engine_for(context)
+        x, _ = next(batches(1))
+        engine.eval()
+        reference = small_gpt()
+        with torch.no_grad():
+            torch.testing.assert_close(engine(x), reference(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+@on_ranks(2)
+def test_optimizers_that_need_whole_matrices_refuse_shards(world, name):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        with pytest.raises(paramp.ConfigError, match=f"{name} looks at whole matrices"):
+            paramp.initialize(model, optimizer, plan={"0": "colwise", "1": "rowwise"})
+
+
+@on_ranks(2)
+def test_shapes_that_do_not_share_out_are_an_error_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+        with pytest.raises(paramp.ConfigError, match="'0' has out_features 5, expected a multiple of"):
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"0": "colwise", "1": "rowwise"})
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "sequence_parallel": True}}) as context:
+        engine, *_ = engine_for(context)
+        x, y = next(batches(1, length=15))
+        with pytest.raises(paramp.ConfigError, match="sequence of 15: expected a multiple of"):
+            engine.forward_backward(x, y)
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
+        engine, *_ = engine_for(context)
+        engine.eval()
+        with pytest.raises(paramp.ConfigError, match="batch: got 3 samples on each data rank"):
+            engine(torch.zeros(3, 4, dtype=torch.long))
+
+
+@on_ranks(2)
+def test_running_statistics_are_those_of_the_first_data_rank(world):
+    import torch.distributed as dist
+
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        model = nn.BatchNorm1d(2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        x = torch.full((4, 2), float(world.rank + 1))
+        engine.forward_backward(x, x)
+        state = engine.full_state_dict()
+        assert state["running_mean"].tolist() == pytest.approx([0.1, 0.1])
+        states = [None, None]
+        dist.all_gather_object(states, {name: value.tolist() for name, value in state.items()})
+        assert states[0] == states[1]
+
+
+@on_ranks(2)
+def test_algorithms_change_the_model_before_it_is_cut(world):
+    class Wider:
+        def apply(self, model, precision):
+            assert precision.name == "32-true"
+            model[1] = nn.Linear(3, 5)
+
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        engine, *_ = paramp.initialize(
+            model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss, algorithms=[Wider()]
+        )
+        assert engine.full_state_dict()["1.weight"].shape == (5, 3)
+
+
+def test_the_scale_is_told_when_verbose(capsys):
+    fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 8.0, "hysteresis": 1, "verbose": True}
+    with paramp.launch_from_torch({"fp16": fp16}) as context:
+        engine, *_ = engine_for(context)
+        engine.forward_backward(*next(batches(1)))
+        next(engine.named_parameters())[1].grad[0, 0] = float("nan")
+        engine.step()
+    assert "the loss scale goes from 8 to 4" in capsys.readouterr().out

@@ -124,3 +124,13 @@ def test_a_world_that_differs_from_the_launchers(world):
             paramp.launch_from_torch()
     finally:
         os.environ["WORLD_SIZE"] = "4"
+
+
+class Stop(Exception):
+    pass
+
+
+@on_ranks(2)
+def test_an_exception_leaves_the_context_as_it_is_on_every_rank(world):
+    with pytest.raises(Stop), paramp.launch_from_torch({"parallel": {"data": 2}}):
+        raise Stop

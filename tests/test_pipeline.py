@@ -102,16 +102,17 @@ def test_stages_keep_names_weights_and_add_up_to_the_model():
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer and draws a random number in each."""
+    """Counts its calls in a buffer and notes a random number in each."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.register_buffer("calls", torch.zeros(()))
+        self.drawn = []
 
     def forward(self, x):
         self.calls += 1
-        torch.rand(())
+        self.drawn.append(torch.rand(()).item())
         return x * self.weight
 
 
@@ -119,7 +120,7 @@ class Counting(nn.Module):
 def test_finding_shapes_leaves_no_trace(world):
     """torch's own inference would count a call of garbage and move the random state (FACTS 5)."""
     config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}
-    with paramp.launch_from_torch(config):
+    with paramp.launch_from_torch(config) as context:
         model = nn.Sequential(*(Counting() for _ in range(4)))
         engine, *_ = paramp.initialize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, y: (out - y).mean()
@@ -128,10 +129,10 @@ def test_finding_shapes_leaves_no_trace(world):
         engine.forward_backward(torch.ones(8, 2), torch.zeros(8, 2))
         counter = next(module for module in engine.module.modules() if isinstance(module, Counting))
         assert counter.calls == 4
+        with context.activation_stream():
+            assert counter.drawn[-4:] == [torch.rand(()).item() for _ in range(4)]
         state = torch.get_rng_state()
         torch.manual_seed(5)
-        for _ in range(4):
-            torch.rand(())
         assert torch.equal(state, torch.get_rng_state())
 
 
@@ -181,3 +182,87 @@ def test_activations_travel_in_the_compute_dtype(world):
             finally:
                 stage.dist.P2POp = saved
         assert set(sent) == {dtype}
+
+
+def test_modules_that_come_again_are_kept():
+    shared = nn.ReLU()
+    again = nn.Linear(3, 3)
+    model = nn.Sequential(again, shared, again, shared, nn.Linear(3, 3), shared)
+    assert [name for name, _ in units(model)] == list("012345")
+    parts = [cut(model, names) for names in plan_stages(model, 2, ["3"])]
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(parts[1](parts[0](x)), model(x))
+
+
+def awkward_model(seed=0):
+    """A module used three times across stages, a stage that begins in place, and one that ends in a transpose."""
+
+    class Transpose(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2)
+
+    torch.manual_seed(seed)
+    again = nn.Linear(4, 4)
+    return nn.Sequential(
+        again, Transpose(), nn.ReLU(inplace=True), Transpose(), again, nn.ReLU(inplace=True), nn.Linear(4, 4), again
+    )
+
+
+@on_ranks(4)
+def test_awkward_stages_follow_plain_torch(world):
+    split = ["2", "4", "5"]
+    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4, "split": split}}}
+    reference = awkward_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with paramp.launch_from_torch(config):
+        model = awkward_model()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x, y = (torch.randn(8, 4, 4, generator=generator) for _ in range(2))
+            plain.zero_grad()
+            loss = nn.functional.mse_loss(reference(x), y)
+            loss.backward()
+            plain.step()
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), abs=1e-6)
+            engine.step()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], atol=1e-6, rtol=0)
+
+
+@on_ranks(2)
+def test_two_engines_in_one_context_keep_their_own_ties(world):
+    def tied():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        models = [tied(), tied(), chain(4, 4, 4)]
+        engines = [
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.functional.mse_loss)[0]
+            for model in models
+        ]
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        for engine in engines:
+            for _ in range(3):
+                engine.forward_backward(x, x)
+                engine.step()
+        for engine in engines[:2]:
+            weights = engine.full_state_dict()
+            assert torch.equal(weights["0.weight"], weights["2.weight"])
+
+
+@on_ranks(4)
+def test_a_tie_that_the_plan_shards_differently_is_an_error_on_every_rank(world):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for parallel in ({"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            model = chain(4, 4, 4)
+            model[1].weight = model[0].weight
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))}
+            with pytest.raises(paramp.ConfigError, match=r"0\.weight and 1\.weight are one parameter"):
+                paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)

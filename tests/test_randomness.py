@@ -82,22 +82,70 @@ def test_seeds_of_neighbours_are_unrelated():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+class Draws(nn.Module):
+    """Notes a number of the stage's stream, one for shards, and one more of the stage's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.drawn = []
+
+    def forward(self, x):
+        before = torch.rand(()).item()
+        with sharded_random():
+            sharded = torch.rand(()).item()
+        self.drawn.append((before, sharded, torch.rand(()).item()))
+        return x * self.weight
+
+
 @on_ranks(8)
 def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": 2, "tensor": 2}}) as context:
+        model = nn.Sequential(Draws(), Draws())
+        engine, *_ = paramp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, plan={}
+        )
+        torch.manual_seed(0)
+        engine.forward_backward(torch.ones(4, 1), torch.ones(4, 1))
+        outside = torch.rand(()).item()
+        (unit,) = engine.module.children()
+        seen = everywhere(((context.pp.rank, context.dp.rank), unit.drawn[-2:]))
+    torch.manual_seed(0)
+    assert outside == torch.rand(()).item()  # the default stream goes on as if nothing had been drawn
+    stages = dict(seen)
+    assert len({draws[0][0] for draws in stages.values()}) == 4
+    for place, draws in seen:
+        for (before, _, after), (first, _, last) in zip(draws, stages[place], strict=True):
+            assert (before, after) == (first, last)
+    sharded = [sharded for _, draws in seen for _, sharded, _ in draws]
+    assert len(set(sharded)) == 16  # eight ranks, two microbatches
+
+
+@on_ranks(2)
+def test_checkpointed_dropout_on_shards_draws_the_same_mask_again(world):
+    from torch.utils.checkpoint import checkpoint
+
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        x = torch.ones(1000, requires_grad=True)
+
+        def drop(value):
+            with sharded_random():
+                return nn.functional.dropout(value, 0.5)
+
+        output = checkpoint(drop, x, use_reentrant=False)
+        output.sum().backward()
+        assert torch.equal(output.detach(), x.grad)
+        assert everywhere(output.tolist())[0] != everywhere(output.tolist())[1]
+
+
+@on_ranks(4)
+def test_shuffled_loaders_agree_within_a_model_group(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
         model = small_gpt()
         paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        place = (context.pp.rank, context.dp.rank)
-        replicated = torch.rand(()).item()
-        with sharded_random():
-            sharded = torch.rand(()).item()
-        after = torch.rand(()).item()
-        seen = everywhere((place, replicated, sharded, after))
-    assert len({first for _, first, _, _ in seen}) == 4
-    for where, first, _, last in seen:
-        if where == place:
-            assert (first, last) == (replicated, after)
-    assert len({shard for _, _, shard, _ in seen}) == 8
+        loader = torch.utils.data.DataLoader(range(50), shuffle=True, batch_size=50)
+        order = next(iter(loader)).tolist()
+        assert everywhere(order) == [order] * 4
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -221,6 +221,23 @@ def test_fused_optimizers_take_the_flag_without_a_second_look():
         assert torch.equal(weight.detach(), torch.ones(4)) == bad
 
 
+def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean():
+    """torch's fused SGD leaves its momentum uninitialised then (FACTS 21)."""
+    weight = parameter(size=1000)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    scaler = DistributedGradScaler(init_scale=1.0)
+    weight.grad = torch.full((1000,), float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    weight.grad = torch.zeros(1000)
+    scaler.step(optimizer)
+    assert torch.equal(weight.detach(), torch.ones(1000))
+    scaler.update()
+    weight.grad = torch.full((1000,), scaler.get_scale())
+    scaler.step(optimizer)
+    assert torch.allclose(weight.detach(), torch.full((1000,), 0.9))
+
+
 def test_misuse_is_reported_as_torch_does():
     weight = parameter()
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -312,6 +329,22 @@ def test_a_partial_gradient_overflows_only_in_its_sum(world):
     weight.grad = sharded(mesh, Partial(), torch.tensor([0.5, 1.0], dtype=torch.float16))
     scaler.step(optimizer)
     assert weight.to_local().tolist() == [-2.0, -4.0]  # the sum over four ranks, unscaled by 1
+
+
+@on_ranks(4)
+def test_an_overflow_in_a_part_that_is_cut_away_counts(world):
+    """A replicated gradient of a sharded weight: what this rank drops, no other rank may have seen."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    weight = torch.nn.Parameter(sharded(mesh, Shard(0), torch.zeros(2)))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=2.0)
+    weight.grad = sharded(mesh, Replicate(), torch.ones(8))
+    if world.rank == 0:
+        weight.grad.to_local()[7] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert weight.to_local().tolist() == [0.0, 0.0]
 
 
 @on_ranks(4)

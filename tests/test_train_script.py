@@ -179,3 +179,10 @@ def test_the_same_under_torchrun_in_a_script_of_the_users():
     assert result.returncode != 0
     assert result.stderr.count("ValueError: my own mistake") == 1, result.stderr
     assert "Connection" not in result.stderr, result.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_fails_after_the_others_are_done_is_heard():
+    result = python("tests/scripts/fails_after_the_others_are_done.py", timeout=40)
+    assert result.returncode != 0
+    assert result.stderr.count("ValueError: disk full on rank 1") == 1, result.stderr

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,7 +116,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         dropout = self.dropout if self.training else 0.0
-        with sharded_random():
+        with sharded_random() if dropout else nullcontext():  # each rank has heads of its own
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
