@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 from torch.distributed.rendezvous import rendezvous
 
 from .config import DEFAULT_SEED, Config, load
@@ -145,7 +146,7 @@ def _join(
     owns_world = not dist.is_initialized()
     if owns_world:
         if init_method is None:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs only
+            store = HashStore()
         else:
             store, _, _ = next(rendezvous(init_method, rank, world_size))
         backend = backend or _agree_on_backend(store, device, rank, world_size)
@@ -198,12 +199,15 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
     When one rank fails, the others get a moment to end by themselves and are then terminated. Signals that ask this
     process to stop are passed on.
     """
+    # Hosted here, the store outlives every rank, so that the last of them can still ask which failed first.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     shared = {
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
@@ -28,6 +30,7 @@ from .randomness import TENSOR_PLACES, RandomStream, derive_seed
 __all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
 
 AXES = ("pp", "dp", "tp")
+SECONDS_FOR_THE_OTHERS = 2.0
 ECHO = "_paramp_echo"
 """The mark of an exception that only follows from another rank's."""
 PIPELINE_AXIS = "pp"
@@ -156,29 +159,43 @@ class ParallelContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and self._follows_another(error):
-            error.__dict__[ECHO] = True
+        failed = isinstance(error, Exception) and self.world_size > 1
+        store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
+        if store is not None and self._follows_another(error, store):
+            cast(BaseException, error).__dict__[ECHO] = True
         try:
             self.close()
         except RuntimeError as problem:  # a broken group cannot be closed in order; the process ends anyway
             if error is None:
                 raise
             warnings.warn(f"the process groups were not closed in order: {problem}", stacklevel=2)
+        if store is not None and self.rank == 0:
+            self._stay_for_the_others(store)
 
-    def _follows_another(self, error: Exception) -> bool:
+    def _follows_another(self, error: BaseException | None, store: Store) -> bool:
         """Whether another rank failed before this one.
 
         A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank
         finds the same mistake in the configuration. The first to note its failure in the shared store is the one
         that reports it.
         """
-        if self.world_size == 1:
-            return False
         try:
-            store = dist.distributed_c10d._get_default_store()
-            return store.add(f"paramp/failed/{self._serial}", 1) > 1
+            return store.add(self._failures, 1) > 1
         except RuntimeError:  # the process that hosted the store has ended
             return _is_lost_connection(error)
+
+    def _stay_for_the_others(self, store: Store) -> None:
+        """Rank 0 often hosts the store: leave the others a moment to look who failed first."""
+        deadline = time.monotonic() + SECONDS_FOR_THE_OTHERS
+        try:
+            while store.add(self._failures, 0) < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+        except RuntimeError:  # it was not the host, and the host has ended
+            return
+
+    @property
+    def _failures(self) -> str:
+        return f"paramp/failed/{self._serial}"
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name} {axis.size}" for name, axis in zip(AXES, (self.pp, self.dp, self.tp), strict=True))
