@@ -64,9 +64,10 @@ def test_fp32_follows_plain_torch_on_eight_ranks(world):
 # gradient of half the size.
 
 ROUNDING = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8, "16-naive": 2.0**-11, "bf16-naive": 2.0**-8}
-UNITS_WEIGHTS = 16
-"""Allowed relative distance of a weight's way, in rounding errors: 0.8 % for fp16, 6 % for bf16."""
-UNITS_LOSS = 2
+UNITS_WEIGHTS = 24
+"""Allowed relative distance of a weight's way, in rounding errors: 1.2 % for fp16, 9 % for bf16; 2 to 15 units are
+measured."""
+UNITS_LOSS = 0.25
 STEPS = 8
 
 MODE_LAYOUTS = {name: LAYOUTS_4[name] for name in ("pp2-tp2", "pp2-tp2-sp", "dp2-tp2", "pp2-dp2")}
