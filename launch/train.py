@@ -78,8 +78,10 @@ def report(error: Exception, launched: bool) -> int:
     """Print what went wrong, once over all ranks; the exit code."""
     mistakes = (paramp.ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
     rank = os.environ.get("RANK", "0")
-    # Before the launch every rank finds a mistake alike; after it, the first rank to fail speaks.
-    if not is_echo(error) and (launched or rank == "0" or not isinstance(error, mistakes)):
+    if not launched and rank != "0":
+        # Every rank finds a mistake in the configuration alike; rank 0 tells it, and the launcher then ends this one.
+        time.sleep(10)
+    if not is_echo(error):
         if isinstance(error, mistakes):
             print(f"error: {error}", file=sys.stderr)
         else:
@@ -157,14 +159,17 @@ def train(context: paramp.ParallelContext) -> None:
             f"(data {context.dp.size} x accumulation {config.gradient_accumulation} x microbatches "
             f"{shares // context.dp.size // config.gradient_accumulation})"
         )
-    corpus = load_corpus(job.data)
-    corpus.check_seq_len(job.seq_len)
+    try:
+        corpus = load_corpus(job.data)
+        corpus.check_seq_len(job.seq_len)
+        model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
+    except paramp.ConfigError as error:
+        raise paramp.ConfigError(f"train.{error}") from None
     if config.parallel.sequence_parallel and job.seq_len % context.tp.size:
         raise paramp.ConfigError(
             f"train.seq_len: got {job.seq_len}, expected a multiple of parallel.tensor.size {context.tp.size} under "
             "sequence_parallel"
         )
-    model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -257,7 +257,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {str(path)!r} is not valid TOML: {error}") from None
     if path.suffix == ".py":
-        names = runpy.run_path(str(path))
+        try:
+            names = runpy.run_path(str(path))
+        except Exception as error:
+            raise ConfigError(f"config: {str(path)!r} does not run: {type(error).__name__}: {error}") from None
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 return dict(names[name])

@@ -156,8 +156,9 @@ class Engine:
             loss = self._criterion(output, target.to(self.context.device))
         if isinstance(loss, (tuple, list)) and len(loss) == 2:
             loss = (loss[0], torch.as_tensor(loss[1]))
-        parts = loss if isinstance(loss, tuple) else (loss,)
-        if not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+        parts = loss if isinstance(loss, (tuple, list)) else (loss,)
+        single = all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
+        if not single or len(parts) != (2 if isinstance(loss, (tuple, list)) else 1):
             raise ValueError(
                 "criterion: expected a tensor of one element, or (sum, count) of two, got "
                 + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
@@ -387,6 +388,11 @@ class Engine:
     def _scale(self, loss: Loss) -> torch.Tensor:
         """``loss`` ready for its backward, and noted in the window's totals."""
         value, parts = self._split(loss)
+        if not value.requires_grad:
+            raise ValueError(
+                "criterion: its loss does not depend on the model's output, so nothing can be learned from it; "
+                "do not detach it, and compute it in torch"
+            )
         self._totals += parts
         return self.scaler.scale(value) / self._window_size
 

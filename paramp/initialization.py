@@ -6,6 +6,7 @@ out over the tensor axis in full precision, masters are copied from that, and on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -96,10 +97,15 @@ def initialize(
     for algorithm in algorithms:
         algorithm.apply(model, context.config.precision)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that makes one")
         optimizer = optimizer(model.parameters())
+    if criterion is not None and not callable(criterion):
+        raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
     scheduler = _check_scheduler(lr_scheduler, optimizer)
 
     names_of = _names_by_parameter(model)
+    _check_same_model(model, context)
     _check_optimizer(optimizer, names_of)
     styles = resolve_plan(
         _find_plan(model, plan, context), [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -133,11 +139,27 @@ def initialize(
     return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
 
 
+def _check_same_model(model: nn.Module, context: ParallelContext) -> None:
+    mine = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
+    models: list[Any] = [None] * context.world_size
+    dist.all_gather_object(models, mine)
+    for rank, theirs in enumerate(models):
+        if theirs != models[0]:
+            first, other = next(
+                pair
+                for pair in itertools.zip_longest(models[0], theirs, fillvalue="no parameter")
+                if pair[0] != pair[1]
+            )
+            raise ConfigError(f"model: rank 0 has {first}, where rank {rank} has {other}; build the same on every rank")
+
+
 def _check_scheduler(
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
 ) -> LRScheduler | None:
     if lr_scheduler is None:
         return None
+    if not isinstance(lr_scheduler, LRScheduler) and not callable(lr_scheduler):
+        raise ConfigError(f"lr_scheduler: got {lr_scheduler!r}, expected a scheduler or a callable that makes one")
     scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler: it steps another optimizer than the one given; make it from that one")
@@ -162,7 +184,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Para
             if parameter not in names_of:
                 raise ConfigError(
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
-                    "model; make it from model.parameters()"
+                    "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
 
 

@@ -6,6 +6,8 @@ is made, so a mistake is an error on every rank and never a hang.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import socket
@@ -23,8 +25,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 from torch.distributed.rendezvous import rendezvous
 
-from .config import DEFAULT_SEED, Config, load
+from .config import DEFAULT_SEED, Config, flatten, load
 from .mesh import ParallelContext, report_once
+from .precision import ConfigError
 
 __all__ = ["LaunchError", "free_port", "launch", "launch_from_torch", "start_processes", "torchrun_variables"]
 
@@ -149,6 +152,7 @@ def _join(
             store = HashStore()
         else:
             store, _, _ = next(rendezvous(init_method, rank, world_size))
+        _agree_on_config(store, config, rank, world_size)
         backend = backend or _agree_on_backend(store, device, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -156,11 +160,34 @@ def _join(
             f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
         )
+    else:
+        _agree_on_config(dist.distributed_c10d._get_default_store(), config, rank, world_size)
     if world_size > 1:
         report_once()
     return ParallelContext(
         config, rank=rank, world_size=world_size, local_rank=local_rank, device=device, owns_world=owns_world
     )
+
+
+def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
+    """Complain on every rank if the ranks were configured differently, which would train wrongly or hang."""
+    settings = {
+        key: value for key, value in flatten(config).items() if not key.startswith("train.") and key not in config.user
+    }
+    prefix = f"paramp/config/{next(_launches)}"
+    store.set(f"{prefix}/{rank}", json.dumps(settings, sort_keys=True))
+    first = json.loads(store.get(f"{prefix}/0"))
+    for other in range(1, world_size):
+        theirs = json.loads(store.get(f"{prefix}/{other}"))
+        for key in sorted(first.keys() | theirs.keys()):
+            if first.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
+                    "give every rank the same configuration"
+                )
+
+
+_launches = itertools.count()
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:

@@ -103,6 +103,8 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
     Raises:
         ConfigError: an unknown style, or an entry that matches nothing.
     """
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"plan: got {type(plan).__name__}, expected a dict from names of modules to styles")
     names = [name for name in names if name]
     resolved: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -156,7 +158,10 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
         for name, submodule in list(module.named_modules(remove_duplicate=False)):
             if name in styles and id(submodule) not in done:
                 done.add(id(submodule))
-                parallelize_module(submodule, mesh, styles[name])
+                try:
+                    parallelize_module(submodule, mesh, styles[name])
+                except NotImplementedError as error:
+                    raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
         for names in shared:
             layouts = [getattr(module.get_parameter(name), "placements", None) for name in names]
             if any(layout != layouts[0] for layout in layouts):

@@ -159,6 +159,11 @@ def test_files_that_are_missing_or_broken(tmp_path):
     broken.write_text("parallel = [")
     with pytest.raises(paramp.ConfigError, match=r"broken\.toml' is not valid TOML"):
         load(broken)
+    for text, message in (("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError: division by zero")):
+        python = tmp_path / "broken.py"
+        python.write_text(text)
+        with pytest.raises(paramp.ConfigError, match=rf"broken\.py' does not run: {message}"):
+            load(python)
     other = tmp_path / "run.yaml"
     other.write_text("")
     with pytest.raises(paramp.ConfigError, match=r"expected \.toml or \.py"):

@@ -521,3 +521,45 @@ def test_the_scale_is_told_when_verbose(capsys):
         next(engine.named_parameters())[1].grad[0, 0] = float("nan")
         engine.step()
     assert "the loss scale goes from 8 to 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("criterion", "message"),
+    [
+        (lambda out, y: out.detach().mean(), "criterion: its loss does not depend on the model's output"),
+        (lambda out, y: (out.sum(), 3, 4), "criterion: expected a tensor of one element"),
+        (5, "criterion: got 5, expected a function"),
+    ],
+)
+def test_criteria_that_cannot_be_learned_from(criterion, message):
+    def use(context):
+        engine, *_ = engine_for(context, criterion=criterion)
+        engine.forward_backward(*next(batches(1)))
+
+    with paramp.launch_from_torch() as context, pytest.raises(ValueError, match=message):
+        use(context)
+
+
+@on_ranks(2)
+def test_ranks_that_were_given_different_things_are_told_so(world):
+    other = {"precision": "16-mixed"} if world.rank else {}
+    with pytest.raises(paramp.ConfigError, match="precision: rank 0 has '32-true', but rank 1 has '16-mixed'"):
+        paramp.launch_from_torch({"parallel": {"data": 2}, **other})
+    for parallel in ({"data": 2}, {"pipeline": 2}, {"tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            message = r"model: rank 0 has \('blocks.2.*where rank 1 has"
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine_for(context, small_gpt(num_layers=3 - world.rank))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": 5}, "optimizer: got 5"),
+        ({"lr_scheduler": 5}, "lr_scheduler: got 5"),
+        ({"plan": ["colwise"]}, "plan: got list"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(arguments, message):
+    with paramp.launch_from_torch() as context, pytest.raises(paramp.ConfigError, match=message):
+        engine_for(context, **arguments)
