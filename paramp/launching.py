@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 from torch.distributed.rendezvous import rendezvous
 
 from .config import DEFAULT_SEED, Config, flatten, load
@@ -147,11 +147,14 @@ def _join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     owns_world = not dist.is_initialized()
+    serial = next(_launches)
     if owns_world:
         if init_method is None:
-            store = HashStore()
+            store: Any = HashStore()
         else:
             store, _, _ = next(rendezvous(init_method, rank, world_size))
+        # The launcher's store outlives a context; what an earlier one left there must not be taken for this one's.
+        store = PrefixStore(f"paramp/{serial}", store)
         _agree_on_config(store, config, rank, world_size)
         backend = backend or _agree_on_backend(store, device, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -161,7 +164,8 @@ def _join(
             f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
         )
     else:
-        _agree_on_config(dist.distributed_c10d._get_default_store(), config, rank, world_size)
+        store = PrefixStore(f"paramp/{serial}", dist.distributed_c10d._get_default_store())
+        _agree_on_config(store, config, rank, world_size)
     if world_size > 1:
         report_once()
     return ParallelContext(
@@ -174,11 +178,10 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
     settings = {
         key: value for key, value in flatten(config).items() if not key.startswith("train.") and key not in config.user
     }
-    prefix = f"paramp/config/{next(_launches)}"
-    store.set(f"{prefix}/{rank}", json.dumps(settings, sort_keys=True))
-    first = json.loads(store.get(f"{prefix}/0"))
+    store.set(f"config/{rank}", json.dumps(settings, sort_keys=True))
+    first = json.loads(store.get("config/0"))
     for other in range(1, world_size):
-        theirs = json.loads(store.get(f"{prefix}/{other}"))
+        theirs = json.loads(store.get(f"config/{other}"))
         for key in sorted(first.keys() | theirs.keys()):
             if first.get(key) != theirs.get(key):
                 raise ConfigError(
@@ -195,8 +198,8 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"paramp/device/{rank}", mine)
-    devices = {store.get(f"paramp/device/{other}") for other in range(world_size)}
+    store.set(f"device/{rank}", mine)
+    devices = {store.get(f"device/{other}") for other in range(world_size)}
     all_gpus = all(name.startswith(b"GPU ") for name in devices)
     return "nccl" if all_gpus and len(devices) == world_size else "gloo"
 

@@ -31,6 +31,7 @@ __all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_c
 
 AXES = ("pp", "dp", "tp")
 SECONDS_FOR_THE_OTHERS = 2.0
+SECONDS_FOR_THREADS = 0.2
 ECHO = "_paramp_echo"
 """The mark of an exception that only follows from another rank's."""
 PIPELINE_AXIS = "pp"
@@ -148,6 +149,9 @@ class ParallelContext:
             return
         if self._owns_world:
             dist.destroy_process_group()
+            # gloo's threads may still be letting go of the last collective's tensors, for which they need the
+            # interpreter; a script that ends here would pull it away from under them and die with an abort.
+            time.sleep(SECONDS_FOR_THREADS)
             return
         for group in {self.pp.group, self.dp.group, self.tp.group, *self._extra_groups}:
             if group is not dist.group.WORLD:

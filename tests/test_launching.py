@@ -6,6 +6,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from commands import TORCHRUN, run, torchrun
 from pool import on_ranks
 
 import paramp
@@ -80,6 +81,17 @@ def test_asking_for_a_gpu_that_is_not_there():
 def test_free_ports_are_free():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port()))
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_worlds_one_after_another_under_torchrun(standalone):
+    """The agent's store outlives a world, and gloo would meet the addresses of the last one there."""
+    script = "tests/scripts/contexts_one_after_another.py"
+    result = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", script]) if standalone else torchrun(2, script)
+    assert result.returncode == 0, result.stderr
+    losses = [line.split(": ")[1] for line in result.stdout.splitlines() if line.startswith("round")]
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
 
 
 @on_ranks(8)

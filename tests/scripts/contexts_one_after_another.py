@@ -1,0 +1,20 @@
+"""Contexts of two layouts in turn, each with a world of its own."""
+
+import torch
+
+import paramp
+
+for round_ in range(4):
+    parallel = {"tensor": 2} if round_ % 2 else {"pipeline": 2}
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        engine, *_ = paramp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.nn.functional.mse_loss,
+            plan={"0": "colwise", "1": "rowwise"},
+        )
+        loss = engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4)).item()
+        engine.step()
+        if context.is_main:
+            print(f"round {round_}: {loss:.5f}", flush=True)
