@@ -129,10 +129,6 @@ class ParallelContext:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
 
-    @property
-    def world_group(self) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, dist.group.WORLD)
-
     def activation_stream(self) -> RandomStream:
         """The stream that dropout draws from: another on each pipeline and data rank, equal over ``tp``."""
         return RandomStream(derive_seed(self.config.seed, "activations", self.pp.rank, self.dp.rank), self.device)

@@ -81,7 +81,7 @@ def sharded_random() -> Iterator[None]:
         yield
 
 
-def materialize(module: nn.Module, seed: int, device: torch.device, prefix: str = "") -> None:
+def materialize(module: nn.Module, seed: int, device: torch.device) -> None:
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
     Each submodule with tensors on ``meta`` is filled by its own ``reset_parameters()``, with the random state seeded
@@ -91,7 +91,7 @@ def materialize(module: nn.Module, seed: int, device: torch.device, prefix: str 
         ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters``.
     """
     with torch.random.fork_rng(devices=[]), keeping_ties(module):
-        for name, child in module.named_modules(prefix=prefix):
+        for name, child in module.named_modules():
             tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
             if not any(tensor.is_meta for tensor in tensors):
                 continue
