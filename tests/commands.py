@@ -6,22 +6,49 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from paramp.launching import free_port
+from paramp.network import free_port
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("OMPI_", "PMI", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+
+
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """What a command runs in: no launcher's variables but those given."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    return inherited | {"OMP_NUM_THREADS": "1"} | variables
+
+
+@contextmanager
+def start(command: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs beside the test, and is ended with it."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(variables), start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def run(command: list[str], *, timeout: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", **variables}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=environment(variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

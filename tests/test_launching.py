@@ -10,7 +10,7 @@ from commands import TORCHRUN, run, torchrun
 from pool import on_ranks
 
 import paramp
-from paramp.launching import free_port
+from paramp.network import free_port
 
 
 def test_a_world_of_one_needs_no_launcher():

@@ -9,6 +9,9 @@ ORDER = [
     # L0: what the user asks for
     "precision",
     "config",
+    "environment",
+    "network",
+    "processes",
     # L1: who is where, what a rank holds
     "surgery",
     "randomness",

@@ -4,9 +4,10 @@ import sys
 import time
 
 import paramp
-from paramp.launching import start_processes, torchrun_variables
+from paramp.environment import find_place
+from paramp.processes import start_processes
 
-if torchrun_variables() is None:
+if find_place() is None:
     sys.exit(start_processes([sys.executable, __file__], 2))
 with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
     if context.rank == 1:

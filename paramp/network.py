@@ -1,0 +1,180 @@
+"""How ranks reach each other: the store at which they meet, and the network interface that gloo takes.
+
+gloo listens on the address that the machine's own name resolves to. Where that is loopback, as on Debian
+(``127.0.1.1``), or where the name does not resolve, other machines cannot reach it. :func:`choose_interface` picks the
+interface on the way to the other ranks instead. On one machine nothing has to be chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+
+from .environment import LaunchError
+
+__all__ = ["choose_interface", "find_store", "free_port", "host_store", "join_store", "launch_timeout", "own_hosts"]
+
+
+def launch_timeout() -> timedelta:
+    """How long ranks wait for each other at the start: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds.
+
+    Raises:
+        LaunchError: the variable is not a number above 0.
+    """
+    text = os.environ.get("PARAMP_LAUNCH_TIMEOUT") or "300"
+    try:
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise LaunchError(f"launch: PARAMP_LAUNCH_TIMEOUT is {text!r}, expected seconds above 0")
+    return timeout
+
+
+def host_store(port: int) -> TCPStore:
+    """Listen on ``port`` of every address of this machine; port 0: one that is free.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    try:
+        return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=launch_timeout())
+    except (DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: cannot listen on port {port} of {socket.gethostname()}, probably because another program does; "
+            f"choose another port, such as {free_port()}"
+        ) from error
+
+
+def join_store(host: str, port: int) -> TCPStore:
+    """Connect to the store that listens at ``host:port``.
+
+    Raises:
+        LaunchError: the name is unknown, or nobody answers in time.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"launch: {socket.gethostname()} does not know the host {host!r} ({error.strerror}); "
+            "give the name or address at which all machines reach rank 0's"
+        ) from None
+    timeout = launch_timeout()
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except (DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: no rank 0 answered at {host}:{port} within {timeout.total_seconds():g} s; is it running there, "
+            f"and does a firewall let {socket.gethostname()} through? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+        ) from error
+
+
+def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, TCPStore]:
+    """The first of ``hosts`` at which the store that knows ``password`` listens, and that store.
+
+    Several machines may have the same address, of a container bridge for one; the password tells the right one.
+
+    Raises:
+        LaunchError: none of them answers.
+    """
+    deadline = time.monotonic() + launch_timeout().total_seconds()
+    patience = min(launch_timeout(), timedelta(seconds=10))
+    while True:
+        for host in hosts:
+            with contextlib.suppress(OSError, DistError, RuntimeError):
+                socket.create_connection((host, port), timeout=3.0).close()
+                store = TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=patience,
+                )
+                if store.get("paramp/password") == password:
+                    store.set_timeout(launch_timeout())
+                    return host, store
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"launch: rank 0 listens on port {port} of {', '.join(hosts)}, but {socket.gethostname()} reaches none "
+                "of them; pass launch_from_openmpi the host at which all machines reach it"
+            )
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_hosts() -> list[str]:
+    """The addresses at which other machines may reach this one, and its name; none of them loopback."""
+    addresses = [address for _, address in _interfaces() if not _is_loopback(address)]
+    with contextlib.suppress(OSError):
+        for *_, target in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            addresses.append(str(target[0]))
+    reachable = [address for address in dict.fromkeys(addresses) if not _is_loopback(address)]
+    return [*reachable, socket.gethostname()] if reachable else []
+
+
+def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:
+    """Have gloo listen where the other machines' ranks reach this one; nothing if all ranks share a machine.
+
+    Sets ``GLOO_SOCKET_IFNAME``, unless the user has. Every rank calls it, with the ``host`` at which it met the others.
+    """
+    mine = _route_to(host)
+    store.set(f"address/{rank}", mine)
+    others = [store.get(f"address/{other}").decode() for other in range(world_size)]
+    elsewhere = next((address for address in others if not _is_loopback(address)), None)
+    if elsewhere is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    if _is_loopback(mine):  # rank 0's machine, whose name means loopback to itself
+        mine = _route_to(elsewhere)
+    name = next((name for name, address in _interfaces() if address == mine), None)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _route_to(host: str) -> str:
+    """This machine's own address on the way to ``host``; nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Names and addresses of this machine's network interfaces that are up, as Linux tells them; elsewhere none."""
+    found: list[tuple[str, str]] = []
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover
+        return found
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for line in lines:
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":  # global; a link-local address means nothing to another machine
+                found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
+    return found
