@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 
-.PHONY: train test lint format types benchmark clean
+.PHONY: train test lint format types benchmark docs clean
 
 train: $(VENV)/installed
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
@@ -22,6 +22,10 @@ types: $(VENV)/installed
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(VENV)/installed
+	$(VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "open build/docs/index.html"
 
 benchmark: $(VENV)/installed
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py

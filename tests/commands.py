@@ -44,10 +44,12 @@ def start(command: list[str], **variables: str) -> Iterator[subprocess.Popen[byt
                 process.wait()
 
 
-def run(command: list[str], *, timeout: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], *, timeout: float = 120.0, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,134 @@
+"""Every code block and every command of README and docs runs."""
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from commands import ROOT, run
+from pool import on_ranks, run_on_ranks
+
+import paramp
+from paramp.config import load
+
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train.eval_sequences=8"]
+"""What makes a training command short; a later flag wins over an earlier one."""
+
+RUN_BY = {
+    "torchrun launch/train.py --tp 2 --pp 2": (
+        "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs"
+    ),
+    "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
+    " --tp 2 --pp 2": "test_launchers.test_torchrun_on_two_hosts_that_meet_by_name",
+    "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2": (
+        "test_launchers.test_mpirun_on_two_hosts"
+    ),
+    "sbatch launch/slurm.sbatch --steps 300": "test_launchers.test_a_batch_script_of_slurms",
+    "torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py": (
+        "test_examples.test_the_scaler_example_shows_ranks_that_agree"
+    ),
+    "python examples/own_model.py": "test_examples.test_own_model_is_the_same_on_one_rank_and_on_four",
+    "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
+        "test_examples.test_own_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "python examples/huggingface_llama.py": "test_examples.test_the_llama_is_the_same_on_one_rank_and_on_four",
+    "torchrun --standalone --nproc-per-node 4 examples/huggingface_llama.py 2 2": (
+        "test_examples.test_the_llama_is_the_same_on_one_rank_and_on_four"
+    ),
+}
+"""Commands that another test runs, on two hosts for instance."""
+
+
+def blocks(page, *languages):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [body for language, body in BLOCK.findall(text) if language in languages]
+
+
+def commands():
+    found = {}
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.partition("  #")[0].strip()
+                if command:
+                    found.setdefault(command, page)
+    return list(found)
+
+
+def test_every_block_has_a_language_that_is_run_or_is_said_to_be_text():
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        languages = {language for language, _ in BLOCK.findall(text)}
+        assert languages <= {"python", "sh", "toml", "text"}, page
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_of_a_page_runs_on_four_ranks(page):
+    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page})
+
+
+@on_ranks(4)
+def run_blocks(world, sources, page):
+    """One block after the other, in one namespace: a page may import once."""
+    names = {}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for number, source in enumerate(sources):
+            exec(compile(source, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])
+def test_the_toml_of_a_page_is_a_configuration(page):
+    for block in blocks(page, "toml"):
+        load(tomllib.loads(block))
+
+
+def test_the_commands_that_other_tests_run():
+    for command, name in RUN_BY.items():
+        module, _, function = name.partition(".")
+        assert hasattr(importlib.import_module(module), function), name
+        assert command in commands(), f"no page has {command!r} any more"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder that looks like the project's, in which commands leave what they write."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", "data", "build"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command not in RUN_BY])
+def test_a_command_runs(command, clone):
+    """Commands of one page come in its order, since later ones may read what earlier ones wrote."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        return  # the whole of it is what .ci/run does, or a benchmark
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    if "launch/train.py" in words:
+        words += SHORT
+    result = run(words, cwd=clone, PATH=path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_readmes_example_is_the_examples_own():
+    """Thirty lines to copy: the same in both places."""
+    example = (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
+    code = example.partition('"""\n\n')[2]
+    assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_version_is_the_changelogs():
+    assert paramp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
