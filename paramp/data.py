@@ -189,10 +189,10 @@ def _open(name: str, options: _Options) -> _Found:
         if (path / "train.bin").is_file():
             return _token_folder(path, options)
         return _text(path, options)
-    if path.suffix == ".idx" or any(Path(f"{base}.idx").is_file() for base in (path, path.with_suffix(""))):
+    if path.is_file() and path.suffix not in (".bin", ".idx"):
+        return _text(path, options)
+    if path.is_file() or path.suffix == ".idx" or Path(f"{_prefix(path)}.idx").is_file():
         return _token_file(path, options)
-    if path.is_file():
-        return (_token_file if path.suffix == ".bin" else _text)(path, options)
     raise ConfigError(
         f"data: got {name!r}, expected stdlib or the path of a text file, a folder, a .bin of tokens or Megatron's "
         f"pair of .bin and .idx; nothing is there{nearest(name, ['stdlib'])}"
@@ -230,7 +230,7 @@ def _token_folder(path: Path, options: _Options) -> _Found:
 
 def _token_file(path: Path, options: _Options) -> _Found:
     """A flat ``.bin``, or one of Megatron's pairs by any of its three names."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    prefix = _prefix(path)
     if path.suffix == ".idx" or Path(f"{prefix}.idx").is_file():
         return _Found(open_indexed(prefix), None, 1, "token", None)
     meta = _read_meta(path.with_name("meta.json"))
@@ -243,6 +243,11 @@ def _token_file(path: Path, options: _Options) -> _Found:
             "vocab_size in it if the model's own does not fit",
         )
     return _Found(tokens, None, 1, meta.get("unit", "token"), meta.get("vocab_size"), notes)
+
+
+def _prefix(path: Path) -> Path:
+    """What the two files of a pair have in common."""
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def _read_meta(path: Path) -> Mapping[str, Any]:
@@ -305,9 +310,7 @@ def standard_library(root: Path | None = None) -> Corpus:
 def _standard_library(root: Path, options: _Options) -> _Found:
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name for name in folders if name not in NOT_LIBRARY
-        ]  # saves the walk through all that is installed
+        folders[:] = [name for name in folders if name not in NOT_LIBRARY]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             if why_not_text(path) is None:
                 files.append(TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size))

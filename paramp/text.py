@@ -166,7 +166,7 @@ def _split_at(text: str, border: int) -> list[tuple[bool, str]]:
     data = text.encode()
     if not 0 < border < len(data):
         return [(border <= 0, text)]
-    cut = data.find(b"\n", border) + 1
+    cut = data.find(b"\n", border - 1) + 1
     head = data[: cut if 0 < cut < len(data) else border].decode(errors="ignore")
     return [(is_tail, part) for is_tail, part in ((False, head), (True, text[len(head) :])) if part]
 

@@ -298,7 +298,7 @@ def open_indexed(prefix: Path) -> FileTokens:
                 f"data: no file {str(path)!r}; Megatron's data is a pair of .bin and .idx: put both there"
             )
     dtype, num_sequences, num_borders = _read_index_header(index)
-    tokens = FileTokens(data, dtype)
+    tokens = FileTokens(data, dtype, count=data.stat().st_size // np.dtype(dtype).itemsize)
     lengths_at = INDEX_HEADER.size
     pointers_at = lengths_at + 4 * num_sequences
     expected = pointers_at + 8 * num_sequences + 8 * num_borders
@@ -315,7 +315,7 @@ def open_indexed(prefix: Path) -> FileTokens:
         if (sizes < 0).any() or not np.array_equal(starts, np.concatenate([[position], ends[:-1]])):
             raise _misfit(index, data, "its sequences do not lie one after the other")
         position = int(ends[-1])
-    if position != len(tokens) * tokens.dtype.itemsize:
+    if position != data.stat().st_size:
         raise _misfit(index, data, f"it counts {position} bytes, the .bin has {data.stat().st_size}")
     if not len(tokens):
         raise ConfigError(f"data: {str(data)!r} is empty; write it again")
