@@ -215,9 +215,14 @@ def test_meta_json_says_what_a_bin_holds_and_a_pickle_is_never_read(tmp_path):
         meta.write_text(content)
         with pytest.raises(ConfigError, match=message):
             load_corpus(str(tmp_path))
+    np.arange(1000).astype("<u4").tofile(tmp_path / "train.bin")
+    meta.write_text(json.dumps({"dtype": "uint16"}))  # said so, however it looks
+    assert len(load_corpus(str(tmp_path), vocab_size=1000).training) == 1900
     meta.unlink()
+    with pytest.raises(ConfigError, match=r"train.bin' seems to hold uint32 rather than uint16"):
+        load_corpus(str(tmp_path), vocab_size=1000)
     (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    corpus = load_corpus(str(tmp_path), data_dtype="uint32", default_vocab_size=400)
+    corpus = load_corpus(str(tmp_path), data_dtype="uint32", default_vocab_size=1000)
     assert "meta.pkl' is not read, since a pickle can run any code; set train.vocab_size" in corpus.notes[0]
 
 

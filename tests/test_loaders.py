@@ -24,7 +24,12 @@ import paramp
 from paramp import ConfigError
 from paramp.loaders import deal
 
-few_cores = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+FORKS = "ignore:This process .* is multi-threaded, use of fork"  # Python 3.12 and newer say so of every worker
+
+
+def few_cores(test):
+    """For tests with workers, on machines with fewer cores than those."""
+    return pytest.mark.filterwarnings("ignore:This DataLoader will create", FORKS)(test)
 
 
 class Numbers(Dataset):

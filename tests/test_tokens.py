@@ -67,6 +67,7 @@ def test_any_stretch_of_any_source(tmp_path, kind):
         assert [len(block) for block in each.blocks(300)] == [300, 300, 300, 100]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_a_forked_reader_moves_nothing(tmp_path):
     """Both read through one descriptor."""
     source = sources(tmp_path)["file"]
