@@ -39,6 +39,8 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--microbatches": ("parallel.pipeline.microbatches", int),
     "--model": ("train.model", str),
     "--data": ("train.data", str),
+    "--tokenizer": ("train.tokenizer", str),
+    "--vocab-size": ("train.vocab_size", int),
     "--seq-len": ("train.seq_len", int),
     "--batch-size": ("train.batch_size", int),
     "--steps": ("train.steps", int),
@@ -162,7 +164,14 @@ def train(context: paramp.ParallelContext) -> None:
             f"{shares // context.dp.size // config.gradient_accumulation})"
         )
     try:
-        corpus = load_corpus(job.data)
+        corpus = load_corpus(
+            job.data,
+            validation_data=job.validation_data,
+            tokenizer=job.tokenizer,
+            vocab_size=job.vocab_size,
+            data_dtype=job.data_dtype,
+            default_vocab_size=paramp.models.GPT.own_vocab_size(job.model),
+        )
         corpus.check_seq_len(job.seq_len)
         model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
     except paramp.ConfigError as error:
@@ -186,7 +195,9 @@ def train(context: paramp.ParallelContext) -> None:
 
     with Reporter(job.steps, job.log_dir, enabled=context.is_main) as reporter:
         announce(reporter, context, corpus, num_parameters)
-        baseline = bigram_loss(corpus) if context.is_main else math.nan
+        baseline = ""
+        if context.is_main and corpus.unit == "byte":
+            baseline = f" (a byte-bigram model: {bigram_loss(corpus):.4f})"
         for step in range(1, job.steps + 1):
             start = time.perf_counter()
             engine.train()
@@ -213,8 +224,8 @@ def train(context: paramp.ParallelContext) -> None:
             reporter.step(record)
             if "val_loss" in record:
                 reporter.say(
-                    f"step {step}: validation loss {record['val_loss']:.4f} nats/byte (a byte-bigram model: "
-                    f"{baseline:.4f}); {engine.num_skipped} of {step} steps skipped so far"
+                    f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
+                    f"{engine.num_skipped} of {step} steps skipped so far"
                 )
 
 
@@ -238,7 +249,7 @@ def rank_batch(
 
 
 def evaluate(engine: paramp.Engine, corpus: Corpus) -> float:
-    """Mean loss over the held-out windows, in nats a byte; the same windows in every layout."""
+    """Mean loss over the held-out windows, in nats a token; the same windows in every layout."""
     context, job = engine.context, engine.context.config.train
     batch = job.batch_size // context.config.gradient_accumulation
     rounds = math.ceil(job.eval_sequences / batch)
@@ -268,11 +279,14 @@ def announce(reporter: Reporter, context: paramp.ParallelContext, corpus: Corpus
         "torch": torch.__version__,
         "data_sha256": corpus.sha256,
         "data_files": corpus.num_files,
-        "data_bytes": len(corpus.training) + len(corpus.held_out),
+        "data_vocab_size": corpus.vocab_size,
+        f"data_{corpus.unit}s": len(corpus.training) + len(corpus.held_out),
         "parameters": num_parameters,
     }
     for name, value in (settings | facts).items():
         reporter.say(f"{name} = {value}")
+    for note in corpus.notes:
+        reporter.say(note)
     if context.config.train.log_dir is not None:
         path = set_aside(Path(context.config.train.log_dir) / "config.json")
         path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")

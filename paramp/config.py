@@ -153,7 +153,17 @@ class TrainConfig:
     model: str = "tiny"
     """A preset of :class:`paramp.models.GPT`."""
     data: str = "stdlib"
-    """``stdlib``: the source of Python's standard library on this machine, as bytes."""
+    """``stdlib``: the source of Python's standard library on this machine, as bytes. Else the path of a text file or a
+    folder of text, a ``.bin`` of tokens or a folder with ``train.bin`` and ``val.bin``, Megatron's ``.bin`` and
+    ``.idx``, or a folder that ``datasets`` has saved (:func:`paramp.data.load_corpus`)."""
+    validation_data: str | None = None
+    """What to hold out, a path of the same kinds. None: a part of ``data``."""
+    tokenizer: str | None = None
+    """The path of a Hugging Face ``tokenizer.json``, or of a folder with one. None: text is read as bytes."""
+    vocab_size: int | None = None
+    """Tokens that exist. None: as the tokenizer or the data says, else the model preset's own."""
+    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """What a ``.bin`` holds. ``auto``: what a ``meta.json`` beside it says, else uint16."""
     seq_len: int = 256
     batch_size: int = 32
     """Sequences a step over all ranks, accumulation included."""
@@ -169,6 +179,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "steps", "eval_every", "eval_sequences"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of 1 or more")
+        _require(
+            self.vocab_size is None or self.vocab_size >= 1, "vocab_size", self.vocab_size, "an integer of 1 or more"
+        )
         _require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
 

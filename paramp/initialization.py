@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.lr_scheduler import LRScheduler
 
 from .engine import Criterion, Engine
+from .loaders import deal_loaders
 from .masters import Weights
 from .mesh import ParallelContext, TiedParameter, get_context
 from .pipeline import Stage, cut, plan_stages
@@ -70,7 +71,9 @@ def initialize(
         optimizer: a fresh optimizer over the model's parameters, whose param groups are kept and re-pointed at this
             rank's weights or masters; or a callable that makes one from the parameters.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``.
-        train_dataloader, test_dataloader: returned as they are.
+        train_dataloader, test_dataloader: any ``DataLoader``, the same on every rank: it comes back with a sampler that
+            gives each data rank its part, equal in a model group (:mod:`paramp.loaders`). Its ``batch_size`` is that
+            of one data rank. Anything else is returned as it is.
         lr_scheduler: a scheduler over that optimizer, or a callable that makes one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism (:mod:`paramp.tensor`). None: the model's own
             ``tensor_parallel_plan(tensor_size, sequence_parallel)``.
@@ -83,10 +86,13 @@ def initialize(
 
     Raises:
         RuntimeError: nothing was launched.
-        ConfigError: the model, plan, optimizer or scheduler does not fit the layout or each other.
+        ConfigError: the model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
     context = get_context()
     parallel = context.config.parallel
+    train_dataloader, test_dataloader = deal_loaders(
+        context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
+    )
     if not isinstance(model, nn.Module):
         if isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(

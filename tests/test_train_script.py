@@ -3,8 +3,11 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from commands import python, torchrun
+
+from paramp.data import sample_offsets
 
 SMALL = ("--batch-size", "8", "--seq-len", "32", "--steps", "4", "--set", "train.eval_sequences=8")
 
@@ -114,7 +117,9 @@ BAD = {
     "unknown precision": (2, ["--precision", "fp17"], "precision: got 'fp17', expected one of 32-true"),
     "unknown schedule": (0, ["--pp", "2", "--schedule", "2f2b"], "schedule: got '2f2b', expected one of 1f1b, gpipe"),
     "unknown model": (2, ["--model", "tinny"], "model: got 'tinny', expected one of tiny"),
-    "unknown data": (2, ["--data", "stdlob"], "data: got 'stdlob', expected one of stdlib (did you mean 'stdlib'?)"),
+    "unknown data": (2, ["--data", "stdlob"], "data: got 'stdlob', expected stdlib or the path of"),
+    "a file shorter than a sequence": (0, ["--data", "LICENSE", "--seq-len", "9999"], "tokens, of 'LICENSE' held out"),
+    "a tokenizer that is not there": (0, ["--data", "LICENSE", "--tokenizer", "none"], "tokenizer: no file 'none'"),
     "unknown key": (0, ["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
     "unknown flag": (0, ["--presicion", "32"], "--presicion: no such flag"),
     "a flag's value of the wrong type": (0, ["--tp", "two"], "invalid int value: 'two'"),
@@ -139,6 +144,23 @@ def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
     if not processes:  # torchrun adds a report of its own
         assert "Traceback" not in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.timeout(150)
+def test_a_token_outside_the_vocabulary_that_only_one_rank_reads(tmp_path):
+    """It lies in the first window of data rank 1, where the sample at opening does not look."""
+    length, seq_len, batch = 10**7, 32, 8
+    training = length - length // 20
+    start = int(sample_offsets(1024, 1, np.arange(batch), training - seq_len)[batch // 2])
+    tokens = np.zeros(length, "<u2")
+    tokens[start + 5] = 999
+    path = tmp_path / "tokens.bin"
+    tokens.tofile(path)
+    result = torchrun(2, "launch/train.py", *SMALL, "--data", str(path), timeout=90)
+    assert result.returncode != 0
+    message = f"error: data: {str(path)!r} at byte {2 * (start + 5)} is 999, expected 0 to 255"
+    assert result.stderr.count(message) == 1, result.stderr
+    assert result.stderr.count("error: ") == 1, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,12 @@ PRESETS = {
 }
 
 
+def _preset(name: str) -> GPTConfig:
+    if name not in PRESETS:
+        raise ConfigError(f"model: got {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` that starts normally distributed, with a standard deviation of its own."""
 
@@ -187,9 +193,16 @@ class GPT(nn.Sequential):
         Raises:
             ConfigError: no such preset.
         """
-        if name not in PRESETS:
-            raise ConfigError(f"model: got {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
-        return cls(replace(PRESETS[name], **changes))  # type: ignore[arg-type]
+        return cls(replace(_preset(name), **changes))  # type: ignore[arg-type]
+
+    @staticmethod
+    def own_vocab_size(name: str) -> int:
+        """The vocabulary of the preset called ``name``.
+
+        Raises:
+            ConfigError: no such preset.
+        """
+        return _preset(name).vocab_size
 
     @staticmethod
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,100 @@
+"""Text to token files that launch/train.py reads at any size: train.bin, val.bin and meta.json.
+
+python examples/prepare_data.py notes.txt books/ --output data/books                                    bytes
+python examples/prepare_data.py books/ --output data/books --tokenizer tokenizer.json                   tokens
+torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/books                trains on them
+
+One file in twenty is held out, or the end of the text where there are too few files. The files are flat arrays of
+uint16, or of uint32 for more than 65,536 tokens, as nanoGPT reads them. Memory stays constant. Each file appears under
+its name only when it is whole.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from paramp import ConfigError
+from paramp.text import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_pieces
+
+
+def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, Path], dtype: str) -> dict[bool, int]:
+    """Encode ``files`` into the two files of ``parts``, held out or not; how many tokens each has."""
+    counts = {False: 0, True: 0}
+    with parts[False].open("wb") as training, parts[True].open("wb") as held_out:
+        outputs = {False: training, True: held_out}
+        for is_held_out, tokens in encode(read_pieces(files, split=True), encoder):
+            outputs[is_held_out].write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+            counts[is_held_out] += len(tokens)
+    return counts
+
+
+def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: bool) -> dict[str, object]:
+    """Write the three files into ``output``; what ``meta.json`` says.
+
+    Raises:
+        ConfigError: there is no text, or too little of it, or the tokenizer is none.
+        FileExistsError: a file is there already, and ``force`` is not given.
+    """
+    targets = [output / name for name in ("train.bin", "val.bin", "meta.json")]
+    for target in targets:
+        if target.exists() and not force:
+            raise FileExistsError(f"output: {str(target)!r} exists; give another folder, or --force to replace it")
+    for path in inputs:
+        if not path.exists():
+            raise ConfigError(f"input: {str(path)!r} does not exist; expected a text file or a folder of them")
+    encoder: Encoder = Bytes() if tokenizer is None else Tokenizer(tokenizer)
+    found = [find_text(path) for path in inputs]
+    files = [file for some, _ in found for file in some]
+    dtype = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
+
+    output.mkdir(parents=True, exist_ok=True)
+    unfinished = [target.with_name(f".{target.name}.{os.getpid()}") for target in targets]
+    try:
+        counts = write_tokens(
+            files, encoder, {False: unfinished[0], True: unfinished[1]}, f"<u{np.dtype(dtype).itemsize}"
+        )
+        if not counts[False] or not counts[True]:
+            raise ConfigError(f"input: {len(files)} files make {sum(counts.values())} tokens, too few to hold some out")
+        meta: dict[str, object] = {
+            "dtype": dtype,
+            "vocab_size": encoder.vocab_size,
+            "unit": encoder.unit,
+            "tokenizer": None if tokenizer is None else tokenizer.name,
+            "training_tokens": counts[False],
+            "held_out_tokens": counts[True],
+            "files": len(files),
+            "left_out": sum(left_out for _, left_out in found),
+        }
+        unfinished[2].write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        for source, target in zip(reversed(unfinished), reversed(targets), strict=True):
+            source.replace(target)
+    finally:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+    return meta
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="PATH", help="a text file, or a folder of them")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write the files")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; without one, bytes")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    given = parser.parse_args()
+    try:
+        meta = prepare(given.inputs, given.output, given.tokenizer, given.force)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(f"{name} = {value}" for name, value in meta.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

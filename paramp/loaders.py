@@ -1,0 +1,256 @@
+"""The user's own ``DataLoader``, dealt over the data axis.
+
+A loader is made as for one process. What :func:`deal` returns gives each data rank every dp-th sample of the same
+order, and the ranks of one model group, which share a batch, the same samples. ``batch_size`` stays that of one data
+rank: over all of them a step sees dp times as many.
+
+All ranks get the same number of batches, or some would wait for ever in a collective that the others never reach. So
+what is left over at the end is dropped with ``drop_last``, and else filled up from the beginning, as torch's
+``DistributedSampler`` does.
+
+The order is drawn from the run's seed and the epoch, whatever state a rank's random numbers are in. Every
+``iter(loader)`` begins the next epoch, on every rank alike, as long as all of them iterate equally often;
+``set_epoch(n)`` says which one comes next, after a resume for instance.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from .mesh import ParallelContext
+from .precision import ConfigError
+from .randomness import RandomStream, derive_seed
+
+__all__ = ["DealtBatches", "DealtSampler", "deal", "deal_loaders"]
+
+DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class DealtSampler(Sampler[Any]):
+    """Every ``size``-th item of ``inner``, from item ``rank`` on: indices of samples, or whole batches of them.
+
+    ``inner`` draws its random numbers, as long as they are torch's, from a stream of this sampler's own, which is equal
+    on all ranks and another in each epoch.
+
+    Args:
+        inner: what is dealt; iterating it again begins it anew.
+        rank, size: the data rank and the number of them.
+        seed: of the random numbers, equal on all ranks.
+        drop_last: whether the last round is dropped if there is not an item for every rank; else it is filled up with
+            the first ones.
+    """
+
+    def __init__(self, inner: Iterable[Any], rank: int, size: int, seed: int, *, drop_last: bool) -> None:
+        self.inner = inner
+        self.rank = rank
+        self.size = size
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        """The one that the next iteration is of."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is of; ``inner`` too, if it wants to know."""
+        self.epoch = epoch
+        tell = getattr(self.inner, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = derive_seed(self.seed, "samples", self.epoch)
+        self.epoch += 1
+        if type(self.inner) in DRAWS_FROM_A_GENERATOR:
+            inner: Any = copy.copy(self.inner)
+            # the user's, like torch's default one, may be in another state on each rank
+            inner.generator = torch.Generator()
+            inner.generator.manual_seed(seed)
+            return self._deal(inner, nullcontext())
+        if type(self.inner) is SequentialSampler:
+            return self._deal(self.inner, nullcontext())
+        return self._deal(self.inner, RandomStream(seed, torch.device("cpu")))
+
+    def _deal(self, inner: Iterable[Any], random: AbstractContextManager[None]) -> Iterator[Any]:
+        with random:
+            items = iter(inner)
+        first: list[Any] = []
+        while True:
+            with random:
+                round_ = list(itertools.islice(items, self.size))
+            first = first or round_
+            missing = self.size - len(round_)
+            if not round_ or (missing and self.drop_last):
+                return
+            yield [*round_, *itertools.islice(itertools.cycle(first), missing)][self.rank]
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.inner), self.size)  # type: ignore[arg-type]
+        return whole + (rest > 0 and not self.drop_last)
+
+
+class DealtBatches:
+    """Every ``size``-th batch of a loader over an iterable dataset; everything else is the loader's.
+
+    Every rank reads all of the dataset, which has to yield the same on every rank, and keeps its batches. In a last
+    round without a batch for every rank, those that have none repeat their first.
+    """
+
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
+        self.loader = loader
+        self.rank = rank
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        own: Any = None
+        first: Any = None
+        count = 0
+        for count, batch in enumerate(self.loader, start=1):
+            place = (count - 1) % self.size
+            if place == self.rank:
+                own = batch
+            if count == 1 or count == self.rank + 1:  # with less than one round, another rank's is all there is
+                first = batch
+            if place == self.size - 1:
+                yield own
+        rest = count % self.size
+        if rest and not self.loader.drop_last:
+            yield own if self.rank < rest else first
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.loader), self.size)
+        return whole + (rest > 0 and not self.loader.drop_last)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
+    """``loader`` with the part of its samples that belongs to data rank ``rank`` of ``size``.
+
+    A ``DataLoader`` is copied, whatever subclass it is of, and the copy given another sampler. A custom sampler is
+    dealt index by index, a custom batch sampler batch by batch; they must yield the same on every rank, and may draw
+    random numbers from torch's default generator. One that deals over this very axis already, such as a
+    ``DistributedSampler``, is left alone. Loaders over iterable datasets become :class:`DealtBatches`. Anything else
+    is returned as it is.
+
+    The copy has a generator of its own, of which its worker processes get their seeds: equal in a model group, and
+    different over the data axis, unless all data ranks have to read the same of an iterable dataset.
+
+    Raises:
+        ConfigError: the loader deals over something else, or its order is not the same on every rank.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    _check(loader, rank, size)
+    iterable = isinstance(loader.dataset, IterableDataset)
+    generator = torch.Generator()
+    generator.manual_seed(derive_seed(seed, "workers", 0 if iterable else rank))
+    changes: dict[str, Any] = {"generator": generator, "_iterator": None}
+    if not iterable and not _dealers(loader):
+        changes |= _dealt_samplers(
+            loader, lambda inner, drop: DealtSampler(inner, rank, size, derive_seed(seed), drop_last=drop)
+        )
+    dealt = copy.copy(loader)
+    dealt.__dict__.update(changes)  # DataLoader forbids to set these, because its own constructor checks them
+    return DealtBatches(dealt, rank, size) if iterable else dealt
+
+
+def _dealt_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], DealtSampler]) -> dict[str, Any]:
+    """The attributes ``sampler`` and ``batch_sampler`` of the dealt loader."""
+    batches: Any = loader.batch_sampler
+    if batches is None:  # the dataset yields whole batches, or none are wanted
+        return {"sampler": make(loader.sampler, loader.drop_last)}
+    if type(batches) is BatchSampler:
+        sampler = make(batches.sampler, batches.drop_last)
+        return {"sampler": sampler, "batch_sampler": BatchSampler(sampler, batches.batch_size, batches.drop_last)}
+    sampler = make(batches, bool(getattr(batches, "drop_last", False)))
+    return {"sampler": sampler, "batch_sampler": sampler}
+
+
+def _dealers(loader: DataLoader[Any]) -> list[Any]:
+    """The samplers of ``loader`` that deal over ranks by themselves."""
+    candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
+
+
+def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
+    for sampler in _dealers(loader):
+        if (sampler.num_replicas, sampler.rank) != (size, rank):
+            raise ConfigError(
+                f"its {type(sampler).__name__} deals to rank {sampler.rank} of {sampler.num_replicas}, but this is "
+                f"data rank {rank} of {size}; leave the sampler out and pass shuffle, or give it "
+                "num_replicas=context.dp.size, rank=context.dp.rank"
+            )
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        raise ConfigError(
+            "its dataset is a DataPipe, which torch deals over all ranks, those of a model group too; "
+            "pass an IterableDataset or a Dataset"
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            "in_order=False gives batches in the order in which its workers are done, another on each rank; "
+            "leave in_order out"
+        )
+
+
+def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
+    """Each of ``loaders`` dealt over the data axis of ``context``, or as it is if it is no ``DataLoader``.
+
+    Every rank has to call this. Ranks may pass None where others pass a loader.
+
+    Raises:
+        ConfigError: on every rank, if a loader of any rank cannot be dealt, or ranks have different ones.
+    """
+    dealt, problems, facts = [], [], []
+    for name, loader in loaders.items():
+        try:
+            dealt.append(deal(loader, context.dp.rank, context.dp.size, derive_seed(context.config.seed, name)))
+        except ConfigError as error:
+            dealt.append(None)
+            problems.append(f"{name}: {error}")
+        facts.append(_describe(loader))
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, (problems, facts))
+    for others, _ in everyone:
+        if others:
+            raise ConfigError(others[0])
+    for index, name in enumerate(loaders):
+        known = [(rank, each[index]) for rank, (_, each) in enumerate(everyone) if each[index] is not None]
+        for rank, fact in known:
+            if fact != known[0][1]:
+                raise ConfigError(
+                    f"{name}: rank {known[0][0]} has {known[0][1]}, where rank {rank} has {fact}; make the same loader "
+                    "over all of the data on every rank, initialize deals it"
+                )
+    return dealt
+
+
+def _describe(loader: Any) -> str | None:
+    """What has to be equal on all ranks, in words; None for what is no ``DataLoader``."""
+    if not isinstance(loader, DataLoader):
+        return None
+    try:
+        length = f"{len(loader.dataset)} samples"  # type: ignore[arg-type]
+    except TypeError:
+        length = "samples without a number"
+    return f"{length} in batches of {loader.batch_size}, drop_last {loader.drop_last}"
