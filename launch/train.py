@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 import paramp
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
 from paramp.mesh import is_echo
-from paramp.metrics import Reporter, memory_bytes, set_aside
+from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
+from paramp.utilization import mfu, world_peak_flops
 
 # flag -> the configuration key it sets, the type of its value
 FLAGS: dict[str, tuple[str, Any]] = {
@@ -49,6 +51,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--seed": ("seed", int),
     "--eval-every": ("train.eval_every", int),
     "--log-dir": ("train.log_dir", str),
+    "--tensorboard": ("train.tensorboard", bool),
 }
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
@@ -156,6 +159,8 @@ def processes_needed(config: Config) -> int:
 def train(context: paramp.ParallelContext) -> None:
     """The whole job on one rank."""
     config, job = context.config, context.config.train
+    if job.tensorboard:
+        check_tensorboard()
     shares = context.dp.size * config.gradient_accumulation * (config.parallel.pipeline.microbatches or context.pp.size)
     if job.batch_size % shares:
         raise paramp.ConfigError(
@@ -190,24 +195,31 @@ def train(context: paramp.ParallelContext) -> None:
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, job.steps))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = model.flops_per_token(job.seq_len) * job.batch_size * job.seq_len
+    peak = world_peak_flops(context, None if job.peak_tflops is None else job.peak_tflops * 1e12)
     engine, _, _, scheduler = paramp.initialize(model, optimizer, model.loss, lr_scheduler=schedule)
     assert scheduler is not None
 
-    with Reporter(job.steps, job.log_dir, enabled=context.is_main) as reporter:
+    with Reporter(job.steps, job.log_dir, enabled=context.is_main, tensorboard=job.tensorboard) as reporter:
         announce(reporter, context, corpus, num_parameters)
         baseline = ""
         if context.is_main and corpus.unit == "byte":
             baseline = f" (a byte-bigram model: {bigram_loss(corpus):.4f})"
         for step in range(1, job.steps + 1):
             start = time.perf_counter()
+            data_seconds = 0.0
             engine.train()
             for part in range(config.gradient_accumulation):
                 engine.zero_grad()
-                loss = engine.forward_backward(*rank_batch(context, corpus, step, part))
+                asked = time.perf_counter()
+                x, y = rank_batch(context, corpus, step, part)
+                data_seconds += time.perf_counter() - asked
+                loss = engine.forward_backward(x, y)
                 result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             seconds = time.perf_counter() - start
+            memory, data_seconds = largest(context, memory_bytes(context.device), data_seconds)
             record = {
                 "step": step,
                 "loss": float(loss),
@@ -217,16 +229,27 @@ def train(context: paramp.ParallelContext) -> None:
                 "lr": learning_rate,
                 "tokens_per_second": job.batch_size * job.seq_len / seconds,
                 "step_seconds": seconds,
-                "memory_bytes": memory_bytes(context.device),
+                "data_seconds": data_seconds,
+                "memory_bytes": int(memory),
+                "mfu": mfu(flops, seconds, peak),
             }
             if step % job.eval_every == 0 or step == job.steps:
+                start = time.perf_counter()
                 record["val_loss"] = evaluate(engine, corpus)
+                record["val_seconds"] = time.perf_counter() - start
             reporter.step(record)
             if "val_loss" in record:
                 reporter.say(
                     f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
                     f"{engine.num_skipped} of {step} steps skipped so far"
                 )
+
+
+def largest(context: paramp.ParallelContext, *numbers: float) -> list[float]:
+    """Each of this rank's ``numbers``, which are finite, or another rank's where that is larger; one all-reduce."""
+    values = torch.tensor(numbers, dtype=torch.float64, device=context.device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()
 
 
 def learning_rate_factor(step: int, total: int) -> float:

@@ -175,6 +175,11 @@ class TrainConfig:
     eval_sequences: int = 64
     """Held-out sequences an evaluation reads; always the same ones."""
     log_dir: str | None = None
+    tensorboard: bool = False
+    """Write scalars for TensorBoard too, to the folder ``tensorboard`` in ``log_dir``."""
+    peak_tflops: float | None = None
+    """What one device can do, in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
+    (:mod:`paramp.utilization`), and no utilisation where the device is not in it."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "steps", "eval_every", "eval_sequences"):
@@ -184,6 +189,18 @@ class TrainConfig:
         )
         _require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
+        _require(
+            not self.tensorboard or self.log_dir is not None,
+            "tensorboard",
+            self.tensorboard,
+            "False, because there is no log_dir to write to; set it with --log-dir DIR",
+        )
+        _require(
+            self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
+            "peak_tflops",
+            self.peak_tflops,
+            "a finite number above 0, or None",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

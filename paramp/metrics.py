@@ -1,18 +1,40 @@
-"""What a run tells: one progress line, a plain log, and ``metrics.jsonl``. Only the main rank writes."""
+"""What a run tells, on the main rank: progress on the terminal, a plain log, ``metrics.jsonl`` and TensorBoard.
+
+:class:`Reporter` hands every message and every step to a list of writers, one small class for each place.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import resource
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-__all__ = ["Reporter", "memory_bytes"]
+from .precision import ConfigError
+
+__all__ = ["Reporter", "Writer", "check_tensorboard", "memory_bytes"]
+
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
+    "skipped": "train/skipped",
+    "lr": "train/lr",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "data_seconds": "speed/data_seconds",
+    "mfu": "speed/mfu",
+    "memory_bytes": "memory/peak_bytes",
+    "val_loss": "val/loss",
+    "val_seconds": "val/seconds",
+}
+"""A key of ``metrics.jsonl`` -> the name of its scalar in TensorBoard."""
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -23,79 +45,170 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def check_tensorboard() -> None:
+    """Complain if TensorBoard is not installed; for every rank to call, though only the main one writes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            'train.tensorboard: tensorboard is not installed; run pip install "paramp[tensorboard]", or leave '
+            "--tensorboard out"
+        )
+
+
+class Writer:
+    """One place that a run is told to. Each method does nothing here."""
+
+    def say(self, text: str) -> None:
+        """One message."""
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        """One step: its numbers, which may be None or not finite, and the same as a line of text."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Terminal(Writer):
+    """Plain lines: every message, and every ``every``-th step, the first, the last, and those skipped."""
+
+    def __init__(self, total_steps: int, every: int) -> None:
+        self._total = total_steps
+        self._every = every
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        if record["step"] % self._every == 0 or record["step"] in (1, self._total) or record["skipped"]:
+            print(line, flush=True)
+
+
+class LiveTerminal(Writer):
+    """The current step as one line that renews itself, with messages above it; needs rich."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(refresh_per_second=8)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        self._live.update(line)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class TextLog(Writer):
+    """``train.log``: every message and every step's line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = set_aside(folder / "train.log").open("w", encoding="utf-8", buffering=1)
+
+    def say(self, text: str) -> None:
+        self._file.write(text + "\n")
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class JsonLines(Writer):
+    """``metrics.jsonl``: one JSON object a step; what is not finite is null."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = set_aside(folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        clean = {key: value if _is_finite(value) else None for key, value in record.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Writer):
+    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; what is not finite leaves a gap."""
+
+    def __init__(self, folder: Path) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(set_aside(folder / "tensorboard")))
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        for key, tag in TAGS.items():
+            value = record.get(key)
+            if value is not None and _is_finite(value):
+                # torch keeps scalars in fp32 otherwise, which rounds a count of bytes
+                self._writer.add_scalar(tag, value, record["step"], new_style=True, double_precision=True)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 class Reporter:
-    """Writes progress to the terminal and, with a log directory, ``train.log`` and ``metrics.jsonl``.
+    """Tells every writer what happens: the terminal and, with a log directory, files in it.
 
     On a terminal with rich installed the current step is one line that renews itself; elsewhere every
     ``every``-th step is a plain line. Files of an earlier run in the directory are set aside, not overwritten.
+
+    Args:
+        enabled: False on all ranks but the main one, where nothing is written.
+        tensorboard: write for TensorBoard too, into the log directory.
+
+    Raises:
+        ConfigError: ``tensorboard`` without a log directory, or TensorBoard is not installed.
     """
 
-    def __init__(self, total_steps: int, log_dir: str | None, enabled: bool, every: int = 10) -> None:
-        self._enabled = enabled
+    def __init__(
+        self, total_steps: int, log_dir: str | None, enabled: bool, every: int = 10, tensorboard: bool = False
+    ) -> None:
         self._total = total_steps
-        self._every = every
         self._num_skipped = 0
-        self._live: Any = None
-        self._log: TextIO | None = None
-        self._metrics: TextIO | None = None
+        self._writers: list[Writer] = []
+        if tensorboard and log_dir is None:
+            raise ConfigError("tensorboard: got True, expected False where there is no log_dir to write to")
         if not enabled:
             return
         if log_dir is not None:
             folder = Path(log_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            self._log, self._metrics = (
-                set_aside(folder / name).open("w", encoding="utf-8", buffering=1)
-                for name in ("train.log", "metrics.jsonl")
-            )
-        if sys.stdout.isatty():
-            try:
-                from rich.live import Live
-            except ImportError:
-                return
-            self._live = Live(refresh_per_second=8)
-            self._live.start()
+            self._writers += [TextLog(folder), JsonLines(folder)]
+            if tensorboard:
+                self._writers.append(TensorBoard(folder))
+        live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+        self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
 
     def say(self, text: str) -> None:
         """One message, to the terminal and the log."""
-        if not self._enabled:
-            return
-        if self._live is not None:
-            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
-        self._write(text)
+        for writer in self._writers:
+            writer.say(text)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step: a JSON object in ``metrics.jsonl``, where what is not finite is null, and a line of progress."""
-        if not self._enabled:
+        """One step, to every writer."""
+        if not self._writers:
             return
         self._num_skipped += record["skipped"]
-        self._record(record)
         line = step_line(record, self._total, self._num_skipped)
-        self._write(line)
-        if self._live is not None:
-            self._live.update(line)
-        elif record["step"] % self._every == 0 or record["step"] in (1, self._total) or record["skipped"]:
-            print(line, flush=True)
-
-    def _record(self, values: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            clean = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in values.items()
-            }
-            self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
-
-    def _write(self, line: str) -> None:
-        if self._log is not None:
-            self._log.write(line + "\n")
+        for writer in self._writers:
+            writer.step(record, line)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-        for file in (self._log, self._metrics):
-            if file is not None:
-                file.close()
+        for writer in self._writers:
+            writer.close()
 
     def __enter__(self) -> Reporter:
         return self

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -5,7 +6,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool import close_pools
+from pool import choice, close_pools
+
+
+def pytest_configure():
+    try:
+        devices = choice().devices
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    if devices == ("cpu",):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
 
 
 @pytest.fixture(scope="session", autouse=True)

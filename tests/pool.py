@@ -5,7 +5,12 @@ once, each with ``torch.distributed`` set up, and the test fails with the traceb
 failure or a hang ends the pool's processes; the next test starts new ones.
 
 ``@on_ranks(4, cuda=True)`` runs the test a second time with the ranks on GPUs, where there are any (several ranks may
-share one, over gloo); elsewhere that case is skipped.
+share one, over gloo); elsewhere that case is skipped. Two variables of the environment choose otherwise:
+
+- ``PARAMP_TEST_DEVICE``: ``cpu`` leaves the GPU cases out and hides the GPUs, ``cuda`` runs only the GPU cases of tests
+  that have both. Empty: both. Tests without ``cuda=True`` make CPU tensors and run on the CPU over gloo in any case.
+- ``PARAMP_TEST_BACKEND``: what ranks on GPUs talk over, ``gloo`` (also if empty) or ``nccl``. NCCL refuses two ranks on
+  one GPU, so that tests of more ranks than there are GPUs are skipped.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -45,10 +51,56 @@ class World:
     device: str
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the environment says the ranks are to run on."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """The cases that a test with ``cuda=True`` has."""
+    backend: str = "gloo"
+    """Of the ranks on GPUs."""
+
+    @staticmethod
+    def of(environment: Mapping[str, str], num_gpus: int) -> Choice:
+        """The choice in ``environment`` on a machine with ``num_gpus``.
+
+        Raises:
+            ValueError: a value that is not known, or that this machine cannot serve.
+        """
+        device, backend = (environment.get(name, "") for name in ("PARAMP_TEST_DEVICE", "PARAMP_TEST_BACKEND"))
+        if device not in ("", "cpu", "cuda"):
+            raise ValueError(f"PARAMP_TEST_DEVICE: got {device!r}, expected cpu, cuda, or nothing for both")
+        if backend not in ("", "gloo", "nccl"):
+            raise ValueError(f"PARAMP_TEST_BACKEND: got {backend!r}, expected gloo, nccl, or nothing for gloo")
+        if device == "cuda" and not num_gpus:
+            raise ValueError("PARAMP_TEST_DEVICE: got 'cuda', but torch sees no GPU on this machine")
+        if backend == "nccl" and device == "cpu":
+            raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', which moves GPU tensors only; leave one of the two out")
+        if backend == "nccl" and not num_gpus:
+            raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', but torch sees no GPU on this machine")
+        return Choice((device,) if device else ("cpu", "cuda"), backend or "gloo")
+
+    def backend_of(self, device: str) -> str:
+        return self.backend if device == "cuda" else "gloo"
+
+    def why_not(self, size: int, device: str, num_gpus: int) -> str | None:
+        """Why ``size`` ranks cannot run on ``device``; None if they can."""
+        if self.backend_of(device) == "nccl" and size > num_gpus:
+            return f"{size} ranks over NCCL need {size} GPUs, and torch sees {num_gpus}"
+        return None
+
+
+@functools.cache
+def choice() -> Choice:
+    """What this process's environment says."""
+    return Choice.of(os.environ, torch.cuda.device_count())
+
+
 class RankPool:
     def __init__(self, size: int, device: str) -> None:
         self.size = size
         self.device = device
+        self.backend = choice().backend_of(device)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -96,7 +148,9 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.size, self.device, store, sys.path), daemon=True
+                target=_serve,
+                args=(theirs, rank, self.size, self.device, self.backend, store, sys.path),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -113,12 +167,18 @@ class RankPool:
         self._processes, self._connections = [], []
 
 
-def _serve(connection: Connection, rank: int, size: int, device: str, store: str, path: list[str]) -> None:
+def _serve(
+    connection: Connection, rank: int, size: int, device: str, backend: str, store: str, path: list[str]
+) -> None:
     """The life of one rank: receive a body's name, run it, answer."""
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launch in the body takes the CPU, as the body's tensors do
+    elif backend == "nccl":
+        torch.cuda.set_device(rank)  # NCCL takes the current device, and has to find another on each rank
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -168,7 +228,7 @@ def on_ranks(size: int, cuda: bool = False):
 
 
 def on_each_device(test):
-    """Parametrise ``device`` of ``test``: the CPU, and a GPU where there is one."""
+    """Parametrise ``device`` of ``test``: the CPU, and a GPU where there is one, or what the environment chooses."""
     gpu = pytest.param(
         "cuda",
         marks=[
@@ -176,11 +236,15 @@ def on_each_device(test):
             pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine"),
         ],
     )
-    return pytest.mark.parametrize("device", ["cpu", gpu])(test)
+    cases = {"cpu": "cpu", "cuda": gpu}
+    return pytest.mark.parametrize("device", [cases[device] for device in choice().devices])(test)
 
 
 def run_on_ranks(size: int, module: str, name: str, kwargs: dict[str, Any], device: str = "cpu") -> list[Any]:
     """The values that the body ``name`` of ``module`` returned, by rank."""
+    reason = choice().why_not(size, device, torch.cuda.device_count())
+    if reason is not None:
+        pytest.skip(reason)
     pool = _pools.setdefault((size, device), RankPool(size, device))
     return pool.run(module, name, kwargs)
 

@@ -3,9 +3,11 @@
 import json
 import math
 
+import pytest
 import torch
 
-from paramp.metrics import Reporter, memory_bytes, step_line
+import paramp
+from paramp.metrics import Reporter, check_tensorboard, memory_bytes, step_line
 
 RECORD = {
     "step": 1,
@@ -59,3 +61,27 @@ def test_the_line_of_a_step():
 
 def test_memory_is_that_of_this_process():
     assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
+
+
+def test_tensorboard_gets_every_finite_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Reporter(2, str(tmp_path), enabled=True, tensorboard=True) as reporter:
+        reporter.step({**RECORD, "mfu": None})
+        reporter.step({**RECORD, "step": 2, "loss": math.nan, "grad_norm": 1.5, "val_loss": 2.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert "speed/mfu" not in tags
+    assert [event.step for event in tags["train/loss"]] == [1]
+    assert [event.step for event in tags["train/grad_norm"]] == [2]
+    assert [event.step for event in tags["val/loss"]] == [2]
+    assert tags["memory/peak_bytes"][0].tensor_proto.double_val[0] == RECORD["memory_bytes"]
+
+
+def test_tensorboard_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(paramp.ConfigError, match="no log_dir"):
+        paramp.Config(train={"tensorboard": True})
+    monkeypatch.setattr("paramp.metrics.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(paramp.ConfigError, match=r"pip install .paramp\[tensorboard\]"):
+        check_tensorboard()

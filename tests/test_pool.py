@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from pool import on_ranks
+from pool import Choice, on_ranks
 
 
 @on_ranks(2)
@@ -41,3 +41,30 @@ def test_a_death_names_the_rank_and_the_next_test_runs():
     with pytest.raises(AssertionError, match="rank 0 of 2 failed first:\nthe process died"):
         dies_on_rank_zero()
     works()
+
+
+def test_the_environment_chooses_device_and_backend():
+    assert Choice.of({}, 0) == Choice(("cpu", "cuda"), "gloo")
+    assert Choice.of({"PARAMP_TEST_DEVICE": "cpu"}, 4) == Choice(("cpu",), "gloo")
+    nccl = Choice.of({"PARAMP_TEST_DEVICE": "cuda", "PARAMP_TEST_BACKEND": "nccl"}, 2)
+    assert nccl == Choice(("cuda",), "nccl")
+    assert (nccl.backend_of("cuda"), nccl.backend_of("cpu")) == ("nccl", "gloo")
+    assert nccl.why_not(4, "cuda", 2) == "4 ranks over NCCL need 4 GPUs, and torch sees 2"
+    assert nccl.why_not(2, "cuda", 2) is None
+    assert nccl.why_not(4, "cpu", 0) is None
+    assert Choice().why_not(4, "cuda", 1) is None  # gloo's ranks may share it
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "num_gpus", "message"),
+    [
+        ("tpu", "", 4, "PARAMP_TEST_DEVICE: got 'tpu', expected cpu, cuda"),
+        ("", "mpi", 4, "PARAMP_TEST_BACKEND: got 'mpi', expected gloo, nccl"),
+        ("cuda", "", 0, "sees no GPU"),
+        ("", "nccl", 0, "sees no GPU"),
+        ("cpu", "nccl", 4, "moves GPU tensors only"),
+    ],
+)
+def test_a_choice_that_cannot_be_served_is_an_error(device, backend, num_gpus, message):
+    with pytest.raises(ValueError, match=message):
+        Choice.of({"PARAMP_TEST_DEVICE": device, "PARAMP_TEST_BACKEND": backend}, num_gpus)

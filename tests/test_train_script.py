@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from commands import python, torchrun
 
+import paramp
 from paramp.data import sample_offsets
 
 SMALL = ("--batch-size", "8", "--seq-len", "32", "--steps", "4", "--set", "train.eval_sequences=8")
@@ -42,9 +43,13 @@ def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_pat
         "lr",
         "tokens_per_second",
         "step_seconds",
+        "data_seconds",
         "memory_bytes",
+        "mfu",
     }
-    assert [set(record) - keys for record in steps] == [set(), set(), set(), {"val_loss"}]
+    assert [set(record) - keys for record in steps] == [set(), set(), set(), {"val_loss", "val_seconds"}]
+    assert all(0 < record["data_seconds"] < record["step_seconds"] for record in steps)
+    assert all(record["mfu"] is None for record in steps)  # no peak is known of a CPU
     assert all(keys <= set(record) for record in steps)
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     for record, expected in zip(steps, single, strict=True):
@@ -89,14 +94,18 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     config = tmp_path / "run.py"
     config.write_text(
         "from paramp.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH, init_scale=2.0**40)\n"
-        "train = dict(steps=3, batch_size=8, seq_len=32, eval_sequences=8)\n"
+        "train = dict(steps=3, batch_size=8, seq_len=32, eval_sequences=8, peak_tflops=2.0)\n"
     )
-    result = python("launch/train.py", "--config", str(config), "--log-dir", str(tmp_path))
+    result = python("launch/train.py", "--config", str(config), "--log-dir", str(tmp_path), "--tensorboard")
     assert result.returncode == 0, result.stderr
+    assert list((tmp_path / "tensorboard").iterdir())
     first = records(tmp_path)[0]
     assert first["skipped"] == 1
     assert first["grad_norm"] is None
     assert first["loss_scale"] == 2.0**40
+    assert first["mfu"] == pytest.approx(
+        paramp.models.GPT.preset("tiny").flops_per_token(32) * first["tokens_per_second"] / 2e12
+    )
 
 
 BAD = {

@@ -204,6 +204,20 @@ class GPT(nn.Sequential):
         """
         return _preset(name).vocab_size
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
+
+        N counts the weights of the matrix products: four layers a block, and the head over the tokens that exist. The
+        embeddings are looked up and cost nothing; biases and norms are not counted. 6 N is one multiplication and one
+        addition in the forward and twice that in the backward. The other term is attention's two products, with
+        L layers, H heads of Q features, and T = ``seq_len``.
+
+        Call it on the whole model; it reads the config only.
+        """
+        config = self.config
+        weights = config.num_layers * 12 * config.width**2 + config.vocab_size * config.width
+        return 6 * weights + 12 * config.num_layers * config.width * seq_len
+
     @staticmethod
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats of ``logits`` (batch, sequence, vocabulary) against ids (batch, sequence)."""

@@ -1,0 +1,249 @@
+"""One picture of a run, or of several for comparison, from their ``metrics.jsonl``.
+
+Four panels share the axis of steps: the loss in training and validation, the loss scale with the steps that were
+skipped, the gradient's norm, and the tokens a second with the share of the time spent waiting for data.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .precision import ConfigError
+
+__all__ = ["Run", "draw", "plot", "read_run"]
+
+# Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+SECOND = "#D55E00"
+"""What a single run's second line in a panel takes."""
+SKIPPED = "#000000"
+FORMATS = (".png", ".svg", ".pdf")
+LINES = ("-", "--", ":", "-.")
+"""Runs beyond the colours repeat them with the next kind of line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of one run, oldest first."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+    def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The steps that have ``key``, and its values there; NaN for null."""
+        found = [(record["step"], record[key]) for record in self.records if key in record]
+        table = np.array([(step, math.nan if value is None else value) for step, value in found], dtype=np.float64)
+        return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
+
+
+def read_run(log_dir: str | Path) -> Run:
+    """The run in ``log_dir``. A last line that is cut off, as of a run that goes on or was killed, is left out.
+
+    Raises:
+        ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is not a step's.
+    """
+    folder = Path(log_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"plot: no folder {str(log_dir)!r}; expected the --log-dir of a run")
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"plot: no metrics.jsonl in {str(log_dir)!r}; expected the --log-dir of a run")
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):  # the last one, with no newline after it, may still be being written
+                raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
+    if not records:
+        raise ConfigError(f"plot: {str(path)!r} holds no step yet")
+    return Run(folder.name or str(folder), records)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """A step's record, every value of it a number or None.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"not JSON: {line[:40].decode(errors='replace')!r}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError('expected an object with a whole number as its "step"')
+    for key, value in record.items():
+        if not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"{key}: got {value!r}, expected a number or null")
+    return record
+
+
+def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Draw the runs in ``log_dirs`` into one file.
+
+    Args:
+        out: the file; its ending says the format, one of :data:`FORMATS`. None: ``metrics.png`` in the first folder.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        ConfigError: matplotlib is not installed, a run cannot be read, or the format or folder of ``out`` is wrong.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError('plot: matplotlib is not installed; run pip install "paramp[plot]"')
+    figure = draw(_with_names_apart([read_run(folder) for folder in log_dirs], log_dirs))
+    path = Path(log_dirs[0]) / "metrics.png" if out is None else Path(out)
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"plot: --out: got {str(path)!r}, expected a name that ends in {' or '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot: --out: no folder {str(path.parent)!r}")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _with_names_apart(runs: list[Run], log_dirs: Sequence[str | Path]) -> list[Run]:
+    """The runs under their folders' names, or under whole paths where two names are the same."""
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [Run(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
+
+
+def draw(runs: Sequence[Run]) -> Any:
+    """The ``matplotlib`` figure of ``runs``: panels loss, loss scale, gradient norm, tokens/s."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 2, sharex=True)
+    for axes, panel, title in zip(
+        grid.flat,
+        (_draw_loss, _draw_scale, _draw_norm, _draw_speed),
+        ("Loss", "Loss scale", "Gradient norm before clipping", "Tokens per second"),
+        strict=True,
+    ):
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.grid(color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        panel(axes, runs)
+    for axes in grid[1]:
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, fontsize=12)
+    else:
+        handles, names = grid[0, 0].get_legend_handles_labels()
+        shown = [(handle, name) for handle, name in zip(handles, names, strict=True) if not name.startswith("val")]
+        figure.legend(*zip(*shown, strict=True), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    return figure
+
+
+def _style(index: int) -> dict[str, Any]:
+    kind = LINES[index // len(COLOURS) % len(LINES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": kind, "linewidth": 1.3}
+
+
+def _legend(axes: Any, *more: Any) -> None:
+    """A legend of the named lines of ``axes`` and of the axes in ``more``."""
+    parts = [panel.get_legend_handles_labels() for panel in (axes, *more)]
+    handles, names = ([item for part in parts for item in part[index]] for index in (0, 1))
+    if handles:
+        # Above an axes of its own on the right, which would draw over it.
+        (more or (axes,))[-1].legend(handles, names, fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
+
+
+def _log_scale(axes: Any, runs: Sequence[Run], key: str, base: int) -> None:
+    """A logarithmic axis, if there is anything to show on it."""
+    if any((run.series(key)[1] > 0).any() for run in runs):
+        axes.set_yscale("log", base=base, nonpositive="mask")
+
+
+def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+    single = len(runs) == 1
+    for index, run in enumerate(runs):
+        style = _style(index)
+        axes.plot(*run.series("loss"), **style, label="training" if single else run.name)
+        steps, losses = run.series("val_loss")
+        if len(steps):
+            style |= {"marker": "o", "markersize": 5, "zorder": 3, "markeredgecolor": "white"}
+            style |= {"color": SECOND} if single else {"linestyle": "none"}
+            axes.plot(steps, losses, **style, label="validation" if single else f"val {run.name}")
+    axes.set_ylabel("nats per token")
+    if single:
+        _legend(axes)
+    elif any(len(run.series("val_loss")[0]) for run in runs):
+        axes.text(0.98, 0.95, "dots: validation", transform=axes.transAxes, ha="right", va="top", fontsize=9)
+
+
+def _draw_scale(axes: Any, runs: Sequence[Run]) -> None:
+    _log_scale(axes, runs, "loss_scale", 2)
+    num_skipped = 0
+    for index, run in enumerate(runs):
+        steps, scales = run.series("loss_scale")
+        axes.plot(steps, scales, **_style(index), drawstyle="steps-mid")
+        skipped = np.array([bool(record.get("skipped")) for record in run.records if "loss_scale" in record], bool)
+        if skipped.any():
+            num_skipped += int(skipped.sum())
+            mark = {"linestyle": "none", "marker": "x", "markersize": 6, "markeredgewidth": 1.5, "zorder": 3}
+            colour = SKIPPED if len(runs) == 1 else _style(index)["color"]
+            axes.plot(steps[skipped], scales[skipped], color=colour, **mark, label="_skipped")
+    if num_skipped:
+        from matplotlib.lines import Line2D
+
+        name = f"skipped steps ({num_skipped})"
+        cross = Line2D([], [], color=SKIPPED, linestyle="none", marker="x", markersize=6, markeredgewidth=1.5)
+        axes.legend([cross], [name], fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
+
+
+def _draw_norm(axes: Any, runs: Sequence[Run]) -> None:
+    _log_scale(axes, runs, "grad_norm", 10)
+    for index, run in enumerate(runs):
+        axes.plot(*run.series("grad_norm"), **_style(index))
+
+
+def _draw_speed(axes: Any, runs: Sequence[Run]) -> None:
+    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+
+    for index, run in enumerate(runs):
+        axes.plot(*run.series("tokens_per_second"), **_style(index), label="tokens/s" if len(runs) == 1 else "_run")
+    axes.margins(y=0.25)  # room for the legend
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    waits = [_waiting(run) for run in runs]
+    if not any(len(steps) for steps, _ in waits):
+        return
+    right = axes.twinx()
+    right.spines[["top", "left"]].set_visible(False)
+    right.set_ylim(0, 100)
+    right.set_ylabel("waiting for data")
+    right.yaxis.set_major_formatter(PercentFormatter())
+    for index, (steps, shares) in enumerate(waits):
+        style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if len(runs) == 1 else {})
+        right.plot(steps, shares, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
+    if len(runs) == 1:
+        _legend(axes, right)
+    else:
+        right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
+
+
+def _waiting(run: Run) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Steps, and the percentage of each that went into waiting for data."""
+    records = [record for record in run.records if record.get("step_seconds") and "data_seconds" in record]
+    steps = np.array([record["step"] for record in records], dtype=np.float64)
+    shares = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
+    return steps, np.array(shares, dtype=np.float64)
