@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -69,12 +71,36 @@ def join_store(host: str, port: int) -> TCPStore:
         ) from None
     timeout = launch_timeout()
     try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (DistError, RuntimeError) as error:
+        return _connect(host, port, timeout)
+    except (DistError, RuntimeError, TimeoutError) as error:
         raise LaunchError(
             f"launch: no rank 0 answered at {host}:{port} within {timeout.total_seconds():g} s; is it running there, "
             f"and does a firewall let {socket.gethostname()} through? PARAMP_LAUNCH_TIMEOUT sets the seconds"
         ) from error
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store at ``host:port``. In a thread, because torch waits for good for a program that listens and is silent.
+
+    Raises:
+        DistError, RuntimeError, TimeoutError: nobody answers.
+    """
+    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        found = outcome.get(timeout=timeout.total_seconds() + 1.0)
+    except queue.Empty:
+        raise TimeoutError(f"{host}:{port} is silent") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, TCPStore]:
@@ -91,13 +117,7 @@ def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, T
         for host in hosts:
             with contextlib.suppress(OSError, DistError, RuntimeError):
                 socket.create_connection((host, port), timeout=3.0).close()
-                store = TCPStore(
-                    host,
-                    port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=patience,
-                )
+                store = _connect(host, port, patience)
                 if store.get("paramp/password") == password:
                     store.set_timeout(launch_timeout())
                     return host, store

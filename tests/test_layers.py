@@ -46,7 +46,7 @@ ORDER = [
 ]
 
 CORE = {"torch", "numpy"}
-EXTRAS = {"rich", "tensorboard", "matplotlib"}
+EXTRAS = {"rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"}
 """What may be missing, so that only functions import it."""
 
 
