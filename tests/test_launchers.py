@@ -99,14 +99,14 @@ def test_mpirun_on_two_hosts(mpi, hosts, tmp_path):
     assert EVERYONE in result.stdout
 
 
-def test_torchrun_on_two_hosts_that_meet_by_name(hosts):
+def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):
     command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "node1:29400", MEET]
+    command += ["--rdzv-endpoint", "node1:29400", *JOB]
     with start([*hosts.on("node2"), *command]) as second:
-        result = run([*hosts.on("node1"), *command])
+        result = run([*hosts.on("node1"), *command, "--log-dir", str(tmp_path)])
         assert result.returncode == 0, result.stderr
         assert second.wait(timeout=30) == 0
-    assert EVERYONE in result.stdout
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
 def test_launch_on_two_hosts_that_meet_by_address(hosts):

@@ -2,10 +2,14 @@
 
 import json
 import math
+import os
+import runpy
+import sys
+import warnings
 
 import numpy as np
 import pytest
-from commands import python, torchrun
+from commands import ROOT, environment, python, torchrun
 
 import paramp
 from paramp.data import sample_offsets
@@ -108,31 +112,27 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     )
 
 
-BAD = {
-    "sizes that do not divide the world": (
-        3,
-        ["--tp", "2"],
-        "tensor 2 x pipeline 1 = 2 does not divide the world of 3",
-    ),
+# What goes wrong before or in a world of one needs no processes of its own: the script's main() does the same there.
+ALONE = {
+    "sizes that do not make up the world": (["--dp", "2", "--tp", "0"], "parallel.tensor.size: got 0, expected"),
+    "unknown precision": (["--precision", "fp17"], "precision: got 'fp17', expected one of 32-true"),
+    "unknown schedule": (["--pp", "2", "--schedule", "2f2b"], "schedule: got '2f2b', expected one of 1f1b, gpipe"),
+    "unknown model": (["--model", "tinny"], "model: got 'tinny', expected one of tiny"),
+    "data that is not there": (["--data", "stdlob"], "data: got 'stdlob', expected stdlib or the path of"),
+    "a file shorter than a sequence": (["--data", "LICENSE", "--seq-len", "9999"], "tokens, of 'LICENSE' held out"),
+    "a tokenizer that is not there": (["--data", "LICENSE", "--tokenizer", "none"], "tokenizer: no file 'none'"),
+    "TensorBoard without a place": (["--tensorboard"], "log_dir"),
+    "unknown key": (["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
+    "unknown flag": (["--presicion", "32"], "--presicion: no such flag"),
+    "a flag's value of the wrong type": (["--tp", "two"], "invalid int value: 'two'"),
+    "a configuration file that is not there": (["--config", "none.toml"], "no file 'none.toml'"),
+}
+
+TOGETHER = {
+    "sizes that do not divide the world": (3, ["--tp", "2"], "tensor 2 x pipeline 1 = 2 does not divide the world"),
     "sizes that do not make up the world": (2, ["--tp", "2", "--dp", "2"], "x data 2 = 4, but the world has 2 ranks"),
     "heads not divisible by tp": (0, ["--tp", "3"], "the model's 4 heads do not divide by it"),
-    "more stages than layers": (0, ["--pp", "8", "--microbatches", "8"], "got 8 stages, but GPT has 7 modules"),
     "batch not divisible": (2, ["--dp", "2", "--batch-size", "7"], "train.batch_size: got 7, expected a multiple of 2"),
-    "batch not divisible by microbatches": (
-        0,
-        ["--pp", "2", "--microbatches", "3", "--batch-size", "8"],
-        "train.batch_size: got 8, expected a multiple of 3",
-    ),
-    "unknown precision": (2, ["--precision", "fp17"], "precision: got 'fp17', expected one of 32-true"),
-    "unknown schedule": (0, ["--pp", "2", "--schedule", "2f2b"], "schedule: got '2f2b', expected one of 1f1b, gpipe"),
-    "unknown model": (2, ["--model", "tinny"], "model: got 'tinny', expected one of tiny"),
-    "unknown data": (2, ["--data", "stdlob"], "data: got 'stdlob', expected stdlib or the path of"),
-    "a file shorter than a sequence": (0, ["--data", "LICENSE", "--seq-len", "9999"], "tokens, of 'LICENSE' held out"),
-    "a tokenizer that is not there": (0, ["--data", "LICENSE", "--tokenizer", "none"], "tokenizer: no file 'none'"),
-    "unknown key": (0, ["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
-    "unknown flag": (0, ["--presicion", "32"], "--presicion: no such flag"),
-    "a flag's value of the wrong type": (0, ["--tp", "two"], "invalid int value: 'two'"),
-    "a configuration file that is not there": (0, ["--config", "none.toml"], "no file 'none.toml'"),
     "a stage name that matches nothing": (
         0,
         ["--pp", "2", "--set", 'parallel.pipeline.split=["block.2"]'],
@@ -141,10 +141,30 @@ BAD = {
 }
 
 
+def run_here(arguments, monkeypatch, capfd):
+    """The script's main() in this process: its exit code and what it wrote to stderr."""
+    monkeypatch.setattr(sys, "argv", ["launch/train.py", "--steps", "1", *arguments])
+    monkeypatch.chdir(ROOT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code = runpy.run_path(str(ROOT / "launch" / "train.py"))["main"]()
+    return code, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_bad_input_is_one_clear_message(case, monkeypatch, capfd):
+    arguments, message = ALONE[case]
+    code, errors = run_here(arguments, monkeypatch, capfd)
+    assert code == 2
+    assert message in errors
+    assert errors.startswith("error: ")
+    assert len(errors.strip().splitlines()) == 1, errors
+
+
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", TOGETHER)
 def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
-    processes, arguments, message = BAD[case]
+    processes, arguments, message = TOGETHER[case]
     arguments = ["launch/train.py", "--steps", "1", *arguments]
     result = torchrun(processes, *arguments, timeout=90) if processes else python(*arguments, timeout=90)
     assert result.returncode != 0
@@ -172,26 +192,41 @@ def test_a_token_outside_the_vocabulary_that_only_one_rank_reads(tmp_path):
     assert result.stderr.count("error: ") == 1, result.stderr
 
 
+TORCHRUNS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+MPIRUNS = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+SRUNS = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node[1-2]"}
+
+
+def but(variables, **others):
+    """``variables`` with some replaced, or, where None, left out."""
+    return {name: value for name, value in {**variables, **others}.items() if value is not None}
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT missing"),
-        (
-            {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "RANK is 'x', expected an integer",
-        ),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "RANK is 2, but WORLD_SIZE is 2",
-        ),
+        (but(TORCHRUNS, MASTER_PORT=None), "but MASTER_PORT missing"),
+        (but(TORCHRUNS, RANK="x"), "RANK is 'x', expected an integer"),
+        (but(TORCHRUNS, RANK="2"), "RANK is 2, but WORLD_SIZE is 2"),
+        (TORCHRUNS | MPIRUNS, "RANK and WORLD_SIZE say rank 0 of 2, but mpirun's OMPI_COMM_WORLD_RANK and"),
+        (TORCHRUNS | SRUNS, "but Slurm's SLURM_PROCID and SLURM_NTASKS say rank 0 of 4; unset RANK"),
+        (but(MPIRUNS, OMPI_COMM_WORLD_RANK=None), "but OMPI_COMM_WORLD_RANK missing; start with 'mpirun -n N'"),
+        (but(SRUNS, SLURM_NTASKS=None), "SLURM_PROCID, SLURM_LOCALID set, but SLURM_NTASKS missing"),
+        (but(SRUNS, SLURM_JOB_NODELIST=None), "but SLURM_JOB_NODELIST missing"),
+        (MPIRUNS, 'mpi4py cannot be used (import of mpi4py halted; None in sys.modules); pip install "paramp[mpi]"'),
     ],
 )
-def test_some_of_torchruns_variables_missing(variables, message):
-    result = python("launch/train.py", timeout=90, **variables)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+def test_launchers_variables_that_are_missing_or_contradict(variables, message, monkeypatch, capfd):
+    for name in environment({}).keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it was not installed
+    code, errors = run_here([], monkeypatch, capfd)
+    assert code == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1, errors
 
 
 @pytest.mark.timeout(150)
