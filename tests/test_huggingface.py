@@ -51,9 +51,14 @@ def loss_of(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def adamw(parameters):
+    # The gradient of a key's bias is zero but for rounding, which Adam would blow up with its own eps of 1e-8.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
 def plain_training(name, steps):
     model = build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model.parameters())
     losses = []
     for x, y in batches(steps):
         optimizer.zero_grad()
@@ -72,7 +77,7 @@ def test_fp32_follows_plain_torch(world, name, layout):
     expected, weights = plain_training(name, 10)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
         model = build(name)
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_of)
+        engine, *_ = paramp.initialize(model, adamw, loss_of)
         for (x, y), loss in zip(batches(10), expected, strict=True):
             x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
             assert engine.forward_backward(x, y).item() == pytest.approx(loss, abs=1e-5)
@@ -89,3 +94,192 @@ def test_fp32_follows_plain_torch(world, name, layout):
         model.load_state_dict(actual)
         x, _ = next(batches(1))
         torch.testing.assert_close(engine(x), model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+# The mode on four ranks against the mode in one process, in the units of tests/test_parity.py.
+
+UNIT = 2.0**-11
+UNITS_WEIGHTS = 24
+UNITS_LOSS = 0.25
+
+
+def train_mode(world, name, parallel, precision, halve_on_rank=None):
+    """Losses, and how far each weight has gone."""
+    config = {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}
+    with paramp.launch_from_torch(config) as context:
+        model = build(name)
+        engine, *_ = paramp.initialize(model, lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9), loss_of)
+        start = engine.full_state_dict()
+        losses = []
+        for x, y in batches(5):
+            losses.append(engine.forward_backward(x, y).item())
+            if context.rank == halve_on_rank:
+                for _, parameter in engine.named_parameters():
+                    parameter.grad.mul_(0.5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        return losses, {key: value - start[key] for key, value in engine.full_state_dict().items()}
+
+
+def worst_distances(actual, expected):
+    # Of a key's bias only rounding errors are left: its gradient is zero. So compare with the largest way of a layer.
+    loss = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
+    ways = {key: (actual[1][key] - way).norm() / way.norm() for key, way in expected[1].items()}
+    return loss / UNIT, max(way.item() for way in ways.values()) / UNIT
+
+
+@on_ranks(4)
+def follow(world, name, precision, expected):
+    loss, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision), expected)
+    assert loss <= UNITS_LOSS, f"losses {loss:.2f} units apart"
+    assert way <= UNITS_WEIGHTS, f"weights {way:.2f} units apart"
+    _, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision, halve_on_rank=3), expected)
+    assert way > 2 * UNITS_WEIGHTS, f"a halved gradient on rank 3 is only {way:.2f} units off"
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-mixed"), ("gpt2", "16-naive")])
+def test_half_precision_follows_its_single_process_run(name, precision):
+    expected = train_mode(None, name, {}, precision)
+    run_on_ranks(4, __name__, "follow", {"name": name, "precision": precision, "expected": expected})
+
+
+@on_ranks(4)
+def test_an_overflow_on_one_rank_skips_everywhere(world):
+    for name in ("llama-tied", "gpt2"):
+        config = {"parallel": LAYOUTS["pp2-tp2"], "precision": "16-mixed"}
+        with paramp.launch_from_torch(config):
+            model = build(name)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            x, y = next(batches(1))
+            for rank in range(4):
+                before = {key: value.clone() for key, value in engine.full_state_dict().items()}
+                engine.forward_backward(x, y)
+                if world.rank == rank:
+                    gradient = list(engine.named_parameters())[-1][1].grad
+                    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                    local.view(-1)[-1] = float("inf")
+                result = engine.step()
+                assert (result.stepped, result.overflow) == (False, True)
+                assert all(torch.equal(value, before[key]) for key, value in engine.full_state_dict().items())
+                engine.zero_grad()
+            assert engine.num_skipped == 4
+
+
+@on_ranks(4)
+def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(world):
+    import torch.distributed as dist
+
+    for name in ("llama", "gpt2"):
+        dropout = {"attention_dropout": 0.5} if name == "llama" else {"attn_pdrop": 0.5, "resid_pdrop": 0.5}
+        with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}}) as context:
+            torch.manual_seed(0)
+            model = build(name, **dropout, num_key_value_heads=4) if name == "llama" else build(name, **dropout)
+            attention = model.model.layers[0].self_attn if name == "llama" else model.transformer.h[0].attn
+            out = attention.o_proj if name == "llama" else attention.c_proj
+            value = attention.v_proj.weight if name == "llama" else attention.c_attn.weight
+            with torch.no_grad():  # equal heads: only dropout can make them differ
+                for parameter in attention.parameters():
+                    parameter.copy_(torch.full_like(parameter, 0.1))
+                value.fill_(0.1)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            seen = {}
+            out.register_forward_hook(lambda _module, inputs, _output: seen.update(mixed=inputs[0].detach()))
+            attention.register_forward_hook(lambda _module, _inputs, output: seen.update(output=output[0].detach()))
+            x, y = next(batches(1))
+            engine.forward_backward(x, y)
+            for key, equal in (("mixed", False), ("output", True)):
+                own = seen[key].to_local() if isinstance(seen[key], DTensor) else seen[key]
+                both = [torch.empty_like(own) for _ in range(2)]
+                dist.all_gather(both, own.contiguous(), group=context.tp.group)
+                assert torch.equal(*both) == equal, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, "LlamaForCausalLM has num_key_value_heads 1; expected a divisor of 1"),
+        ("gpt2", {"n_embd": 30, "n_head": 3}, "GPT2LMHeadModel has num_attention_heads 3"),
+        ("gpt2", {"n_inner": 33}, r"h\.0\.mlp\.c_fc' has 33 outputs, expected a multiple of 1 parts x"),
+    ],
+)
+def test_sizes_that_do_not_divide(name, changes, message):
+    from paramp.huggingface import pretrained_plan
+    from paramp.tensor import check_divisible, resolve_plan
+
+    model = build(name, **changes)
+    with pytest.raises(paramp.ConfigError, match=message):
+        plan = pretrained_plan(model, 2, False)
+        check_divisible(model, resolve_plan(plan, [key for key, _ in model.named_modules()]), 2)
+
+
+def test_plans_that_are_not_known():
+    from paramp.huggingface import pretrained_plan
+
+    model = build("llama")
+    model._tp_plan = {"model.layers.*.mlp": "moe_tp_experts"}
+    with pytest.raises(paramp.ConfigError, match=r"wants 'model\.layers\.\*\.mlp' to be 'moe_tp_experts'.*pass plan="):
+        pretrained_plan(model, 2, False)
+    model._tp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no tp_plan; pass plan="):
+        pretrained_plan(model, 2, False)
+    with pytest.raises(paramp.ConfigError, match="sequence_parallel"):
+        pretrained_plan(model, 2, True)
+
+
+def test_vocabularies_that_do_not_divide_stay_whole():
+    from paramp.huggingface import pretrained_plan
+
+    even, odd = (pretrained_plan(build("gpt2", vocab_size=size), 2, False) for size in (120, 121))
+    assert even.keys() - odd.keys() == {"transformer.wte", "lm_head"}
+
+
+def test_models_that_cannot_be_cut():
+    from paramp.huggingface import PretrainedCut
+
+    model = build("llama")
+    model.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(paramp.ConfigError, match=r"parameters outside of .*model\.extra\.weight, model\.extra\.bias"):
+        PretrainedCut(model)
+
+    class Doubling(type(build("llama"))):
+        def forward(self, *args, inputs_embeds=None, **kwargs):
+            embeds = None if inputs_embeds is None else 2 * inputs_embeds
+            return super().forward(*args, inputs_embeds=embeds, **kwargs)
+
+    model = Doubling(build("llama").config)
+    with pytest.raises(paramp.ConfigError, match="does not just apply .* one after the other"):
+        PretrainedCut(model)
+    model = build("llama")
+    model._pp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no pipeline plan"):
+        PretrainedCut(model)
+
+
+def test_layers_keep_their_places():
+    """Qwen's layers look up their kind of attention by their index in the configuration."""
+    from paramp.huggingface import PretrainedCut
+    from paramp.stages import plan_stages
+
+    qwen = pytest.importorskip("transformers.models.qwen3")
+    torch.manual_seed(0)
+    config = qwen.Qwen3Config(
+        vocab_size=120,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        sliding_window=3,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    )
+    model = qwen.Qwen3ForCausalLM(config)
+    cut = PretrainedCut(model)
+    split = ["model.layers.1", "model.layers.2", "model.layers.3"]
+    x = next(batches(1))[0]
+    value = x
+    for stage in cut.stages(plan_stages(cut.units, 4, split)):
+        value = stage(value)
+    torch.testing.assert_close(value, model(x).logits)
