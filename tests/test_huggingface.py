@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import batches, rank_slice
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import paramp
@@ -183,8 +184,13 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
                 value.fill_(0.1)
             engine, *_ = paramp.initialize(model, adamw, loss_of)
             seen = {}
-            out.register_forward_hook(lambda _module, inputs, _output: seen.update(mixed=inputs[0].detach()))
-            attention.register_forward_hook(lambda _module, _inputs, output: seen.update(output=output[0].detach()))
+
+            def note(_module, inputs, output, seen=seen, out=out):
+                key, value = ("mixed", inputs) if _module is out else ("output", output)
+                seen[key] = value[0].detach()
+
+            out.register_forward_hook(note)
+            attention.register_forward_hook(note)
             x, y = next(batches(1))
             engine.forward_backward(x, y)
             for key, equal in (("mixed", False), ("output", True)):
@@ -207,9 +213,13 @@ def test_sizes_that_do_not_divide(name, changes, message):
     from paramp.tensor import check_divisible, resolve_plan
 
     model = build(name, **changes)
-    with pytest.raises(paramp.ConfigError, match=message):
+
+    def check():
         plan = pretrained_plan(model, 2, False)
         check_divisible(model, resolve_plan(plan, [key for key, _ in model.named_modules()]), 2)
+
+    with pytest.raises(paramp.ConfigError, match=message):
+        check()
 
 
 def test_plans_that_are_not_known():
@@ -247,7 +257,7 @@ def test_models_that_cannot_be_cut():
             return super().forward(*args, inputs_embeds=embeds, **kwargs)
 
     model = Doubling(build("llama").config)
-    with pytest.raises(paramp.ConfigError, match="does not just apply .* one after the other"):
+    with pytest.raises(paramp.ConfigError, match=r"does not just apply .* one after the other"):
         PretrainedCut(model)
     model = build("llama")
     model._pp_plan = {}
