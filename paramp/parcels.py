@@ -63,7 +63,7 @@ class _Together(torch.autograd.Function):
         return tuple(tensor.clone() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradients
 
 

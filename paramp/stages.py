@@ -22,10 +22,13 @@ __all__ = ["Cut", "SequentialCut", "check_names", "is_sequential", "plan_stages"
 class Cut(Protocol):
     """One model, ready to be cut."""
 
-    units: list[tuple[str, nn.Module]]
-    """What stages are made of, by name, in the order of their use."""
-    opened: frozenset[str]
-    """Modules that are taken apart, so that they are not called as such in any stage."""
+    @property
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """What stages are made of, by name, in the order of their use."""
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Modules that are taken apart, so that they are not called as such in any stage."""
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         """The module of each stage, whose units are the names in ``plan``.

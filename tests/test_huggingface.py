@@ -123,7 +123,6 @@ def train_mode(world, name, parallel, precision, halve_on_rank=None):
 
 
 def worst_distances(actual, expected):
-    # Of a key's bias only rounding errors are left: its gradient is zero. So compare with the largest way of a layer.
     loss = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
     ways = {key: (actual[1][key] - way).norm() / way.norm() for key, way in expected[1].items()}
     return loss / UNIT, max(way.item() for way in ways.values()) / UNIT
