@@ -36,7 +36,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 with paramp.launch_from_torch(config) as context:
     model = LlamaForCausalLM(shape)
-    engine, *_ = paramp.initialize(model, lambda weights: torch.optim.AdamW(weights, lr=2e-3), loss_of)
+    engine, *_ = paramp.initialize(model, lambda weights: torch.optim.AdamW(weights, lr=5e-4), loss_of)
     for step in range(1, 41):
         generator = torch.Generator().manual_seed(step * context.dp.size + context.dp.rank)  # this data rank's samples
         starts = torch.randint(len(text) - 64, (8,), generator=generator)
