@@ -9,7 +9,7 @@ the step: gradient = sum of gradients / sum of counts, whatever the counts of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -73,6 +73,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
         context: ParallelContext,
+        shapes: Mapping[str, torch.Size],
     ) -> None:
         config: Config = context.config
         precision: Precision = config.precision
@@ -88,6 +89,7 @@ class Engine:
         self._stage = stage
         self._weights = weights
         self._ties = ties
+        self._shapes = shapes  # of whole parameters, as the model has them
         self._shares = [counted_share(parameter, context) for parameter in weights.parameters]
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.microbatches or pipeline.size
@@ -341,6 +343,7 @@ class Engine:
                 dist.broadcast(value, group=self.context.dp.group, group_src=0)
             value = by_parameter.get(id(value), value).detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
+            value = value.reshape(self._shapes.get(name, value.shape))
             whole[name] = (
                 value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
             )

@@ -17,14 +17,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.lr_scheduler import LRScheduler
 
 from .engine import Criterion, Engine
+from .huggingface import PretrainedCut, is_pretrained, pretrained_plan, returning_logits
 from .loaders import deal_loaders
 from .masters import Weights
 from .mesh import ParallelContext, TiedParameter, get_context
-from .pipeline import Stage, cut, plan_stages
+from .pipeline import Stage
 from .precision import ConfigError
 from .randomness import materialize
 from .shards import local
+from .stages import Cut, SequentialCut, is_sequential, plan_stages
 from .tensor import apply_plan, check_divisible, resolve_plan
+from .tracing import TracedCut
 
 __all__ = ["Scheduler", "initialize"]
 
@@ -76,10 +79,14 @@ def initialize(
             of one data rank. Anything else is returned as it is.
         lr_scheduler: a scheduler over that optimizer, or a callable that makes one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism (:mod:`paramp.tensor`). None: the model's own
-            ``tensor_parallel_plan(tensor_size, sequence_parallel)``.
+            ``tensor_parallel_plan(tensor_size, sequence_parallel)``, or that of a Hugging Face model
+            (:mod:`paramp.huggingface`).
         algorithms: changes to the model's modules, applied before it is cut; each has ``apply(model, precision)``.
 
     The criterion, where it is a module, is moved to the device.
+
+    With ``parallel.pipeline.size`` above 1 the model is an ``nn.Sequential``, a Hugging Face model, or any other of
+    one input whose forward can be traced (:mod:`paramp.tracing`). A Hugging Face model's output is its logits.
 
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
@@ -89,7 +96,6 @@ def initialize(
         ConfigError: the model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
     context = get_context()
-    parallel = context.config.parallel
     train_dataloader, test_dataloader = deal_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
@@ -117,14 +123,15 @@ def initialize(
         _find_plan(model, plan, context), [name for name, _ in model.named_modules(remove_duplicate=False)]
     )
     check_divisible(model, styles, context.tp.size)
-    stages = plan_stages(model, parallel.pipeline.size, parallel.pipeline.split) if parallel.pipeline.size > 1 else None
-    module = model if stages is None else cut(model, stages[context.pp.rank])
+    stages = _cut(model, styles, context)
+    module = stages[context.pp.rank]
+    shapes = {name: value.shape for name, value in module.named_parameters(remove_duplicate=False)}
     materialize(module, context.config.seed, context.device)
     module.to(context.device)
     _broadcast(module, context)
     if context.tp.size > 1:
         apply_plan(module, styles, context.mesh["tp"])
-    ties = [] if stages is None else _tie_stages(module, names_of, stages, context)
+    ties = _tie_stages(names_of, stages, context)
     weights = Weights(module, context.config.precision)
     for tie in ties:
         tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
@@ -141,7 +148,7 @@ def initialize(
     )
     if isinstance(criterion, nn.Module):
         criterion.to(context.device)
-    engine = Engine(stage, weights, ties, optimizer, criterion, context)
+    engine = Engine(stage, weights, ties, optimizer, criterion, context, shapes)
     return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
 
 
@@ -217,6 +224,8 @@ def _find_plan(
     if plan is not None or context.tp.size == 1:
         return plan or {}
     own = getattr(model, "tensor_parallel_plan", None)
+    if own is None and is_pretrained(model):
+        return pretrained_plan(model, context.tp.size, parallel.sequence_parallel)
     if own is None:
         raise ConfigError(
             f"parallel.tensor.size: got {context.tp.size}, but {type(model).__name__} has no tensor_parallel_plan(); "
@@ -224,6 +233,26 @@ def _find_plan(
         )
     found: Mapping[str, str | ParallelStyle] = own(context.tp.size, parallel.sequence_parallel)
     return found
+
+
+def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
+    """The module of each pipeline stage; the model where there is one stage only."""
+    size, split = context.pp.size, context.config.parallel.pipeline.split
+    if size == 1:
+        return [returning_logits(model) if is_pretrained(model) else model]
+    cut: Cut
+    if is_sequential(model):
+        cut = SequentialCut(model)
+    elif is_pretrained(model):
+        cut = PretrainedCut(model)
+    else:
+        cut = TracedCut(model, size, split)
+    for name in cut.opened & styles.keys():
+        raise ConfigError(
+            f"plan: {name!r} is opened by the pipeline's cut, so a style for it would not run; cut around it "
+            "(parallel.pipeline.split), or give styles to the modules in it"
+        )
+    return cut.stages(plan_stages(cut.units, size, split))
 
 
 def _broadcast(module: nn.Module, context: ParallelContext) -> None:
@@ -235,22 +264,18 @@ def _broadcast(module: nn.Module, context: ParallelContext) -> None:
 
 
 def _tie_stages(
-    module: nn.Module,
-    names_of: Mapping[nn.Parameter, list[str]],
-    stages: Sequence[Sequence[str]],
-    context: ParallelContext,
+    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], context: ParallelContext
 ) -> list[TiedParameter]:
-    """The parameters of this stage that other stages hold too, with groups to sum over, and with equal values.
+    """The parameters of this stage that other ``stages`` hold too, with groups to sum over, and with equal values.
 
     Raises:
         ConfigError: the stages shard such a parameter differently.
     """
     ties: list[TiedParameter] = []
+    module = stages[context.pp.rank]
+    held = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
     for names in names_of.values():
-        own_names = [
-            next((name for name in names if any(name.startswith(f"{unit}.") for unit in stage)), None)
-            for stage in stages
-        ]
+        own_names = [next((name for name in names if name in there), None) for there in held]
         holders = [rank for rank, name in enumerate(own_names) if name is not None]
         if len(holders) < 2:
             continue

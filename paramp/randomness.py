@@ -11,6 +11,7 @@ correlated: :func:`sharded_random` goes around the modules that work on shards (
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from .surgery import keeping_ties
 
-__all__ = ["RandomStream", "derive_seed", "materialize", "sharded_random"]
+__all__ = ["RandomStream", "derive_seed", "materialize", "replicated_random", "sharded_random"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -78,6 +79,29 @@ def sharded_random() -> Iterator[None]:
     common = int(torch.randint(2**62, ()))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derive_seed(common, rank))
+        COMMON.append(itertools.count(common))
+        try:
+            yield
+        finally:
+            COMMON.pop()
+
+
+COMMON: list[Iterator[int]] = []
+"""For each :func:`sharded_random` that is entered, numbers that are equal over the tensor axis."""
+
+
+@contextmanager
+def replicated_random() -> Iterator[None]:
+    """Inside, within :func:`sharded_random`, random numbers are equal over the tensor axis again.
+
+    For code that drops out parts of a replicated activation. Outside of :func:`sharded_random` nothing changes.
+    """
+    if not COMMON:
+        yield
+        return
+    device = TENSOR_PLACES[-1][2]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield
 
 

@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,11 +27,24 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .precision import ConfigError, nearest
-from .randomness import sharded_random
+from .randomness import replicated_random, sharded_random
 from .shards import wrap
-from .surgery import keeping_ties
+from .surgery import LeftOut, keeping_ties
 
-__all__ = ["STYLES", "Plan", "apply_plan", "check_divisible", "mask_tail", "resolve_plan", "vocab_parallel_loss"]
+__all__ = [
+    "STYLES",
+    "LocalHeads",
+    "PackedColwise",
+    "PackedRowwise",
+    "PartialGradient",
+    "Plan",
+    "apply_plan",
+    "check_divisible",
+    "mask_tail",
+    "matches",
+    "resolve_plan",
+    "vocab_parallel_loss",
+]
 
 Plan = dict[str, str | ParallelStyle]
 
@@ -38,11 +52,13 @@ Plan = dict[str, str | ParallelStyle]
 class ShardedRandom(ParallelStyle):
     """The module's random numbers differ over the tensor axis: for dropout on sharded activations."""
 
+    random = staticmethod(sharded_random)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         contexts: list[Any] = []
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
-            contexts.append(sharded_random())
+            contexts.append(self.random())
             contexts[-1].__enter__()
 
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -51,6 +67,161 @@ class ShardedRandom(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
         return module
+
+
+class ReplicatedRandom(ShardedRandom):
+    """The module's random numbers are equal over the tensor axis, inside one whose numbers are not."""
+
+    random = staticmethod(replicated_random)
+
+
+class LocalHeads(ShardedRandom):
+    """An attention module that computes a rank's own heads, and drops out their weights by itself.
+
+    Args:
+        sizes: its attributes that count features of all heads; they are divided by the size of the axis.
+    """
+
+    def __init__(self, *sizes: str) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.sizes:
+            setattr(module, name, getattr(module, name) // device_mesh.size())
+        return super()._apply(module, device_mesh)
+
+
+class PartialGradient(ParallelStyle):
+    """A module that every rank has whole and applies to its own part of an activation, such as a norm of each head.
+
+    Its gradients are the sums of what the ranks find.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            _distribute(module, name, parameter, device_mesh, Replicate())
+
+        def partial_forward(*args: Any, **kwargs: Any) -> Any:
+            own = module._parameters
+            parts = {name: _with_partial_gradient(value) for name, value in own.items()}
+            module._parameters = parts  # type: ignore[assignment]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                module._parameters = own
+
+        module.__dict__["forward"] = partial_forward
+        return module
+
+
+def _with_partial_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
+    return value.to_local(grad_placements=[Partial()]) if isinstance(value, DTensor) else value
+
+
+class PackedColwise(ParallelStyle):
+    """``ColwiseParallel`` for a layer whose outputs are several of one size side by side, such as query, key and value.
+
+    Each rank has its share of every one. The weight of a Linear, (outputs, inputs), is a DTensor (parts, outputs /
+    parts, inputs) that is sharded over its dim 1; that of a Hugging Face ``Conv1D`` is stored the other way around.
+
+    Args:
+        parts: how many.
+    """
+
+    what = "outputs"
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def dim(self, module: nn.Module) -> int:
+        """The dim of the weight of ``module`` that is shared out."""
+        return 1 if _is_conv1d(module) else 0
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        """Complain about a ``module`` that does not share out over ``size`` ranks.
+
+        Raises:
+            ConfigError: naming it.
+        """
+        if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+            raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
+        features = module.get_parameter("weight").shape[self.dim(module)]
+        if features % (self.parts * size):
+            raise ConfigError(
+                f"plan: {name!r} has {features} {self.what}, expected a multiple of {self.parts} parts x "
+                f"parallel.tensor.size {size}"
+            )
+
+    def _share(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+        parameter = module._parameters[name]
+        if parameter is None:
+            return
+        if self.parts > 1:
+            unpacked = parameter.detach().unflatten(dim, (self.parts, -1))
+            parameter = nn.Parameter(unpacked, parameter.requires_grad)
+            dim += 1
+        _distribute(module, name, parameter, mesh, Shard(dim))
+
+    def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
+        """A rank's part of a parameter, packed."""
+        value = module.get_parameter(name)
+        assert isinstance(value, DTensor)
+        part: torch.Tensor = value.to_local()
+        return part.flatten(dim, dim + 1) if self.parts > 1 else part
+
+    def _weight(self, module: nn.Module) -> torch.Tensor:
+        weight = self._own(module, "weight", self.dim(module))
+        return weight.t() if _is_conv1d(module) else weight
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._share(module, "weight", self.dim(module), device_mesh)
+        self._share(module, "bias", 0, device_mesh)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+            x = whole.to_local(grad_placements=[Partial()])
+            bias = None if module._parameters["bias"] is None else self._own(module, "bias", 0)
+            return F.linear(x, self._weight(module), bias)
+
+        module.__dict__["forward"] = forward
+        return module
+
+
+class PackedRowwise(PackedColwise):
+    """``RowwiseParallel`` for a layer whose inputs are several of one size side by side; see :class:`PackedColwise`."""
+
+    what = "inputs"
+
+    def dim(self, module: nn.Module) -> int:
+        return 0 if _is_conv1d(module) else 1
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._share(module, "weight", self.dim(module), device_mesh)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            part = F.linear(x, self._weight(module))
+            summed = DTensor.from_local(part, device_mesh, [Partial()], run_check=False).redistribute(
+                placements=[Replicate()]
+            )
+            output: torch.Tensor = summed.to_local()
+            bias = module._parameters["bias"]
+            return output if bias is None else output + bias.to(output.dtype)
+
+        module.__dict__["forward"] = forward
+        return module
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is the layer of that name in transformers: a Linear whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> None:
+    shared = distribute_tensor(parameter.detach(), mesh, [placement])
+    module.register_parameter(name, nn.Parameter(shared, parameter.requires_grad))
 
 
 SEQUENCE = Shard(1)
@@ -94,6 +265,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
         input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False
     ),
     "sharded_random": ShardedRandom,
+    "replicated_random": ReplicatedRandom,
+    # A rowwise Linear whose input is whole.
+    "rowwise_scatter": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # A module with weights that works on each rank's own part of an activation.
+    "partial_gradient": PartialGradient,
 }
 
 
@@ -117,14 +293,15 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
             style = STYLES[style]()
         elif not isinstance(style, ParallelStyle):
             raise ConfigError(f"plan[{pattern!r}]: got {style!r}, expected a style's name or a ParallelStyle")
-        matches = [name for name in names if _matches(name, pattern)]
-        if not matches:
+        found = [name for name in names if matches(name, pattern)]
+        if not found:
             raise ConfigError(f"plan[{pattern!r}]: no module of the model matches{nearest(pattern, names)}")
-        resolved |= dict.fromkeys(matches, style)
+        resolved |= dict.fromkeys(found, style)
     return resolved
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether ``name`` is one that ``pattern`` means; ``*`` stands for one part between dots."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
@@ -137,6 +314,8 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
     """
     for name, style in styles.items():
         layer = module.get_submodule(name)
+        if isinstance(style, PackedColwise):
+            style.check(name, layer, size)
         if not isinstance(layer, nn.Linear):
             continue
         for kind, what in ((ColwiseParallel, "out_features"), (RowwiseParallel, "in_features")):
@@ -156,7 +335,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
     with keeping_ties(module) as shared:
         done: set[int] = set()
         for name, submodule in list(module.named_modules(remove_duplicate=False)):
-            if name in styles and id(submodule) not in done:
+            if name in styles and id(submodule) not in done and not isinstance(submodule, LeftOut):
                 done.add(id(submodule))
                 try:
                     parallelize_module(submodule, mesh, styles[name])

@@ -36,13 +36,13 @@ RUN_BY = {
     "torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py": (
         "test_examples.test_the_scaler_example_shows_ranks_that_agree"
     ),
-    "python examples/own_model.py": "test_examples.test_own_model_is_the_same_on_one_rank_and_on_four",
+    "python examples/own_model.py": "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four",
     "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
-        "test_examples.test_own_model_is_the_same_on_one_rank_and_on_four"
+        "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
     ),
-    "python examples/huggingface_llama.py": "test_examples.test_the_llama_is_the_same_on_one_rank_and_on_four",
+    "python examples/huggingface_llama.py": "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four",
     "torchrun --standalone --nproc-per-node 4 examples/huggingface_llama.py 2 2": (
-        "test_examples.test_the_llama_is_the_same_on_one_rank_and_on_four"
+        "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
     ),
 }
 """Commands that another test runs, on two hosts for instance."""

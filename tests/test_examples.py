@@ -14,10 +14,13 @@ def losses(output):
     return [float(line.split("loss ")[1].split(",")[0]) for line in output.splitlines() if "loss" in line]
 
 
-def test_own_model_is_the_same_on_one_rank_and_on_four():
-    alone = python("examples/own_model.py")
+@pytest.mark.parametrize("example", ["own_model", "huggingface_llama"])
+def test_an_example_is_the_same_on_one_rank_and_on_four(example):
+    if example == "huggingface_llama":
+        pytest.importorskip("transformers")
+    alone = python(f"examples/{example}.py")
     assert alone.returncode == 0, alone.stderr
-    spread = torchrun(4, "examples/own_model.py", "2", "2")
+    spread = torchrun(4, f"examples/{example}.py", "2", "2")
     assert spread.returncode == 0, spread.stderr
     assert len(losses(alone.stdout)) == 4
     assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]

@@ -23,6 +23,10 @@ ORDER = [
     "emulation",
     "scaler",
     "tensor",
+    "parcels",
+    "stages",
+    "tracing",
+    "huggingface",
     "pipeline",
     # L3: gradients and what the optimizer steps
     "grads",

@@ -1,0 +1,304 @@
+"""Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
+
+import pytest
+import torch
+from pool import on_ranks, run_on_ranks
+from reference import batches, rank_slice
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import paramp
+
+pytest.importorskip("transformers")
+
+MODELS = {
+    # Odd vocabularies do not divide over two ranks.
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 121},
+    "gpt2-untied": {"tie_word_embeddings": False},
+    # Its norms of queries and keys are whole on each rank, and see that rank's heads.
+    "qwen3": {"head_dim": 8},
+}
+LAYOUTS = {
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
+    "dp2-tp2": {"tensor": 2, "data": 2},
+    "pp2-dp2": {"pipeline": {"size": 2, "microbatches": 4}, "data": 2},
+    "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
+}
+
+
+def build(name, **changes):
+    """A small model with random weights. Importing from the submodules is much faster than from transformers."""
+    options = {"vocab_size": 120, "bos_token_id": 0, "eos_token_id": 1, **MODELS.get(name, {}), **changes}
+    torch.manual_seed(5)
+    if name.startswith("llama"):
+        from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **(heads | options)))
+    elif name == "qwen3":
+        from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **(heads | options)))
+    else:
+        from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+        dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        model = GPT2LMHeadModel(GPT2Config(**(sizes | dropout | options)))
+    with torch.no_grad():  # small random weights hide mistakes, and so do norms and biases that do nothing
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters):
+    # The gradient of a key's bias is zero but for rounding, which Adam would blow up with its own eps of 1e-8.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
+def plain_training(name, steps):
+    model = build(name)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(x).logits, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in MODELS for layout in LAYOUTS if name != "qwen3" or layout == "pp2-tp2"],
+)
+@on_ranks(4)
+def test_fp32_follows_plain_torch(world, name, layout):
+    expected, weights = plain_training(name, 10)
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
+        model = build(name)
+        engine, *_ = paramp.initialize(model, adamw, loss_of)
+        for (x, y), loss in zip(batches(10), expected, strict=True):
+            x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss, abs=1e-5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        actual = engine.full_state_dict()
+        assert actual.keys() == weights.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(
+                actual[key], value, atol=2e-5, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        engine.eval()
+        model = build(name)
+        model.load_state_dict(actual)
+        x, _ = next(batches(1))
+        torch.testing.assert_close(engine(x), model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+# The mode on four ranks against the mode in one process, in the units of tests/test_parity.py.
+
+UNIT = 2.0**-11
+UNITS_WEIGHTS = 24
+UNITS_LOSS = 0.25
+
+
+def train_mode(world, name, parallel, precision, halve_on_rank=None):
+    """Losses, and how far each weight has gone."""
+    config = {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}
+    with paramp.launch_from_torch(config) as context:
+        model = build(name)
+        engine, *_ = paramp.initialize(model, lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9), loss_of)
+        start = engine.full_state_dict()
+        losses = []
+        for x, y in batches(5):
+            losses.append(engine.forward_backward(x, y).item())
+            if context.rank == halve_on_rank:
+                for _, parameter in engine.named_parameters():
+                    parameter.grad.mul_(0.5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        return losses, {key: value - start[key] for key, value in engine.full_state_dict().items()}
+
+
+def worst_distances(actual, expected):
+    loss = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
+    ways = {key: (actual[1][key] - way).norm() / way.norm() for key, way in expected[1].items()}
+    return loss / UNIT, max(way.item() for way in ways.values()) / UNIT
+
+
+@on_ranks(4)
+def follow(world, name, precision, expected):
+    loss, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision), expected)
+    assert loss <= UNITS_LOSS, f"losses {loss:.2f} units apart"
+    assert way <= UNITS_WEIGHTS, f"weights {way:.2f} units apart"
+    _, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision, halve_on_rank=3), expected)
+    assert way > 2 * UNITS_WEIGHTS, f"a halved gradient on rank 3 is only {way:.2f} units off"
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-mixed"), ("gpt2", "16-naive")])
+def test_half_precision_follows_its_single_process_run(name, precision):
+    expected = train_mode(None, name, {}, precision)
+    run_on_ranks(4, __name__, "follow", {"name": name, "precision": precision, "expected": expected})
+
+
+@on_ranks(4)
+def test_an_overflow_on_one_rank_skips_everywhere(world):
+    for name in ("llama-tied", "gpt2"):
+        config = {"parallel": LAYOUTS["pp2-tp2"], "precision": "16-mixed"}
+        with paramp.launch_from_torch(config):
+            model = build(name)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            x, y = next(batches(1))
+            for rank in range(4):
+                before = {key: value.clone() for key, value in engine.full_state_dict().items()}
+                engine.forward_backward(x, y)
+                if world.rank == rank:
+                    gradient = list(engine.named_parameters())[-1][1].grad
+                    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                    local.view(-1)[-1] = float("inf")
+                result = engine.step()
+                assert (result.stepped, result.overflow) == (False, True)
+                assert all(torch.equal(value, before[key]) for key, value in engine.full_state_dict().items())
+                engine.zero_grad()
+            assert engine.num_skipped == 4
+
+
+@on_ranks(4)
+def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(world):
+    import torch.distributed as dist
+
+    for name in ("llama", "gpt2"):
+        dropout = {"attention_dropout": 0.5} if name == "llama" else {"attn_pdrop": 0.5, "resid_pdrop": 0.5}
+        with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}}) as context:
+            torch.manual_seed(0)
+            model = build(name, **dropout, num_key_value_heads=4) if name == "llama" else build(name, **dropout)
+            attention = model.model.layers[0].self_attn if name == "llama" else model.transformer.h[0].attn
+            out = attention.o_proj if name == "llama" else attention.c_proj
+            value = attention.v_proj.weight if name == "llama" else attention.c_attn.weight
+            with torch.no_grad():  # equal heads: only dropout can make them differ
+                for parameter in attention.parameters():
+                    parameter.copy_(torch.full_like(parameter, 0.1))
+                value.fill_(0.1)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            seen = {}
+
+            def note(_module, inputs, output, seen=seen, out=out):
+                key, value = ("mixed", inputs) if _module is out else ("output", output)
+                seen[key] = value[0].detach()
+
+            out.register_forward_hook(note)
+            attention.register_forward_hook(note)
+            x, y = next(batches(1))
+            engine.forward_backward(x, y)
+            for key, equal in (("mixed", False), ("output", True)):
+                own = seen[key].to_local() if isinstance(seen[key], DTensor) else seen[key]
+                both = [torch.empty_like(own) for _ in range(2)]
+                dist.all_gather(both, own.contiguous(), group=context.tp.group)
+                assert torch.equal(*both) == equal, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, "LlamaForCausalLM has num_key_value_heads 1; expected a divisor of 1"),
+        ("gpt2", {"n_embd": 30, "n_head": 3}, "GPT2LMHeadModel has num_attention_heads 3"),
+        ("gpt2", {"n_inner": 33}, r"h\.0\.mlp\.c_fc' has 33 outputs, expected a multiple of 1 parts x"),
+    ],
+)
+def test_sizes_that_do_not_divide(name, changes, message):
+    from paramp.huggingface import pretrained_plan
+    from paramp.tensor import check_divisible, resolve_plan
+
+    model = build(name, **changes)
+
+    def check():
+        plan = pretrained_plan(model, 2, False)
+        check_divisible(model, resolve_plan(plan, [key for key, _ in model.named_modules()]), 2)
+
+    with pytest.raises(paramp.ConfigError, match=message):
+        check()
+
+
+def test_plans_that_are_not_known():
+    from paramp.huggingface import pretrained_plan
+
+    model = build("llama")
+    model._tp_plan = {"model.layers.*.mlp": "moe_tp_experts"}
+    with pytest.raises(paramp.ConfigError, match=r"wants 'model\.layers\.\*\.mlp' to be 'moe_tp_experts'.*pass plan="):
+        pretrained_plan(model, 2, False)
+    model._tp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no tp_plan; pass plan="):
+        pretrained_plan(model, 2, False)
+    with pytest.raises(paramp.ConfigError, match="sequence_parallel"):
+        pretrained_plan(model, 2, True)
+
+
+def test_vocabularies_that_do_not_divide_stay_whole():
+    from paramp.huggingface import pretrained_plan
+
+    even, odd = (pretrained_plan(build("gpt2", vocab_size=size), 2, False) for size in (120, 121))
+    assert even.keys() - odd.keys() == {"transformer.wte", "lm_head"}
+
+
+def test_models_that_cannot_be_cut():
+    from paramp.huggingface import PretrainedCut
+
+    model = build("llama")
+    model.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(paramp.ConfigError, match=r"parameters outside of .*model\.extra\.weight, model\.extra\.bias"):
+        PretrainedCut(model)
+
+    class Doubling(type(build("llama"))):
+        def forward(self, *args, inputs_embeds=None, **kwargs):
+            embeds = None if inputs_embeds is None else 2 * inputs_embeds
+            return super().forward(*args, inputs_embeds=embeds, **kwargs)
+
+    model = Doubling(build("llama").config)
+    with pytest.raises(paramp.ConfigError, match=r"does not just apply .* one after the other"):
+        PretrainedCut(model)
+    model = build("llama")
+    model._pp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no pipeline plan"):
+        PretrainedCut(model)
+
+
+def test_layers_keep_their_places():
+    """Qwen's layers look up their kind of attention by their index in the configuration."""
+    from paramp.huggingface import PretrainedCut
+    from paramp.stages import plan_stages
+
+    qwen = pytest.importorskip("transformers.models.qwen3")
+    torch.manual_seed(0)
+    config = qwen.Qwen3Config(
+        vocab_size=120,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        sliding_window=3,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    )
+    model = qwen.Qwen3ForCausalLM(config)
+    cut = PretrainedCut(model)
+    split = ["model.layers.1", "model.layers.2", "model.layers.3"]
+    x = next(batches(1))[0]
+    value = x
+    for stage in cut.stages(plan_stages(cut.units, 4, split)):
+        value = stage(value)
+    torch.testing.assert_close(value, model(x).logits)
