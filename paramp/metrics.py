@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import resource
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -189,7 +190,7 @@ class Reporter:
             self._writers += [TextLog(folder), JsonLines(folder)]
             if tensorboard:
                 self._writers.append(TensorBoard(folder))
-        live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+        live = _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None
         self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
 
     def say(self, text: str) -> None:
@@ -217,6 +218,14 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at ``stream``. mpirun gives each rank a terminal, of no width, that nobody looks at."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 def set_aside(path: Path) -> Path:
