@@ -27,6 +27,7 @@ RUN_BY = {
     "torchrun launch/train.py --tp 2 --pp 2": (
         "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs"
     ),
+    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2": "test_launchers.expected",
     "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
     " --tp 2 --pp 2": "test_launchers.test_torchrun_on_two_hosts_that_meet_by_name",
     "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2": (
@@ -45,7 +46,7 @@ RUN_BY = {
         "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
     ),
 }
-"""Commands that another test runs, on two hosts for instance."""
+"""Commands that another test, or its fixture, runs: on two hosts for instance."""
 
 
 def blocks(page, *languages):
@@ -80,8 +81,8 @@ def test_the_python_of_a_page_runs_on_four_ranks(page):
 def run_blocks(world, sources, page):
     """One block after the other, in one namespace: a page may import once."""
     names = {}
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    sys.argv = [page]
+    with contextlib.redirect_stdout(io.StringIO()):
         for number, source in enumerate(sources):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TORCHRUN, run, start, torchrun
+from commands import ROOT, TORCHRUN, run, start
 from hosts import ADDRESSES, Hosts
 
 from paramp.network import free_port
@@ -27,7 +27,7 @@ def losses(folder):
 def expected(tmp_path_factory):
     """The losses under torchrun with four processes."""
     folder = tmp_path_factory.mktemp("torchrun")
-    result = torchrun(4, *JOB, "--log-dir", str(folder))
+    result = run([*TORCHRUN, "--standalone", "--nproc-per-node", "4", *JOB, "--log-dir", str(folder)])
     assert result.returncode == 0, result.stderr
     assert len(losses(folder)) == 5
     return losses(folder)
