@@ -3,12 +3,21 @@
 #
 #   launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2
 #
-# The hostfile is in Open MPI's form, "node1 slots=2"; for MPICH it is translated to "node1:2".
+# A line of the hostfile is "node1 slots=2", Open MPI's form, or "node1:2", MPICH's; without a number, one slot.
 set -eu
 hostfile=$1
 shift
-hosts=$(awk '{ sub(/#.*/, "") } NF { n = 1; for (i = 2; i <= NF; i++) if ($i ~ /^slots=/) n = substr($i, 7); print $1 ":" n }' "$hostfile")
-slots=$(echo "$hosts" | awk -F: '{ total += $NF } END { print total + 0 }')
+hosts=$(tr -d '\r' < "$hostfile" | awk '
+    { sub(/#.*/, ""); gsub(/ *= */, "=") }
+    NF {
+        host = $1; slots = 1
+        if (host ~ /:[0-9]+$/) { slots = host; sub(/.*:/, "", slots); sub(/:[0-9]+$/, "", host) }
+        for (i = 2; i <= NF; i++) if ($i ~ /^slots=[0-9]+$/) slots = substr($i, 7)
+        list = list (list ? "," : "") host ":" slots; total += slots
+    }
+    END { print list, total + 0 }')
+slots=${hosts##* }
+hosts=${hosts% *}
 [ "$slots" -gt 0 ] || { echo "error: $hostfile names no host; expected lines such as 'node1 slots=4'" >&2; exit 2; }
 
 if mpirun --version 2>&1 | grep -q -e "Open MPI" -e "OpenRTE"; then
@@ -16,9 +25,6 @@ if mpirun --version 2>&1 | grep -q -e "Open MPI" -e "OpenRTE"; then
     for name in PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
         if env | grep -q "^$name="; then set -- -x "$name" "$@"; fi
     done
-    exec mpirun --hostfile "$hostfile" --bind-to none -n "$slots" "$@"
+    exec mpirun --host "$hosts" --bind-to none -n "$slots" "$@"
 fi
-translated=$(mktemp)
-trap 'rm -f "$translated"' EXIT
-echo "$hosts" > "$translated"
-mpirun -f "$translated" -n "$slots" "$@"
+exec mpirun -hosts "$hosts" -n "$slots" "$@"

@@ -181,6 +181,7 @@ def train(context: paramp.ParallelContext) -> None:
         model = paramp.models.GPT.preset(job.model, max_seq_len=job.seq_len, vocab_size=corpus.vocab_size)
     except paramp.ConfigError as error:
         raise paramp.ConfigError(f"train.{error}") from None
+    check_same_data(context, corpus)
     if config.parallel.sequence_parallel and job.seq_len % context.tp.size:
         raise paramp.ConfigError(
             f"train.seq_len: got {job.seq_len}, expected a multiple of parallel.tensor.size {context.tp.size} under "
@@ -218,6 +219,8 @@ def train(context: paramp.ParallelContext) -> None:
                 result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
+            if context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)  # or the optimizer's kernels would not be in the time
             seconds = time.perf_counter() - start
             memory, data_seconds = largest(context, memory_bytes(context.device), data_seconds)
             record = {
@@ -243,6 +246,23 @@ def train(context: paramp.ParallelContext) -> None:
                     f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
                     f"{engine.num_skipped} of {step} steps skipped so far"
                 )
+
+
+def check_same_data(context: paramp.ParallelContext, corpus: Corpus) -> None:
+    """Complain on every rank if machines read different data: stages would see inputs and targets that do not match.
+
+    Raises:
+        ConfigError: naming two ranks.
+    """
+    seen: list[Any] = [None] * context.world_size
+    dist.all_gather_object(seen, (corpus.sha256, corpus.vocab_size))
+    for rank, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            raise paramp.ConfigError(
+                f"train.data: rank 0 reads data of the hash {seen[0][0][:12]} and a vocabulary of {seen[0][1]}, "
+                f"rank {rank} of {theirs[0][:12]} and {theirs[1]}; put the same on every machine ('stdlib' is that of "
+                "its Python)"
+            )
 
 
 def largest(context: paramp.ParallelContext, *numbers: float) -> list[float]:

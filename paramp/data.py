@@ -151,6 +151,11 @@ def load_corpus(
             apart = _open(validation_data, options)
         except ConfigError as error:
             raise ConfigError(f"validation_{error}" if str(error).startswith("data: ") else str(error)) from None
+        if apart.unit != found.unit:
+            raise ConfigError(
+                f"validation_data: {validation_data!r} holds {apart.unit}s, but {data!r} holds {found.unit}s; "
+                "give both in one form"
+            )
         found = replace(found, held_out=apart.held_out or apart.training, notes=(*found.notes, *apart.notes))
     if found.held_out is None:
         size = len(found.training) - len(found.training) // TAIL_ONE_IN
@@ -281,6 +286,10 @@ def _saved_dataset(path: Path, options: _Options) -> _Found:
     """A data set that ``datasets`` has saved."""
     splits = [split for split in load_splits(path) if split is not None]
     columns = [column_of(split, path) for split in splits]
+    if len(set(columns)) > 1:
+        raise ConfigError(
+            f"data: the splits of {str(path)!r} have different columns, {' and '.join(columns)}; give both the same"
+        )
     if columns[0] == TOKENS:
         sources: list[TokenSource] = [tokens_of(split, path) for split in splits]
         unit, vocab_size = "token", None
@@ -358,7 +367,7 @@ def held_out_windows(
     """Windows ``first`` to ``first + count - 1`` of ``total`` that are spread evenly over ``tokens``."""
     _check_length(tokens, seq_len)
     indices = np.arange(first, first + count, dtype=np.int64)
-    return _windows(tokens, seq_len, indices * ((len(tokens) - seq_len - 1) // max(total - 1, 1)))
+    return _windows(tokens, seq_len, indices * (len(tokens) - seq_len - 1) // max(total - 1, 1))
 
 
 def _check_length(tokens: TokenSource, seq_len: int, what: str = "") -> None:

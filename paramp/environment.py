@@ -58,18 +58,21 @@ def find_place() -> Place | None:
     Raises:
         LaunchError: a launcher's variables are incomplete or senseless, or those set by hand contradict the launcher.
     """
-    torchrun, mpi, slurm = torchrun_place(), mpi_place(), slurm_place()
+    torchrun = torchrun_place()
+    if torchrun is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        return torchrun
+    mpi, slurm = mpi_place(), slurm_place()
     if torchrun is None:
         # srun sets MPI's variables too (--mpi=pmi2), and then needs no MPI.
         same = mpi is not None and slurm is not None and (mpi.rank, mpi.world_size) == (slurm.rank, slurm.world_size)
         return slurm if same or mpi is None else mpi
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        for other in (mpi, slurm):
-            if other is not None and (other.rank, other.world_size) != (torchrun.rank, torchrun.world_size):
-                raise LaunchError(
-                    f"launch: RANK and WORLD_SIZE say {torchrun}, but {_variables_of(other)} say {other}; "
-                    "unset RANK, WORLD_SIZE and LOCAL_RANK, which the launcher's own variables make unnecessary"
-                )
+    for other in (mpi, slurm):
+        # A shell of Slurm's is a step of one task, in which one may start ranks by hand.
+        if other is not None and other.world_size > 1 and str(other) != str(torchrun):
+            raise LaunchError(
+                f"launch: RANK and WORLD_SIZE say {torchrun}, but {_variables_of(other)} say {other}; "
+                "unset RANK, WORLD_SIZE and LOCAL_RANK, which the launcher's own variables make unnecessary"
+            )
     return torchrun
 
 
@@ -172,9 +175,10 @@ def slurm_place(host: str | None = None, port: int | None = None) -> Place | Non
 
 
 def _job_number() -> int:
-    """Different for jobs and steps that may run on one machine at the same time."""
-    numbers = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    return sum(int(number) for number in numbers if number.isdecimal())
+    """Another one for each job and for each of its first 64 steps, as far as there are ports."""
+    texts = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job, step = (int(text) if text.isdecimal() else 0 for text in texts)
+    return job * 64 + step % 64
 
 
 def first_host(nodes: str) -> str:

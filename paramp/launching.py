@@ -6,7 +6,6 @@ is made, so a mistake is an error on every rank and never a hang.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -18,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .config import DEFAULT_SEED, Config, flatten, load
 from .environment import LaunchError, Place, find_place, mpi_place, slurm_place, torchrun_place
 from .mesh import ParallelContext, report_once
-from .network import choose_interface, find_store, host_store, join_store, launch_timeout, own_hosts
+from .network import choose_interface, exchange, find_store, host_store, join_store, meet, own_hosts
 from .precision import ConfigError
 
 __all__ = [
@@ -196,9 +195,7 @@ def _join(
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
         store = _meet(place)
-    # The store outlives a context; what an earlier one left there must not be taken for this one's.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"paramp/{attempt}/{next(_launches)}", store)
+    store = meet(store, rank, world_size)
     _agree_on_config(store, config, rank, world_size)
     if owns_world:
         backend = backend or _agree_on_backend(store, device, rank, world_size)
@@ -212,14 +209,13 @@ def _join(
     )
 
 
-_launches = itertools.count()
 _stores: dict[tuple[str, int, int], TCPStore] = {}
 """Kept until the process ends: a later launch meets in the same place."""
 
 
 def _meet(place: Place) -> Store:
     """The store that the ranks of ``place``'s world share."""
-    if place.host is None or place.port is None:
+    if place.world_size == 1 or place.host is None or place.port is None:
         return HashStore()
     key = (place.host, place.port, place.rank)
     if key not in _stores:
@@ -290,13 +286,17 @@ def _meet_by_mpi(place: Place, host: str | None, port: int | None) -> tuple[Plac
     return _mpi_world
 
 
+OWN_SETTINGS = ("train.data", "train.validation_data", "train.tokenizer", "train.log_dir")
+"""Paths, which may differ from machine to machine."""
+
+
 def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
     """Complain on every rank if the ranks were configured differently, which would train wrongly or hang."""
     settings = {
-        key: value for key, value in flatten(config).items() if not key.startswith("train.") and key not in config.user
+        key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
     }
-    store.set(f"config/{rank}", json.dumps(settings, sort_keys=True))
-    all_settings = [json.loads(_come(store, other)) for other in range(world_size)]
+    texts = exchange(store, "config", json.dumps(settings, sort_keys=True), rank, world_size)
+    all_settings = [json.loads(text) for text in texts]
     first = all_settings[0]
     for other, theirs in enumerate(all_settings):
         for key in sorted(first.keys() | theirs.keys()):
@@ -307,26 +307,13 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
                 )
 
 
-def _come(store: Any, rank: int) -> bytes:
-    """What ``rank`` brings to the meeting, once it has come."""
-    try:
-        value: bytes = store.get(f"config/{rank}")
-    except (dist.DistError, RuntimeError) as error:
-        raise LaunchError(
-            f"launch: rank {rank} did not come within {launch_timeout().total_seconds():g} s; has it started? "
-            "PARAMP_LAUNCH_TIMEOUT sets the seconds"
-        ) from error
-    return value
-
-
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
     """NCCL if every rank of the world has a GPU of its own, else gloo; the same answer on every rank."""
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"device/{rank}", mine)
-    devices = {store.get(f"device/{other}") for other in range(world_size)}
-    all_gpus = all(name.startswith(b"GPU ") for name in devices)
+    devices = set(exchange(store, "device", mine, rank, world_size))
+    all_gpus = all(name.startswith("GPU ") for name in devices)
     return "nccl" if all_gpus and len(devices) == world_size else "gloo"
 
 

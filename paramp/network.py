@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
+import json
 import os
 import queue
+import secrets
 import socket
 import struct
 import threading
@@ -18,11 +21,21 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .environment import LaunchError
 
-__all__ = ["choose_interface", "find_store", "free_port", "host_store", "join_store", "launch_timeout", "own_hosts"]
+__all__ = [
+    "choose_interface",
+    "exchange",
+    "find_store",
+    "free_port",
+    "host_store",
+    "join_store",
+    "launch_timeout",
+    "meet",
+    "own_hosts",
+]
 
 
 def launch_timeout() -> timedelta:
@@ -146,14 +159,79 @@ def own_hosts() -> list[str]:
     return [*reachable, socket.gethostname()] if reachable else []
 
 
+def meet(store: Store, rank: int, world_size: int) -> Store:
+    """A part of ``store`` that this world's ranks share with nobody else.
+
+    A launcher's store outlives the processes that it restarts, and what they left there must not be taken for this
+    world's. So each rank posts a token of its own. Rank 0 publishes the tokens that it finds, under a new name each
+    time that one has changed, until every rank has answered that its own is among them.
+
+    Raises:
+        LaunchError: a rank did not come in time.
+    """
+    place, mine = next(_meetings), secrets.token_hex(8)
+    here, call = f"paramp/{place}/here", f"paramp/{place}/call"
+    store.set(f"{here}/{rank}", mine)
+    deadline = time.monotonic() + launch_timeout().total_seconds()
+    name, tokens = "", [""] * world_size
+    while True:
+        if rank == 0:
+            found = [_look(store, f"{here}/{other}") for other in range(world_size)]
+            if found != tokens:
+                name, tokens = f"paramp/{place}/{secrets.token_hex(8)}", found
+                store.set(call, json.dumps([name, tokens]))
+            answers = [_look(store, f"{name}/{other}") for other in range(1, world_size)]
+            if all(answers):
+                store.set(f"{name}/go", "1")
+                return PrefixStore(name, store)
+        else:
+            name, tokens = json.loads(_look(store, call) or '["", []]')
+            if rank < len(tokens) and tokens[rank] == mine:
+                store.set(f"{name}/{rank}", "1")
+                if _look(store, f"{name}/go"):
+                    return PrefixStore(name, store)
+        if time.monotonic() > deadline:
+            missing = [other for other in range(1, world_size) if not answers[other - 1]] if rank == 0 else [0]
+            raise LaunchError(
+                f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not come within "
+                f"{launch_timeout().total_seconds():g} s; did they start? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+            )
+        time.sleep(0.005)
+
+
+_meetings = itertools.count()
+
+
+def _look(store: Store, key: str) -> str:
+    """What is at ``key``, empty if there is nothing yet."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def exchange(store: Store, name: str, value: str, rank: int, world_size: int) -> list[str]:
+    """The ``value`` of every rank, by rank. Every rank calls it, once for each ``name``.
+
+    Raises:
+        LaunchError: a rank was lost.
+    """
+    store.set(f"{name}/{rank}", value)
+    values = []
+    for other in range(world_size):
+        try:
+            values.append(store.get(f"{name}/{other}").decode())
+        except (DistError, RuntimeError) as error:
+            raise LaunchError(
+                f"launch: rank {other} was lost before the ranks had agreed on the {name}; look for its own message"
+            ) from error
+    return values
+
+
 def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:
     """Have gloo listen where the other machines' ranks reach this one; nothing if all ranks share a machine.
 
     Sets ``GLOO_SOCKET_IFNAME``, unless the user has. Every rank calls it, with the ``host`` at which it met the others.
     """
     mine = _route_to(host)
-    store.set(f"address/{rank}", mine)
-    others = [store.get(f"address/{other}").decode() for other in range(world_size)]
+    others = exchange(store, "address", mine, rank, world_size)
     elsewhere = next((address for address in others if not _is_loopback(address)), None)
     if elsewhere is None or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -165,9 +243,9 @@ def choose_interface(store: Store, host: str, rank: int, world_size: int) -> Non
 
 
 def _route_to(host: str) -> str:
-    """This machine's own address on the way to ``host``; nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    """This machine's own address on the way to ``host``, loopback if there is none; nothing is sent."""
     try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])

@@ -27,6 +27,8 @@ SECOND = "#D55E00"
 """What a single run's second line in a panel takes."""
 SKIPPED = "#000000"
 FORMATS = (".png", ".svg", ".pdf")
+RUN = "run"
+"""Marks the one line of each run that the legend shows."""
 LINES = ("-", "--", ":", "-.")
 """Runs beyond the colours repeat them with the next kind of line."""
 
@@ -148,8 +150,8 @@ def draw(runs: Sequence[Run]) -> Any:
         figure.suptitle(runs[0].name, fontsize=12)
     else:
         handles, names = grid[0, 0].get_legend_handles_labels()
-        shown = [(handle, name) for handle, name in zip(handles, names, strict=True) if not name.startswith("val")]
-        figure.legend(*zip(*shown, strict=True), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+        of_runs = [(handle, name) for handle, name in zip(handles, names, strict=True) if handle.get_gid() == RUN]
+        figure.legend(*zip(*of_runs, strict=True), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     return figure
 
 
@@ -177,7 +179,7 @@ def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
     single = len(runs) == 1
     for index, run in enumerate(runs):
         style = _style(index)
-        axes.plot(*run.series("loss"), **style, label="training" if single else run.name)
+        axes.plot(*run.series("loss"), **style, label="training" if single else run.name, gid=RUN)
         steps, losses = run.series("val_loss")
         if len(steps):
             style |= {"marker": "o", "markersize": 5, "zorder": 3, "markeredgecolor": "white"}

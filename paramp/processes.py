@@ -87,15 +87,16 @@ def said_by_rank_0(message: str, rank: int) -> bool:
     Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 tells it and leaves a mark; the
     others wait for that, unless the launcher ends them before, and speak only if what they found is something else.
     """
-    mark = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}-{os.getppid()}"
+    mark = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}"
+    content = f"{os.getppid()} {message}"
     try:
         if rank > 0:
             time.sleep(SECONDS_FOR_RANK_0)
             fresh = mark.exists() and time.time() - mark.stat().st_mtime < SECONDS_OF_ONE_RUN
-            if fresh and mark.read_text() == message:
+            if fresh and mark.read_text() == content:
                 return True
         with open(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(message)
+            file.write(content)
     except OSError:  # a mark is a courtesy
         return False
     return False

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,7 @@ class RankPool:
         self.backend = choice().backend_of(device)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._store = ""
 
     def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
         """The values that the body ``name`` of ``module`` returned, by rank."""
@@ -144,12 +146,12 @@ class RankPool:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        store = tempfile.mktemp(prefix="paramp-test-store-")
+        self._store = tempfile.mktemp(prefix="paramp-test-store-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.size, self.device, self.backend, store, sys.path),
+                args=(theirs, rank, self.size, self.device, self.backend, self._store, sys.path),
                 daemon=True,
             )
             process.start()
@@ -165,6 +167,8 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._store:
+            Path(self._store).unlink(missing_ok=True)
 
 
 def _serve(
