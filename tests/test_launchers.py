@@ -83,6 +83,18 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
+def test_two_agents_that_start_their_ranks_again(tmp_path):
+    """Their store outlives the ranks, and each agent counts its restarts for itself."""
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    where += ["--rdzv-endpoint", f"localhost:{free_port()}", "tests/scripts/dies_once.py", str(tmp_path / "mark")]
+    with start([*TORCHRUN, *where]) as second:
+        result = run([*TORCHRUN, *where])
+        assert result.returncode == 0, result.stderr
+        assert second.wait(timeout=30) == 0
+    assert (tmp_path / "mark").exists()
+    assert "met: [0, 1]" in result.stdout
+
+
 # ------------------------------------------------------------------------------------------------------- two hosts
 
 
@@ -127,6 +139,21 @@ def test_a_world_of_mpiruns_that_differs_from_the_layout(tmp_path):
     result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich"))
     assert result.returncode != 0
     assert result.stderr.count("tensor 2 x pipeline 2 = 4 does not divide the world of 3 ranks") == 1, result.stderr
+
+
+def test_two_hosts_with_different_data(tmp_path, capfd):
+    """Stages would see inputs of one text and targets of another."""
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for number, text in enumerate(texts):
+        text.write_text(f"{number} lines of text\n" * 400)
+    where = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(free_port()))
+    command = [*TORCHRUN, *where, "launch/train.py", "--pp", "2", "--seq-len", "16"]
+    with start([*command[:3], "--node-rank", "1", *command[3:], "--data", str(texts[1])]) as second:
+        result = run([*command[:3], "--node-rank", "0", *command[3:], "--data", str(texts[0])])
+        assert result.returncode != 0
+        assert second.wait(timeout=30) != 0
+    errors = result.stderr + capfd.readouterr().err  # the rank that finds it first tells it
+    assert errors.count("train.data: rank 0 reads data of the hash") == 1, errors
 
 
 def test_a_port_in_use():
