@@ -37,12 +37,12 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 with paramp.launch_from_torch(config) as context:
     model = LlamaForCausalLM(shape)
     engine, *_ = paramp.initialize(model, lambda weights: torch.optim.AdamW(weights, lr=5e-4), loss_of)
-    for step in range(1, 41):
+    for step in range(1, 21):
         generator = torch.Generator().manual_seed(step * context.dp.size + context.dp.rank)  # this data rank's samples
         starts = torch.randint(len(text) - 64, (8,), generator=generator)
         batch = torch.stack([text[start : start + 65] for start in starts.tolist()])
         loss = engine.forward_backward(batch[:, :-1], batch[:, 1:])
         result = engine.step()
         engine.zero_grad()
-        if context.is_main and step % 10 == 0:
+        if context.is_main and step % 5 == 0:
             print(f"step {step}: loss {loss.item():.4f}, grad norm {result.grad_norm:.3f}, scale {result.loss_scale:g}")

@@ -30,15 +30,15 @@ config = {"parallel": {"tensor": tensor, "pipeline": pipeline}, "precision": "16
 
 with paramp.launch_from_torch(config) as context:
     model = nn.Sequential(OrderedDict((f"block{index}", Block()) for index in range(4)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, *_ = paramp.initialize(
         model, optimizer, nn.functional.mse_loss, plan={"block*.up": "colwise", "block*.down": "rowwise"}
     )
-    for step in range(1, 101):
+    for step in range(1, 41):
         generator = torch.Generator().manual_seed(step * context.dp.size + context.dp.rank)  # this data rank's samples
         x = torch.randn(16, 32, generator=generator)
         loss = engine.forward_backward(x, x.roll(1, dims=1))
         result = engine.step()
         engine.zero_grad()
-        if context.is_main and step % 25 == 0:
+        if context.is_main and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.4f}, grad norm {result.grad_norm:.3f}, scale {result.loss_scale:g}")
