@@ -56,10 +56,6 @@ class Stage(nn.Module):
         self.random = random or nullcontext()
         """Entered for the forward: dropout's own random stream."""
         self.training = module.training
-        # The glue of a traced model may do so as well.
-        self._changes_input = "forward" in vars(module) or any(
-            getattr(child, "inplace", False) for child in module.modules()
-        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
@@ -75,11 +71,11 @@ class Stage(nn.Module):
         """The input of this stage, from what the stage before sent."""
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            # What was received is a leaf of the graph, which may not be changed in place.
+            # What was received is a leaf of the graph, which the module could not change in place.
             return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
 
         values = parcel.unpack(tensors, self.device, self.precision.weights)
-        return tree_map_only(torch.Tensor, own, values) if self._changes_input else values
+        return tree_map_only(torch.Tensor, own, values)
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,11 +194,12 @@ class Pipeline:
         uninitialised values, draw random numbers and leave running statistics changed; here nothing is left behind.
 
         Raises:
-            ConfigError: a stage handed on what cannot travel; on every rank of the pipeline.
+            ConfigError: a stage handed on what cannot travel, or failed; on every rank of the pipeline.
         """
         pp = self._context.pp
         received = parcel = None
         sent: Any = None
+        failure: Exception | None = None
         for rank in range(pp.size):
             described: list[Any] = [None]
             if rank == pp.rank:
@@ -210,11 +207,17 @@ class Pipeline:
                 try:
                     sent = self._try(parcel, part)
                     described = [sent if isinstance(sent, Parcel) else None]
-                except ConfigError as error:
-                    described = [str(error)]
+                except Exception as error:
+                    failure = error
+                    described = [
+                        str(error)
+                        if isinstance(error, ConfigError)
+                        else f"pipeline: stage {rank} of {pp.size} fails on zeros of the shape of a microbatch, "
+                        f"{tuple(part.shape)}: {type(error).__name__}: {error}"
+                    ]
             dist.broadcast_object_list(described, group=pp.group, group_src=rank)
             if isinstance(described[0], str):
-                raise ConfigError(described[0])
+                raise ConfigError(described[0]) from failure
             parcel = described[0]
         return received, sent
 
@@ -222,7 +225,8 @@ class Pipeline:
         """What this stage returns, having received zeros; of the last one, the tensor on ``meta``."""
         stage = self._stage.stage
         random, stage.random = stage.random, nullcontext()
-        buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+        buffers = [(module, dict(module._buffers)) for module in stage.modules()]
+        values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=cuda), torch.enable_grad():
@@ -241,6 +245,12 @@ class Pipeline:
                 return (output.to_local() if isinstance(output, DTensor) else output).detach().to("meta")
         finally:
             stage.random = random
+            for module, own in buffers:  # the forward may have put others in their place
+                module._buffers.clear()
+                module._buffers.update(own)
             with torch.no_grad():
-                for name, buffer in stage.named_buffers():
-                    buffer.copy_(buffers[name])
+                for buffer, value in values.items():
+                    if buffer.shape == value.shape:
+                        buffer.copy_(value)
+                    else:  # resized in place
+                        buffer.data = value
