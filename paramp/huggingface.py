@@ -212,14 +212,32 @@ def _share_attention(model: nn.Module, plan: Plan, size: int) -> None:
 
 
 def returning_logits(model: nn.Module) -> nn.Module:
-    """``model`` with its logits as its output, and without a cache of keys and values."""
+    """``model`` with its logits as its output, and without a cache of keys and values.
+
+    Raises:
+        ConfigError: its configuration wants tuples.
+    """
+    _check_output(model)
     options = _options(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _main_tensor(type(model).forward(changed, *args, **(options | kwargs)))
+        if kwargs.get("labels") is not None:
+            raise ConfigError(
+                "labels: got some, but the model's output is its logits here, and its loss would be lost; leave them "
+                "out, and give initialize a criterion of logits and targets"
+            )
+        return _main_tensor(type(model).forward(changed, *args, **({**options, **kwargs, "return_dict": True})))
 
     changed = with_forward(model, forward)
     return changed
+
+
+def _check_output(model: nn.Module) -> None:
+    if getattr(model.config, "return_dict", True) is False:
+        raise ConfigError(
+            f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
+            "logits can be told from its other outputs"
+        )
 
 
 def _options(model: nn.Module) -> dict[str, Any]:
@@ -247,6 +265,7 @@ class PretrainedCut:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        _check_output(model)
         known, prefix = _architecture(model)
         names = (
             {f"{prefix}{name}" for name in known.units} | {HEAD} if known else set(getattr(model, "_pp_plan", ()) or ())

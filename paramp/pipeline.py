@@ -133,6 +133,8 @@ class Pipeline:
         self._num_microbatches = num_microbatches
         self._schedules: dict[tuple[torch.Size, torch.dtype, bool, bool], tuple[Any, Parcel | None, Parcel | None]] = {}
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.failure: Exception | None = None
+        """What the loss of the last :meth:`run` raised, on the last stage; the schedule went on, so that none waits."""
 
     def run(
         self,
@@ -147,7 +149,7 @@ class Pipeline:
         Returns:
             The outputs of the whole local batch on the last stage without backward, else None.
         """
-        self._loss = loss
+        self._loss, self.failure = loss, None
         schedule = self._schedule(x, backward)
         stage = self._stage.stage
         inputs = (x.to(stage.link_device),) if stage.is_first else ()
@@ -160,7 +162,11 @@ class Pipeline:
 
     def _call_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(self._stage.whole(output), target)
+        try:
+            return self._loss(self._stage.whole(output), target)
+        except Exception as error:
+            self.failure = self.failure or error
+            return output.sum() * 0.0
 
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward, self._stage.stage.training)

@@ -307,7 +307,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Complain, on every rank alike, about a layer that its style does not take or cannot share out over ``size`` ranks.
+    """Complain, on every rank alike, about a layer that its style does not take or cannot share out evenly.
 
     Raises:
         ConfigError: naming the layer.

@@ -292,6 +292,23 @@ def test_models_that_cannot_be_cut():
         PretrainedCut(model)
 
 
+def test_the_output_is_the_logits():
+    from paramp.huggingface import PretrainedCut, returning_logits
+
+    x = torch.arange(8).reshape(2, 4)
+    for name in ("llama", "gpt2"):
+        model = build(name)
+        changed = returning_logits(model)
+        for options in ({}, {"return_dict": False}, {"attention_mask": torch.ones_like(x), "labels": None}):
+            assert torch.equal(changed(x, **options), model(x).logits)
+        with pytest.raises(paramp.ConfigError, match=r"labels: got some.*a criterion of logits and targets"):
+            changed(input_ids=x, labels=x)
+        model.config.return_dict = False
+        for use in (returning_logits, PretrainedCut):
+            with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
+                use(model)
+
+
 def test_units_are_in_the_order_of_their_calls():
     """Phi registers the dropout of its embeddings after its layers."""
     from paramp.huggingface import PretrainedCut
