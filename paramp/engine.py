@@ -119,7 +119,8 @@ class Engine:
             the calls of this accumulation window so far.
 
         Raises:
-            ValueError: the batch does not divide into the microbatches, or there is no criterion.
+            ValueError: the batch does not divide into the microbatches, there is no criterion, or it failed; under a
+                pipeline on every rank, and the gradients of this window are to be dropped.
         """
         self._check_batch(x, y)
         self._begin_window(y.numel() / self._num_microbatches)
@@ -416,8 +417,18 @@ class Engine:
         return self._mean_over_ranks(self._totals)
 
     def _mean_over_ranks(self, totals: torch.Tensor) -> torch.Tensor:
-        summed = self._counted(totals).clone()
+        """The mean loss in ``totals`` of all ranks.
+
+        Raises:
+            ValueError: the criterion failed on the last stage of a pipeline.
+        """
+        failure = None if self._pipeline is None else self._pipeline.failure
+        summed = torch.cat([self._counted(totals), totals.new_full((1,), float(failure is not None))])
         dist.all_reduce(summed)
+        if summed[3]:
+            messages: list[Any] = [None] * self.context.world_size
+            dist.all_gather_object(messages, failure and _message(failure))
+            raise ValueError(next(message for message in messages if message is not None)) from failure
         return (summed[0] / summed[1]).float()
 
     def _check_batch(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -438,9 +449,17 @@ class Engine:
             )
 
     @torch.no_grad()
-    def _pipelined_output(self, x: torch.Tensor) -> torch.Tensor:
-        """The model's output for ``x`` on every rank of the pipeline; gathered whole if it is sharded."""
+    def _pipelined_output(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The model's output for its one input on every rank of the pipeline; gathered whole if it is sharded."""
         assert self._pipeline is not None
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or args[0].ndim == 0:
+            given = [type(value).__name__ for value in args] + [f"{name}=" for name in kwargs]
+            raise ConfigError(
+                f"engine(x): got {', '.join(given) or 'nothing'}, expected one tensor with the batch in dim 0: a "
+                "pipeline's first stage takes one input only; compute the others in the model, or set "
+                "parallel.pipeline.size to 1"
+            )
+        (x,) = args
         self._check_divides(x.shape[0])
         with self._computing():
             output = self._pipeline.run(
@@ -455,6 +474,15 @@ class Engine:
             output = torch.empty(listing[0][0], dtype=listing[0][1], device=self.context.device)
         dist.broadcast(output, group=pp.group, group_src=pp.size - 1)
         return output
+
+
+def _message(error: Exception) -> str:
+    text = str(error)
+    return (
+        text
+        if isinstance(error, ValueError) and text.startswith("criterion: ")
+        else (f"criterion: it failed on the last stage: {type(error).__name__}: {text}")
+    )
 
 
 def _plain_scalar(value: torch.Tensor) -> torch.Tensor:

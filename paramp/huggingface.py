@@ -15,7 +15,7 @@ model without a head, its ``last_hidden_state``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,8 @@ def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Pla
     """The plan of ``model`` for ``size`` ranks, from its own ``tp_plan`` or :data:`ARCHITECTURES`.
 
     Raises:
-        ConfigError: it has none, has an entry that is unknown here, or its heads do not divide.
+        ConfigError: it has none, has an entry that is unknown here, leaves out a parameter of which each rank would see
+            a part only, or its heads do not divide.
     """
     kind = type(model).__name__
     if sequence_parallel:
@@ -123,8 +124,10 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
     modules = {name: module for name, module in model.named_modules() if name}
     parameters = [name for name, _ in model.named_parameters()]
     plan: Plan = {}
+    covered: set[str] = set()
     for pattern, kind in entries.items():
         names = [name for name in modules if matches(name, pattern)]
+        covered.update(names)
         inside = [name for name in parameters if matches(name, pattern)]
         if not names and not inside:
             continue  # plans also name what only some variants of a model have
@@ -138,7 +141,26 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
         style = TENSOR_STYLES.get(kind, kind) if isinstance(kind, str) else kind
         if style is not None:
             plan |= {name: style if isinstance(style, (str, ParallelStyle)) else style() for name in names}
+    _check_regions(model, plan, covered)
     return plan
+
+
+def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
+    """Refuse a parameter beside layers whose outputs are shared out, of which the plan does not say what it is.
+
+    Each rank may give it its own heads or features only, so that nobody would have its whole gradient.
+    """
+    shared = (name for name, style in plan.items() if style == "colwise" or isinstance(style, PackedColwise))
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in shared):
+        for name, _ in model.get_submodule(parent).named_parameters():
+            name = f"{parent}.{name}".lstrip(".")
+            owner = name.rpartition(".")[0]
+            if owner == parent or owner not in covered:
+                raise ConfigError(
+                    f"parallel.tensor.size: the tp_plan of {type(model).__name__} shares out layers of "
+                    f"{parent or 'the model'!r}, but says nothing of its parameter {name!r}, of which each rank may "
+                    "see a part only; pass plan= to initialize, where it has a style such as 'partial_gradient'"
+                )
 
 
 OWN_STYLES = ("replicated_random",)
@@ -190,14 +212,32 @@ def _share_attention(model: nn.Module, plan: Plan, size: int) -> None:
 
 
 def returning_logits(model: nn.Module) -> nn.Module:
-    """``model`` with its logits as its output, and without a cache of keys and values."""
+    """``model`` with its logits as its output, and without a cache of keys and values.
+
+    Raises:
+        ConfigError: its configuration wants tuples.
+    """
+    _check_output(model)
     options = _options(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _main_tensor(type(model).forward(changed, *args, **(options | kwargs)))
+        if kwargs.get("labels") is not None:
+            raise ConfigError(
+                "labels: got some, but the model's output is its logits here, and its loss would be lost; leave them "
+                "out, and give initialize a criterion of logits and targets"
+            )
+        return _main_tensor(type(model).forward(changed, *args, **({**options, **kwargs, "return_dict": True})))
 
     changed = with_forward(model, forward)
     return changed
+
+
+def _check_output(model: nn.Module) -> None:
+    if getattr(model.config, "return_dict", True) is False:
+        raise ConfigError(
+            f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
+            "logits can be told from its other outputs"
+        )
 
 
 def _options(model: nn.Module) -> dict[str, Any]:
@@ -225,6 +265,7 @@ class PretrainedCut:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        _check_output(model)
         known, prefix = _architecture(model)
         names = (
             {f"{prefix}{name}" for name in known.units} | {HEAD} if known else set(getattr(model, "_pp_plan", ()) or ())
@@ -235,11 +276,12 @@ class PretrainedCut:
                 "or add its units to paramp.huggingface.ARCHITECTURES"
             )
         self.units: list[tuple[str, nn.Module]] = []
-        for name, module in model.named_modules():  # plans are not in order, modules are
+        for name, module in model.named_modules():
             if name in names and isinstance(module, nn.ModuleList):
                 self.units += [(f"{name}.{index}", layer) for index, layer in module.named_children()]
             elif name in names:
                 self.units.append((name, module))
+        self._check_on_device()
         outside = [
             name for name in names_outside(model, [name for name, _ in self.units]) if not _is_buffer(model, name)
         ]
@@ -248,7 +290,7 @@ class PretrainedCut:
                 f"parallel.pipeline.size: {type(model).__name__} has parameters outside of what its pipeline plan "
                 f"names: {', '.join(outside)}; set the size to 1"
             )
-        self._check_order()
+        self._check_calls()
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         return [self._stage(names, index == 0) for index, names in enumerate(plan)]
@@ -277,25 +319,46 @@ class PretrainedCut:
         tokens = self._model.get_input_embeddings()  # type: ignore[operator]
         return {name for name, module in self.units if isinstance(module, nn.Embedding) and module is not tokens}
 
+    def _check_on_device(self) -> None:
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        for name in (name for name, tensor in tensors if tensor.is_meta):
+            raise ConfigError(
+                f"parallel.pipeline.size: {name!r} of {type(self._model).__name__} is on the meta device, but cutting "
+                "a Hugging Face model means to run it; build it on the CPU"
+            )
+
     @torch.no_grad()
-    def _check_order(self) -> None:
-        """The model without its units has to hand on what it is given, or stages would do something twice."""
+    def _check_calls(self) -> None:
+        """Put the units in the order in which the forward calls them, which neither plans nor registration tell.
+
+        The model without its units has to hand on what it is given, or stages would do something twice.
+        """
         first = next(self._model.parameters())
-        if first.is_meta:
-            return
         with torch.random.fork_rng(devices=[]):
             hidden = torch.randn(1, 2, self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
         hidden = hidden.to(first.device, first.dtype)
+        calls: list[str] = []
+        shell = self._stage([], is_first=False)
+        for name, _ in self.units:
+            shell.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
         try:
-            same = torch.equal(self._stage([], is_first=False)(hidden), hidden)
+            same = torch.equal(shell(hidden), hidden)
             reason = "it computes more"
         except Exception as error:
             same, reason = False, f"{type(error).__name__}: {error}"
+        tokens = self._model.get_input_embeddings()  # type: ignore[operator]
+        order = [name for name, module in self.units if module is tokens] + calls  # embeddings are given here
+        known = dict(self.units)
+        if same and sorted(order) != sorted(known):
+            same = False
+            odd = [name for name in known if order.count(name) != 1]
+            reason = f"it calls {', '.join(odd)} {order.count(odd[0])} times"
         if not same:
             raise ConfigError(
                 f"parallel.pipeline.size: {type(self._model).__name__} cannot be cut, since its forward does not just "
-                f"apply {', '.join(name for name, _ in self.units)} one after the other ({reason}); set the size to 1"
+                f"apply {', '.join(known)} one after the other ({reason}); set the size to 1"
             )
+        self.units = [(name, known[name]) for name in order]
 
 
 class _Nothing(LeftOut):

@@ -7,7 +7,7 @@ out over the tensor axis in full precision, masters are copied from that, and on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from .masters import Weights
 from .mesh import ParallelContext, TiedParameter, get_context
 from .pipeline import Stage
 from .precision import ConfigError
-from .randomness import materialize
+from .randomness import check_materializable, materialize
 from .shards import local
 from .stages import Cut, SequentialCut, is_sequential, plan_stages
 from .tensor import apply_plan, check_divisible, resolve_plan
@@ -123,6 +123,7 @@ def initialize(
         _find_plan(model, plan, context), [name for name, _ in model.named_modules(remove_duplicate=False)]
     )
     check_divisible(model, styles, context.tp.size)
+    check_materializable(model)
     stages = _cut(model, styles, context)
     module = stages[context.pp.rank]
     shapes = {name: value.shape for name, value in module.named_parameters(remove_duplicate=False)}
@@ -252,7 +253,48 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: Paralle
             f"plan: {name!r} is opened by the pipeline's cut, so a style for it would not run; cut around it "
             "(parallel.pipeline.split), or give styles to the modules in it"
         )
-    return cut.stages(plan_stages(cut.units, size, split))
+    stage_names = plan_stages(cut.units, size, split)
+    _check_hooks(model, stage_names, cut.opened)
+    stages = cut.stages(stage_names)
+    _check_statistics(model, stages)
+    return stages
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _check_hooks(model: nn.Module, stage_names: Sequence[Sequence[str]], opened: Collection[str]) -> None:
+    """Refuse hooks on modules that are taken apart: they would run once a stage, on parts, or not at all.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        pieces = sum(any(unit.startswith(prefix) for unit in names) for names in stage_names)
+        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+        if hooks and (pieces > 1 or name in opened):
+            what = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
+            raise ConfigError(
+                f"parallel.pipeline.size: {name or 'the model'} has hooks ({what}), but is cut into stages, which run "
+                "in turn; put them on modules that stay whole, or make them modules of their own"
+            )
+
+
+def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Refuse a module with running statistics that several stages call: each would update its own.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    held = [{id(module) for module in stage.modules()} for stage in stages]
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None and sum(id(module) in there for there in held) > 1:
+            raise ConfigError(
+                f"parallel.pipeline.split: {name!r} ({type(module).__name__}) is called on several stages, each of "
+                "which would have running statistics of its own; cut so that one stage makes all its calls, or use a "
+                "module for each"
+            )
 
 
 def _broadcast(module: nn.Module, context: ParallelContext) -> None:

@@ -56,10 +56,6 @@ class Stage(nn.Module):
         self.random = random or nullcontext()
         """Entered for the forward: dropout's own random stream."""
         self.training = module.training
-        # The glue of a traced model may do so as well.
-        self._changes_input = "forward" in vars(module) or any(
-            getattr(child, "inplace", False) for child in module.modules()
-        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
@@ -75,11 +71,11 @@ class Stage(nn.Module):
         """The input of this stage, from what the stage before sent."""
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            # What was received is a leaf of the graph, which may not be changed in place.
+            # What was received is a leaf of the graph, which the module could not change in place.
             return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
 
         values = parcel.unpack(tensors, self.device, self.precision.weights)
-        return tree_map_only(torch.Tensor, own, values) if self._changes_input else values
+        return tree_map_only(torch.Tensor, own, values)
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,6 +133,8 @@ class Pipeline:
         self._num_microbatches = num_microbatches
         self._schedules: dict[tuple[torch.Size, torch.dtype, bool, bool], tuple[Any, Parcel | None, Parcel | None]] = {}
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.failure: Exception | None = None
+        """What the loss of the last :meth:`run` raised, on the last stage; the schedule went on, so that none waits."""
 
     def run(
         self,
@@ -151,7 +149,7 @@ class Pipeline:
         Returns:
             The outputs of the whole local batch on the last stage without backward, else None.
         """
-        self._loss = loss
+        self._loss, self.failure = loss, None
         schedule = self._schedule(x, backward)
         stage = self._stage.stage
         inputs = (x.to(stage.link_device),) if stage.is_first else ()
@@ -164,7 +162,11 @@ class Pipeline:
 
     def _call_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(self._stage.whole(output), target)
+        try:
+            return self._loss(self._stage.whole(output), target)
+        except Exception as error:
+            self.failure = self.failure or error
+            return output.sum() * 0.0
 
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward, self._stage.stage.training)
@@ -198,11 +200,12 @@ class Pipeline:
         uninitialised values, draw random numbers and leave running statistics changed; here nothing is left behind.
 
         Raises:
-            ConfigError: a stage handed on what cannot travel; on every rank of the pipeline.
+            ConfigError: a stage handed on what cannot travel, or failed; on every rank of the pipeline.
         """
         pp = self._context.pp
         received = parcel = None
         sent: Any = None
+        failure: Exception | None = None
         for rank in range(pp.size):
             described: list[Any] = [None]
             if rank == pp.rank:
@@ -210,11 +213,17 @@ class Pipeline:
                 try:
                     sent = self._try(parcel, part)
                     described = [sent if isinstance(sent, Parcel) else None]
-                except ConfigError as error:
-                    described = [str(error)]
+                except Exception as error:
+                    failure = error
+                    described = [
+                        str(error)
+                        if isinstance(error, ConfigError)
+                        else f"pipeline: stage {rank} of {pp.size} fails on zeros of the shape of a microbatch, "
+                        f"{tuple(part.shape)}: {type(error).__name__}: {error}"
+                    ]
             dist.broadcast_object_list(described, group=pp.group, group_src=rank)
             if isinstance(described[0], str):
-                raise ConfigError(described[0])
+                raise ConfigError(described[0]) from failure
             parcel = described[0]
         return received, sent
 
@@ -222,7 +231,8 @@ class Pipeline:
         """What this stage returns, having received zeros; of the last one, the tensor on ``meta``."""
         stage = self._stage.stage
         random, stage.random = stage.random, nullcontext()
-        buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+        buffers = [(module, dict(module._buffers)) for module in stage.modules()]
+        values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=cuda), torch.enable_grad():
@@ -241,6 +251,12 @@ class Pipeline:
                 return (output.to_local() if isinstance(output, DTensor) else output).detach().to("meta")
         finally:
             stage.random = random
+            for module, own in buffers:  # the forward may have put others in their place
+                module._buffers.clear()
+                module._buffers.update(own)
             with torch.no_grad():
-                for name, buffer in stage.named_buffers():
-                    buffer.copy_(buffers[name])
+                for buffer, value in values.items():
+                    if buffer.shape == value.shape:
+                        buffer.copy_(value)
+                    else:  # resized in place
+                        buffer.data = value

@@ -20,7 +20,7 @@ from torch import nn
 
 from .surgery import keeping_ties
 
-__all__ = ["RandomStream", "derive_seed", "materialize", "replicated_random", "sharded_random"]
+__all__ = ["RandomStream", "check_materializable", "derive_seed", "materialize", "replicated_random", "sharded_random"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -114,18 +114,31 @@ def materialize(module: nn.Module, seed: int, device: torch.device) -> None:
     Raises:
         ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters``.
     """
+    check_materializable(module)
     with torch.random.fork_rng(devices=[]), keeping_ties(module):
         for name, child in module.named_modules():
-            tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-            if not any(tensor.is_meta for tensor in tensors):
+            if not _is_on_meta(child):
                 continue
-            reset = getattr(child, "reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"model: {name or 'the model'} ({type(child).__name__}) is on the meta device and has no "
-                    "reset_parameters(); add one that fills its parameters and buffers, or build it on the CPU"
-                )
             child.to_empty(device="cpu", recurse=False)
             torch.manual_seed(derive_seed(seed, name))
-            reset()
+            child.reset_parameters()
             child._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def check_materializable(module: nn.Module) -> None:
+    """Complain about a submodule that :func:`materialize` could not fill.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name, child in module.named_modules():
+        if _is_on_meta(child) and not hasattr(child, "reset_parameters"):
+            raise ValueError(
+                f"model: {name or 'the model'} ({type(child).__name__}) is on the meta device and has no "
+                "reset_parameters(); add one that fills its parameters and buffers, or build it on the CPU"
+            )
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    """Whether tensors of ``module`` itself are on ``meta``."""
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))

@@ -307,7 +307,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Complain, on every rank alike, about a layer whose features do not share out evenly over ``size`` ranks.
+    """Complain, on every rank alike, about a layer that its style does not take or cannot share out evenly.
 
     Raises:
         ConfigError: naming the layer.
@@ -316,6 +316,13 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
         layer = module.get_submodule(name)
         if isinstance(style, PackedColwise):
             style.check(name, layer, size)
+        for kind in (ColwiseParallel, RowwiseParallel):
+            own = type(style)._apply is kind._apply  # another's may take what it likes
+            if own and not isinstance(layer, (nn.Linear, nn.Embedding)):
+                raise ConfigError(
+                    f"plan: {name!r} is a {type(layer).__name__}: {type(style).__name__} takes Linear and Embedding "
+                    "only"
+                )
         if not isinstance(layer, nn.Linear):
             continue
         for kind, what in ((ColwiseParallel, "out_features"), (RowwiseParallel, "in_features")):

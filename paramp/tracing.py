@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import dis
 import inspect
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
@@ -34,7 +36,7 @@ __all__ = ["TracedCut"]
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
 """torch functions that take numbers only, which may be stand-ins here."""
-RANDOM = ("rand", "randint", "randn", "randperm")
+RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 """The same, noted in any case: they give other numbers in each call."""
 UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this many times an even share."""
@@ -115,7 +117,7 @@ class TracedCut:
             kept.append({*got, *(alias for name in called for alias in names_of[id(self._modules[name])])})
         kept[0].update(names_outside(self._model, set().union(*kept)))  # what is never used is kept all the same
         return [
-            _stage_module(self._model, kept[stage], {mode: pieces[mode][stage] for mode in pieces}, stage)
+            _stage_module(self._model, kept[stage], {mode: pieces[mode][stage] for mode in pieces}, stage, self.opened)
             for stage in range(len(plan))
         ]
 
@@ -124,11 +126,15 @@ def _may_open(module: nn.Module) -> bool:
     return is_sequential(module) or not type(module).__module__.startswith("torch.nn.")
 
 
-def _stage_module(model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph], stage: int) -> nn.Module:
+def _stage_module(
+    model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph], stage: int, opened: frozenset[str]
+) -> nn.Module:
     interpreters: dict[bool, fx.Interpreter] = {}
 
     def forward(received: Any) -> Any:
         mode = part.training
+        for name, module in taken_apart:
+            _check_mode(name, module, part)
         if mode not in interpreters:  # only here, because a plan may have changed the modules until now
             interpreters[mode] = fx.Interpreter(part, graph=graphs[mode])
         values = (received,) if stage == 0 else received
@@ -138,7 +144,19 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph]
             interpreters[mode].env = {}
 
     part = with_forward(keep_only(model, kept), forward)
+    taken_apart = [(name, module) for name, module in part.named_modules(remove_duplicate=False) if name in opened]
     return part
+
+
+def _check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
+    """Refuse a ``module`` that is taken apart but in another mode than ``model``, which has one graph for each."""
+    if module.training == model.training or is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return
+    own, other = ("training" if part.training else "evaluation" for part in (module, model))
+    raise ConfigError(
+        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode; a module that is cut has the "
+        "model's, so cut around it, or set the modes of the modules in it instead"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
@@ -188,7 +206,9 @@ def _piece(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: Seque
 def _trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
     """What ``model`` does in training (True) and in evaluation; its forward may ask which it is."""
     modes = {module: module.training for module in model.modules()}
-    random = torch.get_rng_state()
+    for name in sorted(opened):
+        _check_mode(name, model.get_submodule(name), model)
+    start = _random_states()
     graphs = {}
     try:
         for training in (True, False):
@@ -196,6 +216,12 @@ def _trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
             tracer = _Tracer(opened)
             with tracer.noting_factories():
                 graphs[training] = tracer.trace(model)
+            moved = [source for source, state in _random_states().items() if state != start[source]]
+            if moved:
+                raise fx.proxy.TraceError(
+                    f"it draws random numbers from {' and '.join(moved)} between its modules, which would be the same "
+                    "in each step; use torch.rand and the like, or F.dropout"
+                )
     except Exception as error:
         raise ConfigError(
             f"parallel.pipeline.size: {type(model).__name__} is no nn.Sequential, and tracing its forward failed"
@@ -205,8 +231,26 @@ def _trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
     finally:
         for module, training in modes.items():
             module.training = training
-        torch.set_rng_state(random)
+        for source, restore in RESTORE.items():
+            restore(start[source])
     return graphs
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the generators that a forward may use, comparable by value."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "Python's random": random.getstate(),
+        "numpy": (kind, tuple(keys), *rest),
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+RESTORE: dict[str, Callable[[Any], None]] = {
+    "Python's random": random.setstate,
+    "numpy": np.random.set_state,
+    "torch's generator": lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+}
 
 
 def _where(error: Exception) -> str:

@@ -563,3 +563,46 @@ def test_ranks_that_were_given_different_things_are_told_so(world):
 def test_arguments_of_the_wrong_kind(arguments, message):
     with paramp.launch_from_torch() as context, pytest.raises(paramp.ConfigError, match=message):
         engine_for(context, **arguments)
+
+
+@on_ranks(4)
+def test_a_criterion_that_fails_is_an_error_on_every_rank_of_a_pipeline(world):
+    """Only the last stage calls it; the others would wait for its gradients."""
+    x = torch.ones(4, 4)
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": 2}}) as context:
+        calls = []
+
+        def fragile(output, target):
+            calls.append(output)
+            if len(calls) > 4:
+                raise RuntimeError("no more")
+            return F.mse_loss(output, target)
+
+        for criterion, message, good in (
+            (nn.MSELoss(reduction="none"), r"expected a tensor of one element, .* got \(2, 4\)", 0),
+            (lambda output, target: output.detach().mean(), "does not depend on the model's output", 0),
+            (fragile, "criterion: it failed on the last stage: RuntimeError: no more", 2),
+        ):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            engine, *_ = engine_for(context, model, criterion=criterion)
+            for _ in range(good):
+                engine.forward_backward(x, x)
+                engine.step()
+            with pytest.raises(ValueError, match=message):
+                engine.forward_backward(x, x)
+            if criterion is fragile:
+                with pytest.raises(ValueError, match=message):
+                    engine.evaluate(x, x)
+
+
+@on_ranks(2)
+def test_a_pipeline_takes_one_input_only(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
+        engine, *_ = engine_for(context, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        engine.eval()
+        x = torch.ones(2, 4)
+        calls = (((x,), {"mask": None}, "Tensor, mask="), ((x, x), {}, "Tensor, Tensor"), ((), {}, "nothing"))
+        for args, kwargs, got in calls:
+            with pytest.raises(paramp.ConfigError, match=f"got {got}.*one input only"):
+                engine(*args, **kwargs)
+        assert engine(x).shape == (2, 4)

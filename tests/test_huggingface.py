@@ -245,6 +245,24 @@ def test_plans_that_are_not_known():
         pretrained_plan(model, 2, True)
 
 
+def test_parameters_that_the_plan_leaves_among_shared_out_layers():
+    """Each rank would give them its own heads or features, and nobody would sum their gradients."""
+    from paramp.huggingface import pretrained_plan
+
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(8)
+    with pytest.raises(
+        paramp.ConfigError, match=r"its parameter 'model\.layers\.0\.self_attn\.q_norm\.weight'.*pass plan="
+    ):
+        pretrained_plan(model, 2, False)
+    model._tp_plan |= {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+    assert pretrained_plan(model, 2, False)["model.layers.3.self_attn.q_norm"] == "partial_gradient"
+    model.model.layers[0].mlp.alpha = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(paramp.ConfigError, match=r"its parameter 'model\.layers\.0\.mlp\.alpha'"):
+        pretrained_plan(model, 2, False)
+
+
 def test_vocabularies_that_do_not_divide_stay_whole():
     from paramp.huggingface import pretrained_plan
 
@@ -271,6 +289,53 @@ def test_models_that_cannot_be_cut():
     model = build("llama")
     model._pp_plan = {}
     with pytest.raises(paramp.ConfigError, match="has no pipeline plan"):
+        PretrainedCut(model)
+
+
+def test_the_output_is_the_logits():
+    from paramp.huggingface import PretrainedCut, returning_logits
+
+    x = torch.arange(8).reshape(2, 4)
+    for name in ("llama", "gpt2"):
+        model = build(name)
+        changed = returning_logits(model)
+        for options in ({}, {"return_dict": False}, {"attention_mask": torch.ones_like(x), "labels": None}):
+            assert torch.equal(changed(x, **options), model(x).logits)
+        with pytest.raises(paramp.ConfigError, match=r"labels: got some.*a criterion of logits and targets"):
+            changed(input_ids=x, labels=x)
+        model.config.return_dict = False
+        for use in (returning_logits, PretrainedCut):
+            with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
+                use(model)
+
+
+def test_units_are_in_the_order_of_their_calls():
+    """Phi registers the dropout of its embeddings after its layers."""
+    from paramp.huggingface import PretrainedCut
+    from paramp.stages import plan_stages
+
+    phi = pytest.importorskip("transformers.models.phi")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = phi.PhiForCausalLM(phi.PhiConfig(vocab_size=64, bos_token_id=0, eos_token_id=1, embd_pdrop=1.0, **sizes))
+    cut = PretrainedCut(model)
+    names = ["embed_tokens", "embed_dropout", "layers.0", "layers.1", "final_layernorm"]
+    assert [name for name, _ in cut.units] == [*(f"model.{name}" for name in names), "lm_head"]
+    first, _ = cut.stages(plan_stages(cut.units, 2, ["model.layers.0"]))
+    assert not first(torch.ones(1, 2, dtype=torch.long)).any()  # dropped out on the first stage
+
+    llama = type(build("llama"))
+
+    class Twice(llama):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = self.model.norm(output.logits)
+            return output
+
+    with pytest.raises(paramp.ConfigError, match=r"it calls model\.norm 2 times"):
+        PretrainedCut(Twice(build("llama").config))
+    with torch.device("meta"):
+        model = llama(build("llama").config)
+    with pytest.raises(paramp.ConfigError, match=r"'model\.embed_tokens\.weight' of LlamaForCausalLM is on the meta"):
         PretrainedCut(model)
 
 

@@ -260,3 +260,86 @@ def test_a_tie_that_the_plan_shards_differently_is_an_error_on_every_rank(world)
             plan = {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))}
             with pytest.raises(paramp.ConfigError, match=r"0\.weight and 1\.weight are one parameter"):
                 paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+
+
+class Adding(nn.Module):
+    """Changes its input in place, and grows a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.position = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("cache", torch.zeros(0, 4), persistent=False)
+
+    def forward(self, x):
+        if len(self.cache) < len(x):
+            self.register_buffer("cache", torch.full((len(x), 4), 0.5), persistent=False)
+        x += self.position
+        return self.linear(x) + self.cache[: len(x)]
+
+
+@on_ranks(2)
+def test_stages_may_change_what_they_receive_and_grow_buffers(world):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Adding(), Adding())
+
+    reference = build()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    loss = nn.functional.mse_loss(reference(x), x)
+    loss.backward()
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["1"]}}}):
+        model = build()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+        assert not any(len(buffer) for buffer in engine.module.buffers())
+        assert engine.forward_backward(x, x).item() == pytest.approx(loss.item(), abs=1e-6)
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
+
+
+@on_ranks(2)
+def test_a_stage_that_fails_is_an_error_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(3, 3))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        with pytest.raises(paramp.ConfigError, match=r"stage 1 of 2 fails on zeros .*\(2, 4\): RuntimeError: "):
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
+
+
+@on_ranks(2)
+def test_models_that_a_cut_would_change_are_an_error_on_every_rank(world):
+    def hooked(name):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.1,))
+        return model
+
+    norm = nn.BatchNorm1d(4)
+    twice = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
+    with torch.device("meta"):
+        absent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Adding())
+    for model, message in (
+        (hooked(""), r"the model has hooks \(.*<lambda>\), but is cut into stages"),
+        (hooked("1"), r"1 has hooks \(.*<lambda>\)"),
+        (hooked("1.0"), None),
+        (twice, r"'1' \(BatchNorm1d\) is called on several stages"),
+        (absent, r"model: 3 \(Adding\) is on the meta device"),
+    ):
+        split = ["1.1" if len(model) == 2 else "2"]
+        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": split}}}):
+
+            def start(model=model):
+                paramp.initialize(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+            if message is None:
+                start()
+                continue
+            with pytest.raises(ValueError, match=message):
+                start()
+
+
+@on_ranks(4)
+def test_a_style_that_does_not_fit_a_module_is_an_error_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["1"]}, "tensor": 2}}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        with pytest.raises(paramp.ConfigError, match="plan: '1' is a LayerNorm: ColwiseParallel takes Linear and Emb"):
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"1": "colwise"})

@@ -1,5 +1,8 @@
 """Cutting models that are not sequential, against a plain torch loop on the model itself."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from pool import on_ranks
@@ -173,6 +176,15 @@ class Straight(Branching):
         return self.two(self.one(x))
 
 
+class Drawing(Branching):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.two(self.one(x) * self.draw())
+
+
 class TwoInputs(Branching):
     def forward(self, x, y):
         return self.two(self.one(x) + y)
@@ -184,6 +196,9 @@ class TwoInputs(Branching):
         (Branching(), None, r"Branching is no nn\.Sequential.*test_tracing\.py:\d+ .*control flow.*module of its own"),
         (Silent(), None, r"inside torch\.no_grad"),
         (TwoInputs(), None, "missing 1 required positional argument: 'y'"),
+        (Drawing(random.random), None, "random numbers from Python's random between"),
+        (Drawing(np.random.rand), None, "random numbers from numpy between"),
+        (Drawing(lambda: torch.empty(4).normal_()), None, "random numbers from torch's generator between"),
         (Straight(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Straight(), ["never"], "got 'never', which the forward of Straight does not call"),
         (Straight(), ["one"], "leaves the stage before it empty"),
@@ -195,6 +210,44 @@ def test_models_and_names_that_cannot_be_cut(model, split, message):
         plan_stages(TracedCut(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
     assert model.training
+
+
+def test_random_numbers_of_torch_are_new_in_each_step():
+    cut = TracedCut(Drawing(lambda: torch.normal(0.0, 1.0, size=(4,))), 2, ["two"])
+    first = cut.stages(plan_stages(cut.units, 2, ["two"]))[0]
+    one, other = (first(torch.ones(1, 4))[0] for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_a_module_that_is_opened_has_the_models_mode():
+    """There is one graph of a mode: what is frozen in evaluation would drop out as in training."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.two(F.dropout(self.one(x), 0.5, self.training))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = Inner()
+
+        def forward(self, x):
+            return self.inside(x)
+
+    model = Outer()
+    model.inside.eval()
+    with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode, the model in training mode"):
+        TracedCut(model, 2, ["inside.two"])
+    assert TracedCut(model.eval(), 2, ["inside.two"]).opened == {"inside"}
+    cut = TracedCut(model.train(), 2, ["inside.two"])
+    first = cut.stages(plan_stages(cut.units, 2, ["inside.two"]))[0]
+    first.get_submodule("inside").eval()
+    with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode"):
+        first(torch.ones(1, 4))
 
 
 def test_a_name_inside_a_module_opens_it():
