@@ -425,7 +425,7 @@ class Engine:
         failure = None if self._pipeline is None else self._pipeline.failure
         summed = torch.cat([self._counted(totals), totals.new_full((1,), float(failure is not None))])
         dist.all_reduce(summed)
-        if summed[3]:
+        if self._pipeline is not None and summed[3]:
             messages: list[Any] = [None] * self.context.world_size
             dist.all_gather_object(messages, failure and _message(failure))
             raise ValueError(next(message for message in messages if message is not None)) from failure
@@ -478,11 +478,9 @@ class Engine:
 
 def _message(error: Exception) -> str:
     text = str(error)
-    return (
-        text
-        if isinstance(error, ValueError) and text.startswith("criterion: ")
-        else (f"criterion: it failed on the last stage: {type(error).__name__}: {text}")
-    )
+    if isinstance(error, ValueError) and text.startswith("criterion: "):
+        return text
+    return f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
 
 
 def _plain_scalar(value: torch.Tensor) -> torch.Tensor:
