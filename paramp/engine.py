@@ -100,6 +100,8 @@ class Engine:
         self._emulate = precision.compute is torch.float16 and (
             not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
         )
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._check_caller)
         self._calls = 0  # of step() in this window
         self._spent = False  # the gradients belong to a window that has ended
         # of this window: sum of the losses, of their weights, and of those weights that are counts
@@ -228,7 +230,11 @@ class Engine:
                 factor *= float(clip_coefficient(torch.tensor(norm), self.context.config.clip_grad_norm))
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-            self.optimizer.step()
+            self._stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._stepping = False
             self._weights.write_back()
         self._weights.drop_stepped_gradients()
         self.scaler.update_from_flag(torch.tensor(float(overflow), device=self.context.device))
@@ -243,6 +249,14 @@ class Engine:
             grad_norm=norm,
             num_zeros=zeros if self.precision.log_num_zeros else None,
         )
+
+    def _check_caller(self, *_: Any) -> None:
+        """The optimizer's own step would take gradients that are scaled, and of this rank alone."""
+        if not self._stepping:
+            raise RuntimeError(
+                "optimizer.step(): the optimizer belongs to an engine; call engine.step(), which first completes, "
+                "unscales and judges the gradients"
+            )
 
     def _finish_gradients(self) -> torch.Tensor:
         """Complete each gradient: its placements, its tied copies, its data ranks.

@@ -31,6 +31,19 @@ def my_slice(context, *tensors):
 # --------------------------------------------------------------------------------------------------- one process
 
 
+def test_the_optimizer_is_stepped_by_the_engine_only():
+    """Its own step would take gradients that carry the loss scale, and make all weights NaN."""
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+        x = torch.randn(2, 4)
+        engine.forward_backward(x, x)
+        with pytest.raises(RuntimeError, match=r"call engine\.step\(\)"):
+            optimizer.step()
+        assert engine.step().stepped
+
+
 def test_the_documents_loop_is_plain_torch():
     losses, weights = plain_fp32_training(10, clip=None)
     with paramp.launch_from_torch() as context:
