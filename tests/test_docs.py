@@ -28,6 +28,9 @@ RUN_BY = {
         "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs"
     ),
     "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2": "test_launchers.expected",
+    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/own": (
+        "test_examples.test_prepared_tokens_are_what_is_trained_on"
+    ),
     "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
     " --tp 2 --pp 2": "test_launchers.test_torchrun_on_two_hosts_that_meet_by_name",
     "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2": (

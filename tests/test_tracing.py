@@ -59,7 +59,7 @@ def test_traced_models_follow_plain_torch(world, kind, layout):
         model = build(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
         engine, *_ = paramp.initialize(model, optimizer, loss_of, plan=PLANS[kind] if context.tp.size > 1 else None)
-        for x, y in samples(kind, 10):
+        for x, y in samples(kind, 5):
             plain.zero_grad()
             loss = loss_of(reference(x), y)
             loss.backward()
