@@ -8,14 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from commands import ROOT, run
 from pool import on_ranks, run_on_ranks
 
 import paramp
-from paramp.config import load
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -72,7 +70,7 @@ def test_every_block_has_a_language_that_is_run_or_is_said_to_be_text():
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         languages = {language for language, _ in BLOCK.findall(text)}
-        assert languages <= {"python", "sh", "toml", "text"}, page
+        assert languages <= {"python", "sh", "text"}, page
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
@@ -88,12 +86,6 @@ def run_blocks(world, sources, page):
     with contextlib.redirect_stdout(io.StringIO()):
         for number, source in enumerate(sources):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])
-def test_the_toml_of_a_page_is_a_configuration(page):
-    for block in blocks(page, "toml"):
-        load(tomllib.loads(block))
 
 
 def test_the_commands_that_other_tests_run():
