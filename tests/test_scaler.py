@@ -168,9 +168,8 @@ def test_sparse_gradients_are_unscaled_and_checked():
     )
     scaler.step(optimizer)
     scaler.update()
-    assert torch.equal(
-        before - table.weight.detach(), torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
-    )
+    expected = before - torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
+    assert torch.equal(table.weight.detach(), expected)
     # Two fp16 entries of one index, each finite, whose sum is not.
     half = torch.nn.Parameter(torch.zeros(3, 1, dtype=torch.float16))
     half.grad = torch.sparse_coo_tensor(
