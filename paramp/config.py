@@ -10,14 +10,15 @@ import dataclasses
 import math
 import runpy
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from .precision import AMP_TYPE, ConfigError, Precision, nearest
+from .errors import ConfigError, nearest
+from .precision import AMP_TYPE, Precision
+from .typed import build, convert, keys
 
 __all__ = [
     "Config",
@@ -164,6 +165,9 @@ class TrainConfig:
     """Tokens that exist. None: as the tokenizer or the data says, else the model preset's own."""
     data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """What a ``.bin`` holds. ``auto``: what a ``meta.json`` beside it says, else uint16."""
+    norms: Literal["plain", "low-precision", "fused"] = "plain"
+    """``low-precision``: norms take and give autocast's dtype; ``fused``: the same, with Apex's kernels where they are
+    installed (:mod:`paramp.norms`)."""
     seq_len: int = 256
     batch_size: int = 32
     """Sequences a step over all ranks, accumulation included."""
@@ -221,7 +225,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
-            object.__setattr__(self, name, _convert(getattr(self, name), kind, name))
+            object.__setattr__(self, name, convert(getattr(self, name), kind, name))
         clip = self.clip_grad_norm
         _require(
             clip is None or (clip > 0 and math.isfinite(clip)),
@@ -240,7 +244,7 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         if name.isupper() and name in self.user:
             return self.user[name]
-        raise AttributeError(f"the configuration has no key {name!r}{nearest(name, _keys(Config))}")
+        raise AttributeError(f"the configuration has no key {name!r}{nearest(name, keys(Config))}")
 
 
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -272,8 +276,8 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
             raise ConfigError("fp16: given together with precision; keep one of the two")
         fp16 = known.pop("fp16")
         if fp16 is not None:
-            known["precision"] = {"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16
-    return _build(Config, {**known, "user": user}, "")
+            known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+    return build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -336,81 +340,3 @@ def flatten(config: Config) -> dict[str, Any]:
 
     plain = (str, int, float, bool, list, type(None))
     return {key: value if isinstance(value, plain) else str(value) for key, value in walk(config, "")}
-
-
-T = TypeVar("T")
-
-
-def _keys(cls: type) -> list[str]:
-    return [item.name for item in dataclasses.fields(cls)]
-
-
-def _build(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
-    """``cls`` from a mapping, every value checked against its field's type."""
-    hints = typing.get_type_hints(cls)
-    keys = _keys(cls)
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        if key not in keys:
-            allowed = [*keys, "fp16"] if cls is Config else keys
-            shown = ", ".join(name for name in allowed if name != "user")
-            raise ConfigError(f"{where}: no such key, expected one of {shown}{nearest(key, allowed)}")
-        values[key] = _convert(value, hints[key], where)
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}.{error}" if path else str(error)) from None
-
-
-def _convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as the type ``hint``. Only conversions that lose nothing: an int to a float, a list to a tuple."""
-    if hint is Precision:
-        try:
-            return Precision.parse(value)
-        except ConfigError as error:
-            raise error from None
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool) and "size" in _keys(hint):
-            value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: got {value!r}, expected a table with {', '.join(_keys(hint))}")
-        return _build(hint, value, path)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for choice in arguments:
-            try:
-                return _convert(value, choice, path)
-            except ConfigError:
-                continue
-    elif origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in arguments):
-            return value
-    elif origin is tuple:
-        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-    elif origin is not None:  # Mapping[str, Any]
-        return value
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            return float(value)
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    raise ConfigError(f"{path}: got {value!r}, expected {_describe(hint)}")
-
-
-def _describe(hint: Any) -> str:
-    """A type in words: ``an integer or None``."""
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "None"}
-    if hint in words:
-        return words[hint]
-    if typing.get_origin(hint) is tuple:
-        return "a list of strings"
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(repr(choice) for choice in typing.get_args(hint))
-    return " or ".join(_describe(choice) for choice in typing.get_args(hint))

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 __all__ = ["emulate_fp16", "has_native_fp16"]
 
@@ -33,6 +32,8 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.dot.default: (),
     aten.convolution.default: (),
     aten.convolution_backward.default: (),
+    aten.mkldnn_rnn_layer.default: (3,),  # its workspace is bytes
+    aten.mkldnn_rnn_layer_backward.default: (),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (1,),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (),
 }
@@ -58,8 +59,8 @@ class _EmulatedFp16(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor goes first; its local operators come back here
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # DTensor and float8 tensors go first; their inner operators come back here
         kwargs = kwargs or {}
         keep = _PRODUCTS.get(func)
         if keep is None or not any(_is_fp16_on_cpu(value) for value in args):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .mesh import ParallelContext, current_context
 from .shards import align_gradients, local, mark_tied_sums, num_replicas, sum_tied_gradients
 
-__all__ = ["clip_coefficient", "clip_grad_norm_", "count_zeros", "counted_share", "norm_power"]
+__all__ = ["clip_coefficient", "clip_grad_norm_", "count_zeros", "counted_share", "norm_power", "total_norm"]
 
 
 def clip_grad_norm_(
@@ -68,9 +68,7 @@ def clip_grad_norm_(
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
     wide = any(gradient.dtype is torch.float64 for gradient in gradients)
-    total = _reduce(norm_power(gradients, shares, norm_type, device), norm_type).to(
-        torch.float64 if wide else torch.float32
-    )
+    total = total_norm(gradients, shares, norm_type, device).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped; "
@@ -95,6 +93,17 @@ def counted_share(parameter: torch.Tensor, context: ParallelContext | None) -> f
         if tie.parameter is parameter and not tie.owner:
             return 0.0
     return 1.0 / num_replicas(parameter, context)
+
+
+def total_norm(
+    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """The norm over the world of the plain ``gradients`` of all ranks, by one all-reduce; 0-dim float64 on ``device``.
+
+    Args:
+        shares: for each gradient of this rank, what one element counts (:func:`counted_share`).
+    """
+    return _reduce(norm_power(gradients, shares, norm_type, device), norm_type)
 
 
 def norm_power(

@@ -3,52 +3,26 @@
 A mode is data. The engine never asks which mode it runs; it asks a row what the weights are stored in, whether
 autocast is on, whether fp32 masters exist and how the loss is scaled. A new mode is a new row.
 
-=============  =======  ==================  =======  ========================
-mode           weights  compute             masters  loss scaling
-=============  =======  ==================  =======  ========================
-32-true        fp32     fp32                no       none
-16-mixed       fp32     autocast to fp16    no       dynamic
-bf16-mixed     fp32     autocast to bf16    no       none
-16-naive       fp16     fp16                fp32     dynamic, with hysteresis
-bf16-naive     bf16     bf16                fp32     none
-=============  =======  ==================  =======  ========================
-
 "mixed" is torch AMP's scheme (Micikevicius et al., "Mixed Precision Training", 2018, with fp32 weights and
 per-operation casts). "naive" is Megatron's and Colossal-AI's: the whole model in half precision, norms included,
-and the optimizer stepping fp32 masters.
+and the optimizer stepping fp32 masters. O2 and O3 are Apex's levels, "true" and "transformer-engine" are Lightning
+Fabric's words. In every mode a gradient that is not finite skips the step.
 """
 
 from __future__ import annotations
 
-import difflib
-import enum
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
 
 import torch
 
-__all__ = ["AMP_TYPE", "PRESETS", "ConfigError", "LossScaling", "Precision", "nearest"]
+from .errors import ConfigError, nearest
+from .spellings import AMP_TYPE, Spelled, colossalai_options
+from .typed import convert
 
-
-class ConfigError(ValueError):
-    """The user asked for something impossible. The message names the value, what is allowed, and the fix."""
-
-
-def nearest(word: object, known: Iterable[str]) -> str:
-    """``" (did you mean 'tensor'?)"`` for the closest of ``known``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-class AMP_TYPE(enum.Enum):
-    """The three spellings of Colossal-AI's ``fp16=dict(mode=...)``."""
-
-    APEX = "apex"
-    TORCH = "torch"
-    NAIVE = "naive"
+__all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +43,11 @@ class LossScaling:
     enabled: bool = True
     """False: losses are not scaled. Non-finite gradients skip the step all the same."""
 
+    @staticmethod
+    def static(scale: float) -> LossScaling:
+        """A scale that stays: its floor and its ceiling are itself."""
+        return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
+
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:
             if not condition:
@@ -85,6 +64,24 @@ class LossScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Which linear layers multiply in 8 bits, and how their operands are scaled (:mod:`paramp.float8`)."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale for each tensor, or one for each row of it (more exact, and slower)."""
+    modules: tuple[str, ...] = ("**",)
+    """Globs over module names, ``*`` for one part between dots and ``**`` for any number: these are converted, where
+    they are Linear layers of a size that the hardware takes."""
+    skip: tuple[str, ...] = ("**.head", "**.lm_head", "**.output", "**.fc", "**.classifier")
+    """Globs over module names: these are not, whatever ``modules`` says. By default the output layer by its usual
+    names: it is the most sensitive to rounding, and its logits are what the loss is computed from."""
+    transformer_engine: bool = False
+    """Linear layers and norms of Transformer Engine, where it is installed; else as without it."""
+    te_recipe: Mapping[str, Any] | None = None
+    """The arguments of Transformer Engine's ``DelayedScaling``, such as ``fp8_format="HYBRID"``. None: its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """One mode of precision.
 
@@ -98,6 +95,18 @@ class Precision:
     """What matrix products run in, and what activations travel in between pipeline stages."""
     autocast: bool = False
     """Weights stay in ``weights`` and each operation casts to ``compute`` (``torch.autocast``)."""
+    norms: torch.dtype
+    """What norms and softmax, and the sums and exponentials that autocast on CUDA widens, take and return, on the CPU
+    and on CUDA alike. (Statistics inside a norm are in fp32 at least, whatever this is.) Without autocast it is
+    ``compute``, because that is the only dtype there."""
+    keep_batchnorm_fp32: bool = False
+    """Batch norms keep their weights and statistics in fp32, whatever the other weights are stored in."""
+    outputs: torch.dtype | None = None
+    """What the model's floating-point output is cast to. None: fp32, or fp64 where that is computed in."""
+    default_dtype: bool = False
+    """Tensors that the model's forward makes without a dtype get that of the weights, as in Fabric's "true" modes."""
+    float8: Float8 | None = None
+    """Linear layers whose products run in 8 bits; the other operations in ``compute``."""
     masters: bool = False
     """The optimizer steps fp32 copies of the weights."""
     scaling: LossScaling | None = None
@@ -107,9 +116,16 @@ class Precision:
     verbose: bool = field(default=False, compare=False)
     """Log every change of the loss scale."""
 
+    def __post_init__(self) -> None:
+        if not self.autocast and self.norms is not self.compute:
+            raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
+
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | Mapping[str, Any]) -> Precision:
-        """The mode called ``value``: a name or alias of API.md's table, or a Colossal-AI ``fp16`` dict.
+        """The mode called ``value``: a name or alias, or a mapping of a ``mode`` and options.
+
+        ``{"mode": "16-mixed", "init_scale": 1024.0}`` takes the fields of the mode's :class:`LossScaling` and
+        :class:`Float8`. With an ``AMP_TYPE`` as its mode, the options are those of Colossal-AI's ``fp16`` dict.
 
         Raises:
             ConfigError: an unknown name, or an option that the dict's mode does not have.
@@ -117,43 +133,59 @@ class Precision:
         if isinstance(value, Precision):
             return value
         if isinstance(value, Mapping):
-            return _parse_colossalai(value)
+            return _parse_options(value)
         key = ALIASES.get(value, value) if isinstance(value, (str, int, AMP_TYPE)) else value
         if isinstance(key, str) and key in PRESETS:
             return PRESETS[key]
+        if value is AMP_TYPE.APEX:
+            return _parse_options({"mode": value})  # at its default level
         known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
         raise ConfigError(f"precision: got {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
 
-    @property
-    def reduced(self) -> bool:
-        """Whether anything is computed below fp32."""
-        return self.compute.itemsize < 4
 
-    def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """``torch.autocast`` for this mode; a no-op where weights already have the compute dtype."""
-        return torch.autocast(device_type, dtype=self.compute) if self.autocast else nullcontext()
+def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
+    """A row whose matrix products need an autocast where they do not run in the weights' dtype.
 
+    Under autocast, norms and softmax compute in fp32; otherwise in the one dtype that there is.
+    """
+    autocast = weights is not compute
+    norms = torch.float32 if autocast else compute
+    return Precision(
+        **{"name": name, "weights": weights, "compute": compute, "autocast": autocast, "norms": norms, **changes}
+    )
+
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 PRESETS: dict[str, Precision] = {
     row.name: row
     for row in (
-        Precision(name="32-true", weights=torch.float32, compute=torch.float32),
-        Precision(
-            name="16-mixed",
-            weights=torch.float32,
-            compute=torch.float16,
-            autocast=True,
-            scaling=LossScaling(),
-        ),
-        Precision(name="bf16-mixed", weights=torch.float32, compute=torch.bfloat16, autocast=True),
-        Precision(
-            name="16-naive",
-            weights=torch.float16,
-            compute=torch.float16,
+        _row("32-true", FP32, FP32),
+        _row("64-true", FP64, FP64, default_dtype=True),
+        _row("16-mixed", FP32, FP16, scaling=LossScaling()),
+        _row("bf16-mixed", FP32, BF16),
+        _row(
+            "16-naive",
+            FP16,
+            FP16,
             masters=True,
             scaling=LossScaling(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32),
         ),
-        Precision(name="bf16-naive", weights=torch.bfloat16, compute=torch.bfloat16, masters=True),
+        _row("bf16-naive", BF16, BF16, masters=True),
+        _row("O2", FP16, FP16, keep_batchnorm_fp32=True, masters=True, scaling=LossScaling(max_scale=2.0**24)),
+        _row("O3", FP16, FP16, scaling=LossScaling.static(1.0)),
+        _row("16-true", FP16, FP16, default_dtype=True),
+        _row("bf16-true", BF16, BF16, default_dtype=True),
+        _row("fp8-mixed", FP32, BF16, float8=Float8()),
+        _row("transformer-engine", BF16, BF16, default_dtype=True, float8=Float8(transformer_engine=True)),
+        _row(
+            "transformer-engine-float16",
+            FP16,
+            FP16,
+            default_dtype=True,
+            float8=Float8(transformer_engine=True),
+            scaling=LossScaling(),
+        ),
     )
 }
 
@@ -162,6 +194,8 @@ ALIASES: dict[str | int | AMP_TYPE, str] = {
     "32": "32-true",
     "fp32": "32-true",
     "O0": "32-true",
+    64: "64-true",
+    "64": "64-true",
     16: "16-mixed",
     "16": "16-mixed",
     "amp": "16-mixed",
@@ -171,73 +205,43 @@ ALIASES: dict[str | int | AMP_TYPE, str] = {
     "bf16": "bf16-mixed",
     "amp_bf16": "bf16-mixed",
     AMP_TYPE.NAIVE: "16-naive",
+    "amp_fp8": "fp8-mixed",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ColossalaiMode:
-    """One mode of Colossal-AI's ``fp16`` dict: the preset it starts from and the options it takes."""
-
-    preset: Precision
-    scaling_options: Mapping[str, str]
-    """The document's name of an option -> the field of :class:`LossScaling`."""
-    precision_options: Mapping[str, str] = field(default_factory=dict)
-    """The document's name of an option -> the field of :class:`Precision`."""
-
-
-_COLOSSALAI: dict[AMP_TYPE, _ColossalaiMode] = {
-    AMP_TYPE.TORCH: _ColossalaiMode(
-        preset=PRESETS["16-mixed"],
-        scaling_options={
-            name: name for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-        },
-    ),
-    AMP_TYPE.NAIVE: _ColossalaiMode(
-        # The document's scale starts at 2**32; it reaches a usable value after about a dozen skipped steps.
-        preset=replace(
-            PRESETS["16-naive"], scaling=replace(PRESETS["16-naive"].scaling or LossScaling(), init_scale=2.0**32)
-        ),
-        scaling_options={"initial_scale": "init_scale"}
-        | {
-            name: name
-            for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-        },
-        precision_options={"log_num_zeros_in_grad": "log_num_zeros", "verbose": "verbose"},
-    ),
-}
-
-
-def _parse_colossalai(options: Mapping[str, Any]) -> Precision:
-    """``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)`` as the Colossal-AI document writes it."""
+def _parse_options(options: Mapping[str, Any]) -> Precision:
+    """``{"mode": ..., option: value}``: with an ``AMP_TYPE`` the Colossal-AI document's options, with the name of a
+    mode those of its row's :class:`LossScaling` and :class:`Float8`."""
     given = dict(options)
     mode = given.pop("mode", None)
     if isinstance(mode, str):  # a TOML file has no enums
         mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
-    if not isinstance(mode, AMP_TYPE) or mode not in _COLOSSALAI:
-        allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in _COLOSSALAI)
-        raise ConfigError(f"fp16.mode: got {mode!r}, expected one of {allowed}")
-    row = _COLOSSALAI[mode]
-    scaling: dict[str, Any] = {}
-    changes: dict[str, Any] = {}
-    known = [*row.scaling_options, *row.precision_options]
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(
-                f"fp16.{name}: no such option of AMP_TYPE.{mode.name}, expected one of "
-                f"{', '.join(known)}{nearest(name, known)}"
-            )
-        boolean = name == "enabled" or name in row.precision_options
-        if boolean and not isinstance(value, bool):
-            raise ConfigError(f"fp16.{name}: got {value!r}, expected True or False")
-        whole = name in ("growth_interval", "hysteresis")
-        if not boolean and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
-            raise ConfigError(f"fp16.{name}: got {value!r}, expected {'an integer' if whole else 'a number'}")
-        if name in row.precision_options:
-            changes[row.precision_options[name]] = value
-        else:
-            scaling[row.scaling_options[name]] = value
-    try:
-        scaled = replace(row.preset.scaling or LossScaling(), **scaling)
-    except ConfigError as error:
-        raise ConfigError(f"fp16.{error}") from None
-    return replace(row.preset, scaling=scaled, **changes)
+    if isinstance(mode, AMP_TYPE):
+        return _applied(colossalai_options(mode, given))
+    if not isinstance(mode, (str, int)) or isinstance(mode, bool):
+        allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
+        raise ConfigError(f"mode: got {mode!r}, expected one of {allowed}, or the name of a mode")
+    row = Precision.parse(mode)
+    internal = {"transformer_engine"}  # is what the mode's name says
+    if row.float8 is not None and not row.float8.transformer_engine:
+        internal.add("te_recipe")
+    parts = {name: part for name in ("scaling", "float8") if (part := getattr(row, name)) is not None}
+    where = {item.name: name for name, part in parts.items() for item in fields(part)}
+    where = {name: part for name, part in where.items() if name not in internal}
+    for name in given:
+        if name not in where:
+            known = f"expected one of {', '.join(where)}" if where else "which has none"
+            raise ConfigError(f"{name}: no such option of mode {row.name!r}, {known}{nearest(name, where)}")
+    for name, part in parts.items():
+        hints = get_type_hints(type(part))
+        changes = {key: convert(value, hints[key], key) for key, value in given.items() if where[key] == name}
+        if "init_scale" in changes and part == LossScaling.static(getattr(part, "init_scale", 1.0)):
+            changes = {"min_scale": changes["init_scale"], "max_scale": changes["init_scale"], **changes}
+        row = replace(row, **{name: replace(part, **changes)})
+    return row
+
+
+def _applied(spelled: Spelled) -> Precision:
+    row = PRESETS[spelled.row]
+    scaling = None if spelled.scaling is None else replace(row.scaling or LossScaling(), **spelled.scaling)
+    return replace(row, scaling=scaling, **spelled.precision)

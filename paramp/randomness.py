@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the layout where they must not, and differ where they must.
 
 Parameters: every tensor is drawn in full from a seed made of the run's seed and the parameter's name, then cut, so
-that a model starts the same in every layout (:func:`materialize` does this for models built on ``meta``).
+that a model starts the same in every layout (:mod:`paramp.building` does this for models built on ``meta``).
 
 Dropout: pipeline and data ranks draw from different streams (:class:`RandomStream`). Along the tensor axis an
 activation is either replicated, and then its mask must be equal on all ranks, or sharded, and then equal masks would be
@@ -16,11 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from .surgery import keeping_ties
-
-__all__ = ["RandomStream", "check_materializable", "derive_seed", "materialize", "replicated_random", "sharded_random"]
+__all__ = ["RandomStream", "derive_seed", "replicated_random", "sharded_random"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -103,42 +100,3 @@ def replicated_random() -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield
-
-
-def materialize(module: nn.Module, seed: int, device: torch.device) -> None:
-    """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
-
-    Each submodule with tensors on ``meta`` is filled by its own ``reset_parameters()``, with the random state seeded
-    by ``seed`` and the submodule's name. The caller's random state is left as it was.
-
-    Raises:
-        ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters``.
-    """
-    check_materializable(module)
-    with torch.random.fork_rng(devices=[]), keeping_ties(module):
-        for name, child in module.named_modules():
-            if not _is_on_meta(child):
-                continue
-            child.to_empty(device="cpu", recurse=False)
-            torch.manual_seed(derive_seed(seed, name))
-            child.reset_parameters()
-            child._apply(lambda tensor: tensor.to(device), recurse=False)
-
-
-def check_materializable(module: nn.Module) -> None:
-    """Complain about a submodule that :func:`materialize` could not fill.
-
-    Raises:
-        ValueError: naming it.
-    """
-    for name, child in module.named_modules():
-        if _is_on_meta(child) and not hasattr(child, "reset_parameters"):
-            raise ValueError(
-                f"model: {name or 'the model'} ({type(child).__name__}) is on the meta device and has no "
-                "reset_parameters(); add one that fills its parameters and buffers, or build it on the CPU"
-            )
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    """Whether tensors of ``module`` itself are on ``meta``."""
-    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))

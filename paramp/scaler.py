@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from .mesh import current_context
 from .shards import align_gradients, local, sum_tied_gradients
 
-__all__ = ["DistributedGradScaler", "unscale_and_check_"]
+__all__ = ["DistributedGradScaler", "dense_gradients", "unscale_and_check_"]
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Without a floor of the user's, the scale stops here: from 0 it could never grow again."""
@@ -116,7 +116,7 @@ class DistributedGradScaler(GradScaler):
         context = current_context()
         if context is not None:
             sum_tied_gradients(context, parameters)
-        unscale_and_check_(_dense_gradients(parameters), inv_scale, found_inf)
+        unscale_and_check_(dense_gradients(parameters), inv_scale, found_inf)
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
 
@@ -232,7 +232,7 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
 
 
-def _dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients' local dense storage; of sparse ones, the values."""
     dense = []
     for parameter in parameters:

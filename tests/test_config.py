@@ -48,6 +48,39 @@ def test_the_documents_torch_options_and_defaults():
     assert config.precision.scaling.init_scale == 8
 
 
+def test_the_documents_apex_options_and_defaults():
+    def parse(**options):
+        return load({"fp16": {"mode": AMP_TYPE.APEX, **options}}).precision
+
+    plain = parse()
+    assert dataclasses.replace(plain, scaling=None) == dataclasses.replace(PRESETS["16-mixed"], scaling=None)
+    assert (plain.scaling.init_scale, plain.scaling.min_scale, plain.scaling.max_scale) == (2.0**16, None, 16777216.0)
+    assert parse(opt_level="O0") == parse(enabled=False) == PRESETS["32-true"]
+    assert parse(opt_level="O2") == PRESETS["O2"]
+    assert parse(opt_level="O3") == PRESETS["O3"]
+    static = parse(opt_level="O2", loss_scale="128.0", keep_batchnorm_fp32="False", cast_model_outputs=torch.float16)
+    assert (static.scaling.init_scale, static.scaling.min_scale, static.scaling.max_scale) == (128, 128, 128)
+    assert (static.keep_batchnorm_fp32, static.outputs) == (False, torch.float16)
+    assert parse(max_loss_scale=8.0).scaling.init_scale == 8  # as Apex starts at its ceiling
+    brain = parse(opt_level="O2", cast_model_type=torch.bfloat16, min_loss_scale=1.0, num_losses=2, verbosity=0)
+    assert (brain.weights, brain.compute, brain.norms) == (torch.bfloat16,) * 3
+    assert (brain.masters, brain.scaling.min_scale) == (True, 1)
+
+
+def test_a_static_scale_that_is_set_stays():
+    static = load({"precision": {"mode": "O3", "init_scale": 128.0}}).precision.scaling
+    assert (static.init_scale, static.min_scale, static.max_scale) == (128, 128, 128)
+    assert Precision.parse(AMP_TYPE.APEX) == load({"fp16": {"mode": AMP_TYPE.APEX}}).precision
+
+
+def test_a_mode_by_its_name_takes_the_options_of_its_row():
+    precision = load({"precision": {"mode": "16-naive", "init_scale": 4, "hysteresis": 1}}).precision
+    assert (precision.name, precision.scaling.init_scale, precision.scaling.hysteresis) == ("16-naive", 4, 1)
+    assert precision.scaling.growth_interval == PRESETS["16-naive"].scaling.growth_interval
+    precision = load({"precision": {"mode": "amp_fp8", "recipe": "rowwise", "skip": ["head"]}}).precision
+    assert (precision.float8.recipe, precision.float8.skip, precision.scaling) == ("rowwise", ("head",), None)
+
+
 @pytest.mark.parametrize(
     ("name", "row"),
     [
@@ -65,6 +98,11 @@ def test_the_documents_torch_options_and_defaults():
         (AMP_TYPE.NAIVE, "16-naive"),
         ("16-naive", "16-naive"),
         ("bf16-naive", "bf16-naive"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        ("amp_fp8", "fp8-mixed"),
+        ("O2", "O2"),
+        ("O3", "O3"),
     ],
 )
 def test_aliases(name, row):
@@ -79,11 +117,24 @@ def test_the_table_of_modes():
     full, half, brain = torch.float32, torch.float16, torch.bfloat16
     assert rows == {
         "32-true": (full, full, False, False, False),
+        "64-true": (torch.float64, torch.float64, False, False, False),
         "16-mixed": (full, half, True, False, True),
         "bf16-mixed": (full, brain, True, False, False),
         "16-naive": (half, half, False, True, True),
         "bf16-naive": (brain, brain, False, True, False),
+        "O2": (half, half, False, True, True),
+        "O3": (half, half, False, False, True),
+        "16-true": (half, half, False, False, False),
+        "bf16-true": (brain, brain, False, False, False),
+        "fp8-mixed": (full, brain, True, False, False),
+        "transformer-engine": (brain, brain, False, False, False),
+        "transformer-engine-float16": (half, half, False, False, True),
     }
+    assert [name for name, row in PRESETS.items() if row.keep_batchnorm_fp32] == ["O2"]
+    assert {row.norms for row in PRESETS.values() if row.autocast} == {full}
+    assert all(row.norms is row.compute for row in PRESETS.values() if not row.autocast)
+    static = PRESETS["O3"].scaling
+    assert (static.init_scale, static.min_scale, static.max_scale) == (1, 1, 1)
     assert PRESETS["16-naive"].scaling.init_scale == 2.0**16
 
 
@@ -120,9 +171,29 @@ def test_the_table_of_modes():
         ({"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
         (
             {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
-            r"fp16\.backoff_factor: got 2, expected a number betw",
+            r"fp16\.backoff_factor: got 2\.0, expected a number betw",
         ),
-        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.TORCH"),
+        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
+        ({"fp16": {"mode": AMP_TYPE.TORCH, "opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
+        (
+            {"fp16": {"mode": AMP_TYPE.APEX, "keep_batchnorm_fp32": True}},
+            r"fp16\.keep_batchnorm_fp32: got True with opt_level 'O1'",
+        ),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
+        ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
+        (
+            {"precision": {"mode": "32-true", "init_scale": 2}},
+            r"precision\.init_scale: no such option of mode '32-true'",
+        ),
+        (
+            {"precision": {"mode": "fp8-mixed", "te_recipe": {}}},
+            r"precision\.te_recipe: no such option of mode 'fp8-mi",
+        ),
+        ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
+        ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
         ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
         ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
         ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),

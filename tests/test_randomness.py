@@ -8,8 +8,9 @@ from reference import SMALL, batches, rank_slice, small_gpt
 from torch import nn
 
 import paramp
+from paramp.building import materialize
 from paramp.models import GPT
-from paramp.randomness import derive_seed, materialize, sharded_random
+from paramp.randomness import derive_seed, sharded_random
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},
