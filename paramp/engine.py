@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from .autocast import widening
 from .config import Config
 from .emulation import emulate_fp16, has_native_fp16
 from .grads import clip_coefficient, count_zeros, counted_share, norm_power
@@ -74,6 +75,7 @@ class Engine:
         criterion: Criterion | None,
         context: ParallelContext,
         shapes: Mapping[str, torch.Size],
+        overflow: torch.Tensor,
     ) -> None:
         config: Config = context.config
         precision: Precision = config.precision
@@ -90,6 +92,7 @@ class Engine:
         self._weights = weights
         self._ties = ties
         self._shapes = shapes  # of whole parameters, as the model has them
+        self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
         self._shares = [counted_share(parameter, context) for parameter in weights.parameters]
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.microbatches or pipeline.size
@@ -126,13 +129,79 @@ class Engine:
         """
         self._check_batch(x, y)
         self._begin_window(y.numel() / self._num_microbatches)
+        self._run(x, y, self._scaled_loss, backward=True)
+        return self._window_loss()
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Run the next batch of ``data_iter``, in every layout: Colossal-AI's way to train and to evaluate.
+
+        ``step()``, ``zero_grad()``, ``train()`` and ``eval()`` stay the caller's.
+
+        Args:
+            data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
+            forward_only: run no backward.
+            return_loss: compute the loss; needed for a backward.
+            return_output_label: return output and label, too.
+
+        Returns:
+            ``(output, label, loss)``. Output and label are those of the whole batch, on this rank's device, detached,
+            in the order of the batch; None on all but the last stage of a pipeline. The loss is the true one, as
+            :meth:`forward_backward` returns it, on every rank; of this batch alone with ``forward_only``.
+
+        Raises:
+            StopIteration: there is no further batch.
+            ValueError: as :meth:`forward_backward`; ``data_iter`` is no iterator or yields no pairs; or
+                ``return_loss=False`` without ``forward_only``.
+        """
+        x, y = _next_pair(data_iter)
+        if not (forward_only or return_loss):
+            raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
+        self._check_batch(x, y, criterion=return_loss)
+        totals = torch.zeros_like(self._totals)
+        outputs: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if return_output_label:
+                outputs.append(output.detach())
+                labels.append(target)
+            if not return_loss:
+                return torch.zeros((), device=self.context.device)
+            return self._added(output, target, totals) if forward_only else self._scaled_loss(output, target)
+
+        if not forward_only:
+            self._begin_window(y.numel() / self._num_microbatches)
+        with torch.set_grad_enabled(not forward_only):
+            self._run(x, y, loss, backward=not forward_only)
+        mean = self._mean_over_ranks(totals if forward_only else self._totals) if return_loss else None
+        if not outputs:
+            return None, None, mean
+        whole = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
+        return torch.cat(whole), torch.cat(labels), mean
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """The batch in microbatches: forward, through ``loss`` on the last stage, and backward."""
         with self._computing():
             if self._pipeline is not None:
-                self._pipeline.run(x, y, self._scaled_loss, backward=True)
-            else:
-                for part, target in zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True):
-                    self._scaled_loss(self._stage(part), target.to(self.context.device)).backward()
-        return self._window_loss()
+                self._pipeline.run(x, y, loss, backward=backward)
+                return
+            for part, target in zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True):
+                value = loss(self._stage(part), target.to(self.context.device))
+                if backward:
+                    value.backward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
@@ -187,20 +256,10 @@ class Engine:
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
         self._check_batch(x, y)
         totals = torch.zeros_like(self._totals)
-
-        def add(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            value, parts = self._split(self.criterion(output, target))
-            totals.add_(parts)
-            return value
-
         was_training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         try:
-            with self._computing():
-                if self._pipeline is not None:
-                    self._pipeline.run(x, y, add, backward=False)
-                else:
-                    add(self._stage(x), y)
+            self._run(x, y, lambda output, target: self._added(output, target, totals), backward=False)
         finally:
             for module, training in was_training.items():  # some may have been frozen in evaluation mode
                 module.training = training
@@ -236,6 +295,7 @@ class Engine:
             finally:
                 self._stepping = False
             self._weights.write_back()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
         self._weights.drop_stepped_gradients()
         self.scaler.update_from_flag(torch.tensor(float(overflow), device=self.context.device))
         self.num_steps += not overflow
@@ -262,13 +322,15 @@ class Engine:
         """Complete each gradient: its placements, its tied copies, its data ranks.
 
         Returns:
-            1 if a gradient that was cut was not finite, which nobody would see any more; else 0. 0-dim, this rank's.
+            1 if a gradient that was cut, or cast to float8, was not finite, which nobody would see any more; else 0.
+            0-dim, this rank's.
         """
         parameters = self._weights.parameters
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        found_inf = torch.zeros((), device=self.context.device)
+        found_inf = self._overflow.clone()
+        self._overflow.zero_()
         unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
         sum_tied_gradients(self.context, parameters)
         if self.context.dp.size > 1:
@@ -323,6 +385,7 @@ class Engine:
             for tie in self._ties:
                 tie.summed = None
             self._totals.zero_()
+            self._overflow.zero_()
             self._spent = False
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -351,7 +414,7 @@ class Engine:
         }
         whole: dict[str, torch.Tensor] = {}
         for name, value in own.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # Transformer Engine's scales
                 continue
             if self.context.dp.size > 1 and not isinstance(value, nn.Parameter):  # running statistics: the first's
                 value = value.clone()
@@ -388,7 +451,11 @@ class Engine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with emulate_fp16(self._emulate), vocab_parallel_loss(self.context.tp.size > 1):
+        with (
+            emulate_fp16(self._emulate),
+            widening(self.precision, self.context.device.type),
+            vocab_parallel_loss(self.context.tp.size > 1),
+        ):
             yield
 
     def _begin_window(self, count: float) -> None:
@@ -402,6 +469,12 @@ class Engine:
 
     def _scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self._scale(self.criterion(output, target))
+
+    def _added(self, output: torch.Tensor, target: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+        """The loss, noted in ``totals``."""
+        value, parts = self._split(self.criterion(output, target))
+        totals.add_(parts)
+        return value
 
     def _scale(self, loss: Loss) -> torch.Tensor:
         """``loss`` ready for its backward, and noted in the window's totals."""
@@ -445,8 +518,8 @@ class Engine:
             raise ValueError(next(message for message in messages if message is not None)) from failure
         return (summed[0] / summed[1]).float()
 
-    def _check_batch(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        if self._criterion is None:
+    def _check_batch(self, x: torch.Tensor, y: torch.Tensor, *, criterion: bool = True) -> None:
+        if criterion and self._criterion is None:
             raise ValueError("criterion: initialize got none; pass one as its third argument")
         for name, value in (("x", x), ("y", y)):
             if not isinstance(value, torch.Tensor) or value.ndim == 0:
@@ -488,6 +561,15 @@ class Engine:
             output = torch.empty(listing[0][0], dtype=listing[0][1], device=self.context.device)
         dist.broadcast(output, group=pp.group, group_src=pp.size - 1)
         return output
+
+
+def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
+    if not hasattr(data_iter, "__next__"):
+        raise ValueError(f"data_iter: got {type(data_iter).__name__}, expected an iterator, such as iter(loader)")
+    batch = next(data_iter)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"data_iter: it yielded {type(batch).__name__}, expected a pair (data, label)")
+    return batch[0], batch[1]
 
 
 def _message(error: Exception) -> str:

@@ -23,11 +23,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .building import outline
 from .precision import ConfigError
 from .surgery import LeftOut, keep_only, names_outside, with_forward
 from .tensor import LocalHeads, PackedColwise, PackedRowwise, Plan, matches
 
-__all__ = ["ARCHITECTURES", "Architecture", "PretrainedCut", "is_pretrained", "pretrained_plan", "returning_logits"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "PretrainedCut",
+    "is_pretrained",
+    "pretrained_filling",
+    "pretrained_plan",
+    "returning_logits",
+]
 
 TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "colwise": "colwise",
@@ -88,6 +97,48 @@ def _architecture(model: nn.Module) -> tuple[Architecture | None, str]:
     base: Any = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     return ARCHITECTURES.get(model.config.model_type), prefix  # type: ignore[union-attr, arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- from meta
+
+
+def pretrained_filling(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What gives the tensors of a module of ``model`` itself their first values: the model's own ``_init_weights``.
+
+    It is tried on ``meta``, where it costs nothing: what it writes shows in the tensors' versions.
+
+    Raises:
+        ConfigError: it leaves a tensor out, or writes those of another module.
+    """
+    tried = outline(model)
+    names_of: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in _named_tensors(tried):
+        if tensor.is_meta:
+            names_of.setdefault(tensor, []).append(name)
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        model._init_weights(module)  # type: ignore[operator]
+
+    written: dict[torch.Tensor, list[str]] = {tensor: [] for tensor in names_of}
+    for name, module in tried.named_modules():
+        before = {tensor: tensor._version for _, tensor in _named_tensors(module) if tensor.is_meta}
+        fill(module)
+        for tensor, version in before.items():
+            if tensor._version != version:
+                written[tensor].append(name)
+    for tensor, names in names_of.items():
+        if written[tensor] != [name.rpartition(".")[0] for name in names]:
+            by = " and ".join(repr(name) for name in written[tensor]) or "no module"
+            raise ConfigError(
+                f"model: {names[0]!r} of {type(model).__name__} is on the meta device, but its _init_weights "
+                f"fills it for {by}, where one call for each module that has it is expected; build the model on the CPU"
+            )
+    return fill
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 # ------------------------------------------------------------------------------------------------ tensor parallelism

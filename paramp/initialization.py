@@ -6,6 +6,7 @@ out over the tensor axis in full precision, masters are copied from that, and on
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,17 +14,20 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.lr_scheduler import LRScheduler
 
+from .building import check_materializable, is_on_meta, materialize, outline, reset_parameters
 from .engine import Criterion, Engine
-from .huggingface import PretrainedCut, is_pretrained, pretrained_plan, returning_logits
+from .float8 import choose_layers, convert, find_library
+from .huggingface import PretrainedCut, is_pretrained, pretrained_filling, pretrained_plan, returning_logits
 from .loaders import deal_loaders
 from .masters import Weights
 from .mesh import ParallelContext, TiedParameter, get_context
+from .optimizers import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
 from .pipeline import Stage
 from .precision import ConfigError
-from .randomness import check_materializable, materialize
 from .shards import local
 from .stages import Cut, SequentialCut, is_sequential, plan_stages
 from .tensor import apply_plan, check_divisible, resolve_plan
@@ -70,7 +74,8 @@ def initialize(
 
     Args:
         model: the whole model, on the CPU, a GPU or ``meta``; or a callable that builds it. Its parameters are moved
-            and cut, so use it through the engine from here on.
+            and cut, so use it through the engine from here on. One on ``meta`` is cut there, and filled shard by shard
+            (:mod:`paramp.building`).
         optimizer: a fresh optimizer over the model's parameters, whose param groups are kept and re-pointed at this
             rank's weights or masters; or a callable that makes one from the parameters.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``.
@@ -86,7 +91,8 @@ def initialize(
     The criterion, where it is a module, is moved to the device.
 
     With ``parallel.pipeline.size`` above 1 the model is an ``nn.Sequential``, a Hugging Face model, or any other of
-    one input whose forward can be traced (:mod:`paramp.tracing`). A Hugging Face model's output is its logits.
+    one input whose forward can be traced (:mod:`paramp.tracing`). A Hugging Face model's output is its logits. A
+    model's own ``pipeline_split(num_stages)`` says where stages begin when ``parallel.pipeline.split`` does not.
 
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
@@ -96,6 +102,9 @@ def initialize(
         ConfigError: the model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
     context = get_context()
+    float8 = context.config.precision.float8
+    if float8 is not None:
+        find_library(float8, context.device, context.tp.size)
     train_dataloader, test_dataloader = deal_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
@@ -106,6 +115,7 @@ def initialize(
                 "pass a callable, such as lambda parameters: torch.optim.AdamW(parameters)"
             )
         model = model()
+    _check_algorithms(algorithms)
     for algorithm in algorithms:
         algorithm.apply(model, context.config.precision)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -116,29 +126,38 @@ def initialize(
         raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
     scheduler = _check_scheduler(lr_scheduler, optimizer)
 
-    names_of = _names_by_parameter(model)
+    names_of = names_by_parameter(model)
     _check_same_model(model, context)
-    _check_optimizer(optimizer, names_of)
+    check_optimizer(optimizer, names_of)
     styles = resolve_plan(
         _find_plan(model, plan, context), [name for name, _ in model.named_modules(remove_duplicate=False)]
     )
     check_divisible(model, styles, context.tp.size)
-    check_materializable(model)
+    choice = None if float8 is None else choose_layers(model, float8, styles, context.tp.size)
+    fill = _filling(model)
     stages = _cut(model, styles, context)
-    module = stages[context.pp.rank]
-    shapes = {name: value.shape for name, value in module.named_parameters(remove_duplicate=False)}
-    materialize(module, context.config.seed, context.device)
-    module.to(context.device)
-    _broadcast(module, context)
-    if context.tp.size > 1:
-        apply_plan(module, styles, context.mesh["tp"])
+    shapes = {name: value.shape for name, value in stages[context.pp.rank].named_parameters(remove_duplicate=False)}
+    overflow = torch.zeros((), device=context.device)
+    in_float8 = functools.partial(
+        convert,
+        precision=context.config.precision,
+        device=context.device,
+        choice=choice,
+        tensor_size=context.tp.size,
+        overflow=overflow,
+        group=context.dp.group,
+        verbose=context.is_main,
+    )
+    stages[context.pp.rank] = module = _share_out(stages[context.pp.rank], styles, fill, in_float8, context)
     ties = _tie_stages(names_of, stages, context)
     weights = Weights(module, context.config.precision)
+    weights.follow_loads(module)
     for tie in ties:
         tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
     context.ties.extend(ties)
-    _check_elementwise(optimizer, weights)
-    _repoint(optimizer, names_of, weights)
+    check_elementwise(optimizer, weights)
+    repoint(optimizer, names_of, weights)
+    warn_of_eps(optimizer)
     stage = Stage(
         module,
         context.config.precision,
@@ -149,8 +168,17 @@ def initialize(
     )
     if isinstance(criterion, nn.Module):
         criterion.to(context.device)
-    engine = Engine(stage, weights, ties, optimizer, criterion, context, shapes)
+    engine = Engine(stage, weights, ties, optimizer, criterion, context, shapes, overflow)
     return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
+
+
+def _check_algorithms(algorithms: Any) -> None:
+    right = isinstance(algorithms, Iterable) and not isinstance(algorithms, str)
+    if not right or any(isinstance(one, type) or not callable(getattr(one, "apply", None)) for one in algorithms):
+        raise ConfigError(
+            f"algorithms: got {algorithms!r}, expected a list of objects with apply(model, precision), such as "
+            "[paramp.algorithms.LowPrecisionLayerNorm()]"
+        )
 
 
 def _check_same_model(model: nn.Module, context: ParallelContext) -> None:
@@ -180,44 +208,6 @@ def _check_scheduler(
     return scheduler
 
 
-def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every name of each parameter, in the model's order: several for one that modules share."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the model many times a step, which engine.step() cannot do")
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names_of:
-                raise ConfigError(
-                    f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
-                    "model; make it from model.parameters(), and initialize each model and optimizer once"
-                )
-
-
-NOT_ELEMENTWISE = ("Adafactor", "Muon")
-"""Optimizers of torch that look at a matrix as a whole, of which a tensor-parallel rank has a part only."""
-
-
-def _check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
-    name = type(optimizer).__name__
-    shards = [
-        parameter.shape != stepped.shape for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
-    ]
-    if name in NOT_ELEMENTWISE and any(shards):
-        raise ConfigError(
-            f"optimizer: {name} looks at whole matrices, but tensor parallelism leaves each rank a shard of them; "
-            "use an elementwise optimizer such as AdamW, or parallel.tensor.size 1"
-        )
-
-
 def _find_plan(
     model: nn.Module, plan: Mapping[str, str | ParallelStyle] | None, context: ParallelContext
 ) -> Mapping[str, str | ParallelStyle]:
@@ -241,6 +231,9 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: Paralle
     size, split = context.pp.size, context.config.parallel.pipeline.split
     if size == 1:
         return [returning_logits(model) if is_pretrained(model) else model]
+    own_split = getattr(model, "pipeline_split", None)
+    if split is None and own_split is not None:
+        split = own_split(size)
     cut: Cut
     if is_sequential(model):
         cut = SequentialCut(model)
@@ -297,12 +290,63 @@ def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             )
 
 
-def _broadcast(module: nn.Module, context: ParallelContext) -> None:
-    """Give every data and tensor rank of a stage the values of the stage's first rank, whatever each was built with."""
-    for axis in (context.dp, context.tp):
-        if axis.size > 1:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
+def _filling(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What fills a module of ``model`` whose tensors are on ``meta``.
+
+    Raises:
+        ValueError: a module could not be filled.
+    """
+    if is_pretrained(model) and any(is_on_meta(module) for module in model.modules()):
+        return pretrained_filling(model)
+    check_materializable(model)
+    return reset_parameters
+
+
+def _share_out(
+    module: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    fill: Callable[[nn.Module], None],
+    in_float8: Callable[[nn.Module], nn.Module],
+    context: ParallelContext,
+) -> nn.Module:
+    """Move a stage's tensors to the device, and cut them over the tensor axis; what is on ``meta`` is filled then.
+
+    Every data and tensor rank gets the values of the stage's first rank, whatever each was built with.
+    """
+    precision = context.config.precision
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))
+    _broadcast([tensor for _, tensor in _named_tensors(module) if not tensor.is_meta], context)
+    whole = outline(module)  # with its own layers, whose classes say how they are filled
+    module = in_float8(module)
+    if context.tp.size > 1:
+        apply_plan(module, styles, context.mesh["tp"])
+    on_meta = [name for name, tensor in _named_tensors(module) if tensor.is_meta]
+    materialize(
+        module,
+        context.config.seed,
+        context.device,
+        whole=whole,
+        fill=fill,
+        dtype=None if precision.masters else precision.weights,  # masters are made from what was drawn
+        keep_batchnorm_fp32=precision.keep_batchnorm_fp32,
+    )
+    filled = dict(_named_tensors(module))
+    _broadcast([filled[name] for name in on_meta], context)
+    return module
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    """Give every data and tensor rank of a stage the values of the stage's first rank; of shards, its own."""
+    for tensor in tensors:
+        if context.dp.size > 1:
+            dist.broadcast(local(tensor).detach(), group=context.dp.group, group_src=0)
+        shared_out = isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+        if context.tp.size > 1 and not shared_out:
+            dist.broadcast(local(tensor).detach(), group=context.tp.group, group_src=0)
 
 
 def _tie_stages(
@@ -335,20 +379,3 @@ def _tie_stages(
         dist.broadcast(local(parameter).detach(), group=group, group_src=0)
         ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
     return ties
-
-
-def _repoint(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights) -> None:
-    """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
-    stepped = weights.by_name()
-    for group in optimizer.param_groups:
-        kept = []
-        for index, parameter in enumerate(group["params"]):
-            found = next((stepped[name] for name in names_of[parameter] if name in stepped), None)
-            if found is not None:
-                kept.append((index, found))
-        group["params"] = [tensor for _, tensor in kept]
-        if "param_names" in group:
-            group["param_names"] = [group["param_names"][index] for index, _ in kept]
-    if optimizer.state:  # made in the constructor, as Adagrad does: made again, for the tensors that are stepped now
-        optimizer.state.clear()
-        optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)

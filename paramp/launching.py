@@ -194,7 +194,7 @@ def _join(
             )
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
-        store = _meet(place)
+        store = _shared_store(place)
     store = meet(store, rank, world_size)
     _agree_on_config(store, config, rank, world_size)
     if owns_world:
@@ -213,7 +213,7 @@ _stores: dict[tuple[str, int, int], TCPStore] = {}
 """Kept until the process ends: a later launch meets in the same place."""
 
 
-def _meet(place: Place) -> Store:
+def _shared_store(place: Place) -> Store:
     """The store that the ranks of ``place``'s world share."""
     if place.world_size == 1 or place.host is None or place.port is None:
         return HashStore()

@@ -68,6 +68,11 @@ class DealtSampler(Sampler[Any]):
         self.epoch = 0
         """The one that the next iteration is of."""
 
+    @property
+    def num_replicas(self) -> int:
+        """As torch's ``DistributedSampler`` calls ``size``: a loader with this sampler is not dealt again."""
+        return self.size
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is of; ``inner`` too, if it wants to know."""
         self.epoch = epoch
@@ -157,7 +162,8 @@ def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
     different over the data axis, unless all data ranks have to read the same of an iterable dataset.
 
     Raises:
-        ConfigError: the loader deals over something else, or its order is not the same on every rank.
+        ConfigError: the loader deals over something else, its order is not the same on every rank, or no batch is left
+            for a rank.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -172,7 +178,9 @@ def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
         )
     dealt = copy.copy(loader)
     dealt.__dict__.update(changes)  # DataLoader forbids to set these, because its own constructor checks them
-    return DealtBatches(dealt, rank, size) if iterable else dealt
+    result = DealtBatches(dealt, rank, size) if iterable else dealt
+    _check_not_empty(result, size)
+    return result
 
 
 def _dealt_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], DealtSampler]) -> dict[str, Any]:
@@ -211,6 +219,38 @@ def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
             "in_order=False gives batches in the order in which its workers are done, another on each rank; "
             "leave in_order out"
         )
+
+
+def _check_not_empty(dealt: Any, size: int) -> None:
+    """Complain about a loader without a batch: a loop that asks it for one would never end, or train nothing."""
+    try:
+        if len(dealt):
+            return
+    except (TypeError, NotImplementedError):  # nobody knows before it is read
+        return
+    samples = _length(dealt.dataset)
+    if not samples:
+        raise ConfigError("its dataset is empty; expected at least one sample")
+    if not dealt.drop_last:
+        raise ConfigError(f"its sampler yields none of its dataset's {samples} samples; expected at least one")
+    own = 0 if isinstance(dealt, DealtBatches) else _length(getattr(dealt.batch_sampler, "sampler", None))
+    if not own:
+        raise ConfigError(
+            f"its {samples} samples do not fill a batch of {dealt.batch_size} for each of {size} data ranks, so "
+            "drop_last leaves none; expected more samples, smaller batches or drop_last=False"
+        )
+    raise ConfigError(
+        f"batch_size {dealt.batch_size}, but a data rank has {own} samples, so drop_last leaves no batch; expected at "
+        f"most {own}"
+    )
+
+
+def _length(items: Any) -> int:
+    """0 where there is no telling."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return 0
 
 
 def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:

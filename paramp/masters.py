@@ -11,7 +11,8 @@ so optimizers never see DTensors, and their foreach and fused paths work for any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,28 +35,93 @@ class Weights:
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here."""
-        self.masters = precision.masters
-        originals = {name: local(parameter).detach() for name, parameter in module.named_parameters()}
-        cast_parameters(module, precision.weights)
+        originals = {
+            name: local(parameter).detach() for name, parameter in module.named_parameters() if precision.masters
+        }
+        cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         self.stepped = [
-            self._stepped(parameter, originals[name])
+            self._stepped(parameter, originals.pop(name, None))
             for name, parameter in zip(self.names, self.parameters, strict=True)
         ]
 
-    def _stepped(self, parameter: nn.Parameter, original: torch.Tensor) -> nn.Parameter:
-        if self.masters:
-            return nn.Parameter(original.to(torch.float32, copy=True))
+        self._with_masters = [
+            (parameter, stepped)
+            for parameter, stepped in zip(self.parameters, self.stepped, strict=True)
+            if parameter.dtype is not stepped.dtype
+        ]
+        self._master_of = dict(self._with_masters)
+
+    def _stepped(self, parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
+        if original is not None and parameter.dtype is not torch.float32:
+            return nn.Parameter(original.to(torch.float32))  # nobody else has it any more, if it was fp32
         return nn.Parameter(local(parameter).detach()) if isinstance(parameter, DTensor) else parameter
 
     def by_name(self) -> Mapping[str, nn.Parameter]:
         return dict(zip(self.names, self.stepped, strict=True))
 
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The fp32 masters by the whole model's names, sharing storage: this rank's part of the state to save."""
+        pairs = zip(self.names, self.parameters, self.stepped, strict=True)
+        return {name: stepped.detach() for name, parameter, stepped in pairs if parameter.dtype is not stepped.dtype}
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take up what :meth:`masters` returned, and round it to the weights.
+
+        Raises:
+            ValueError: other names or shapes than this rank's.
+        """
+        own = self.masters()
+        problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
+        problems += [name for name in masters if name not in own]
+        if problems:
+            raise ValueError(
+                f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
+                "in the same layout and mode"
+            )
+        for name, master in own.items():
+            master.copy_(masters[name])
+        self.write_back()
+
+    def follow_loads(self, model: nn.Module) -> None:
+        """Let masters follow weights that are loaded into ``model`` or into any module in it."""
+        if not self._with_masters:
+            return
+        follow = _FollowLoads(self)
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_load_state_dict_post_hook(follow)
+
+    @torch.no_grad()
+    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
+        """Give the masters of those ``weights`` that were changed from outside, by loading them, their values.
+
+        A master that rounds to its weight stays as it is, so that weights and masters may be loaded in any order.
+        """
+        for weight in weights:
+            master = self._master_of.get(weight)
+            if master is None:
+                continue
+            value = local(weight)
+            master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
+
     @torch.no_grad()
     def load_gradients(self) -> list[torch.Tensor]:
-        """Hand each weight's gradient to its stepped tensor (in fp32 for a master); those that there are."""
+        """Hand each weight's gradient to its stepped tensor (in fp32 for a master); those that there are.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient.
+        """
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
+                    "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
+                )
         for parameter, stepped in zip(self.parameters, self.stepped, strict=True):
             if parameter.grad is None:
                 stepped.grad = None
@@ -66,8 +132,9 @@ class Weights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
-        if self.masters and self.stepped:
-            torch._foreach_copy_([local(parameter) for parameter in self.parameters], list[torch.Tensor](self.stepped))
+        if self._with_masters:
+            weights, masters = zip(*self._with_masters, strict=True)
+            torch._foreach_copy_([local(weight) for weight in weights], list[torch.Tensor](masters))
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters alike."""
@@ -77,9 +144,8 @@ class Weights:
 
     def drop_stepped_gradients(self) -> None:
         """Free the masters' fp32 gradients, which nobody reads after the step."""
-        if self.masters:
-            for stepped in self.stepped:
-                stepped.grad = None
+        for _, master in self._with_masters:
+            master.grad = None
 
     def full_precision(self) -> dict[str, torch.Tensor]:
         """Each trained weight as the optimizer knows it, a DTensor where the weight is one."""
@@ -88,3 +154,17 @@ class Weights:
             value = stepped.detach()
             full[name] = wrap(value, parameter) if isinstance(parameter, DTensor) else value
         return full
+
+
+class _FollowLoads:
+    """The hook of :meth:`Weights.follow_loads`. A copied model has no masters, and its hook does nothing."""
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self._weights = weights
+
+    def __call__(self, module: nn.Module, _incompatible: Any) -> None:
+        if self._weights is not None:
+            self._weights.follow_weights(module.parameters(recurse=False))
+
+    def __reduce__(self) -> Any:
+        return _FollowLoads, ()

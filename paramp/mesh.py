@@ -9,6 +9,7 @@ Ranks are dealt with ``tp`` fastest and ``pp`` slowest. pp=2, dp=1, tp=2 puts fo
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 import time
@@ -247,6 +248,14 @@ def report_once() -> None:
 
 _contexts: list[ParallelContext] = []
 _serials = itertools.count()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what a script launched without a ``with``; not after an error, when other ranks may wait for this one."""
+    if not hasattr(sys, "last_value"):
+        while _contexts:
+            _contexts[-1].close()
 
 
 def get_context() -> ParallelContext:

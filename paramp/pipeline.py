@@ -2,7 +2,7 @@
 
 A stage computes in the mode's precision and talks to its neighbours in the compute dtype:
 
-    x ─► to the weights' dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
+    x ─► to the compute dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
                                                                    └─► fp32 ─► loss     (last stage)
 
 What crosses a cut may be any tree of tensors and numbers (:mod:`paramp.parcels`).
@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from .autocast import computing, to_compute, to_outputs
 from .mesh import ParallelContext
 from .parcels import Parcel
 from .precision import ConfigError, Precision
@@ -60,12 +61,15 @@ class Stage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
             args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
-        with self.random, self.precision.autocast_context(self.device.type):
+        with self.random, computing(self.precision, self.device.type):
             output = self.module(*args, **kwargs)
-        return tree_map_only(torch.Tensor, _widen, output) if self.is_last else output
+        return tree_map_only(torch.Tensor, self._leave, output) if self.is_last else output
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, self.precision.weights if tensor.is_floating_point() else None)
+        return to_compute(tensor, self.precision, self.device)
+
+    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_outputs(tensor, self.precision)
 
     def receive(self, parcel: Parcel, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from what the stage before sent."""
@@ -76,10 +80,6 @@ class Stage(nn.Module):
 
         values = parcel.unpack(tensors, self.device, self.precision.weights)
         return tree_map_only(torch.Tensor, own, values)
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
 
 
 class _LinkedStage(nn.Module):

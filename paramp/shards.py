@@ -14,11 +14,21 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .errors import ConfigError
 from .mesh import PIPELINE_AXIS, ParallelContext, TiedParameter
 
-__all__ = ["align_gradients", "local", "mark_tied_sums", "num_replicas", "sum_", "sum_tied_gradients", "wrap"]
+__all__ = [
+    "align_gradients",
+    "local",
+    "mark_tied_sums",
+    "num_replicas",
+    "own_part",
+    "sum_",
+    "sum_tied_gradients",
+    "wrap",
+]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,6 +53,25 @@ def wrap(
         shape=logical.shape,
         stride=logical.stride(),
     )
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of the plain ``whole``, a view, as ``like`` shares out a tensor of its shape.
+
+    Raises:
+        ConfigError: ``like`` has a placement that is no part of a whole, such as a partial sum.
+    """
+    part = whole
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+            pieces = part.chunk(size, placement.dim)  # fewer than asked for, where there is not enough
+            part = pieces[rank] if rank < len(pieces) else part.narrow(placement.dim, 0, 0)
+        elif not isinstance(placement, Replicate):
+            raise ConfigError(
+                f"plan: {placement} says no part of a tensor that is yet to be filled; build it on the CPU"
+            )
+    return part
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:

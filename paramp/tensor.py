@@ -7,8 +7,8 @@ the keys of :data:`STYLES` or any ``ParallelStyle`` of torch's own. Activations 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -29,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from .precision import ConfigError, nearest
 from .randomness import replicated_random, sharded_random
 from .shards import wrap
-from .surgery import LeftOut, keeping_ties
+from .surgery import LeftOut, keeping_ties, run_within
 
 __all__ = [
     "STYLES",
@@ -43,10 +44,12 @@ __all__ = [
     "mask_tail",
     "matches",
     "resolve_plan",
+    "sharded_dim",
     "vocab_parallel_loss",
 ]
 
 Plan = dict[str, str | ParallelStyle]
+Forward = Callable[[torch.Tensor], Any]
 
 
 class ShardedRandom(ParallelStyle):
@@ -99,21 +102,25 @@ class PartialGradient(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = module.forward
         for name, parameter in list(module.named_parameters(recurse=False)):
             _distribute(module, name, parameter, device_mesh, Replicate())
-
-        def partial_forward(*args: Any, **kwargs: Any) -> Any:
-            own = module._parameters
-            parts = {name: _with_partial_gradient(value) for name, value in own.items()}
-            module._parameters = parts  # type: ignore[assignment]
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                module._parameters = own
-
-        module.__dict__["forward"] = partial_forward
+        run_within(module, _partial_gradients)
         return module
+
+
+def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
+    return _holding(module, {name: _with_partial_gradient(value) for name, value in module._parameters.items()})
+
+
+@contextmanager
+def _holding(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """Inside, the parameters of ``module`` are these tensors."""
+    own = module._parameters
+    module._parameters = {**own, **values}  # type: ignore[dict-item]
+    try:
+        yield
+    finally:
+        module._parameters = own
 
 
 def _with_partial_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -176,15 +183,32 @@ class PackedColwise(ParallelStyle):
         weight = self._own(module, "weight", self.dim(module))
         return weight.t() if _is_conv1d(module) else weight
 
+    def _as_whole(
+        self, module: nn.Module, own: Forward, x: DTensor, placement: Shard, bias: torch.Tensor | None = None
+    ) -> DTensor:
+        """What ``own`` computes, a forward that ``module`` was given (float8), of its packed parameters as DTensors.
+
+        What such a forward asks of a whole tensor, the largest element for instance, is then that of all ranks.
+        """
+        shards = {
+            name: None if value is None else DTensor.from_local(value, x.device_mesh, [placement], run_check=False)
+            for name, value in (("weight", self._weight(module)), ("bias", bias))
+        }
+        with _holding(module, shards):
+            return own(x)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._share(module, "weight", self.dim(module), device_mesh)
         self._share(module, "bias", 0, device_mesh)
 
+        own = module.__dict__.get("forward")
+
         def forward(x: torch.Tensor) -> torch.Tensor:
             whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
-            x = whole.to_local(grad_placements=[Partial()])
             bias = None if module._parameters["bias"] is None else self._own(module, "bias", 0)
-            return F.linear(x, self._weight(module), bias)
+            if own is not None:
+                return self._as_whole(module, own, whole, Shard(0), bias).to_local()
+            return F.linear(whole.to_local(grad_placements=[Partial()]), self._weight(module), bias)
 
         module.__dict__["forward"] = forward
         return module
@@ -200,13 +224,15 @@ class PackedRowwise(PackedColwise):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._share(module, "weight", self.dim(module), device_mesh)
+        own = module.__dict__.get("forward")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            part = F.linear(x, self._weight(module))
-            summed = DTensor.from_local(part, device_mesh, [Partial()], run_check=False).redistribute(
-                placements=[Replicate()]
-            )
-            output: torch.Tensor = summed.to_local()
+            if own is not None:
+                parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
+                part = self._as_whole(module, own, parts, Shard(1))
+            else:
+                part = DTensor.from_local(F.linear(x, self._weight(module)), device_mesh, [Partial()], run_check=False)
+            output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
             bias = module._parameters["bias"]
             return output if bias is None else output + bias.to(output.dtype)
 
@@ -259,6 +285,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # Between pairs, each rank keeps a piece of the sequence.
     "sequence": lambda: SequenceParallel(use_local_output=True),
     "scatter_sequence": ScatterSequence,
+    # A module without weights whose input is gathered, to a whole sequence on every rank.
+    "gather_sequence": lambda: PrepareModuleInput(
+        input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
+    ),
     "sequence_colwise": lambda: ColwiseParallel(input_layouts=SEQUENCE),
     "sequence_rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "sequence_vocab_logits": lambda: ColwiseParallel(
@@ -301,9 +331,26 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether ``name`` is one that ``pattern`` means; ``*`` stands for one part between dots."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    """Whether ``name`` is one that ``pattern`` means.
+
+    ``*`` stands for one part between dots or for some of it, ``**`` for any number of parts.
+    """
+    return _match(name.split("."), pattern.split("."))
+
+
+def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_match(parts[skipped:], patterns[1:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
+
+
+def sharded_dim(style: ParallelStyle | None) -> int | None:
+    """The dim of a Linear's weight (outputs, inputs) that ``style`` shares out; None for one that leaves it whole."""
+    if isinstance(style, (RowwiseParallel, PackedRowwise)):
+        return 1
+    return 0 if isinstance(style, (ColwiseParallel, PackedColwise)) else None
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from . import norms
 from .precision import ConfigError
 from .stages import check_names, is_sequential, multiplied_parameters, plan_stages
 from .surgery import keep_only, names_outside, with_forward
@@ -47,7 +48,7 @@ class TracedCut:
 
     Args:
         split: the names at which stages begin. A module that has one inside is opened, its forward traced too.
-            None: modules that are too heavy for a stage are opened, except those of ``torch.nn``.
+            None: modules that are too heavy for a stage are opened, except those of ``torch.nn`` and our norms.
 
     Raises:
         ConfigError: the model cannot be traced, or a name of ``split`` is no module, or is not called.
@@ -123,7 +124,7 @@ class TracedCut:
 
 
 def _may_open(module: nn.Module) -> bool:
-    return is_sequential(module) or not type(module).__module__.startswith("torch.nn.")
+    return is_sequential(module) or not type(module).__module__.startswith(("torch.nn.", norms.__name__))
 
 
 def _stage_module(

@@ -619,3 +619,49 @@ def test_a_pipeline_takes_one_input_only(world):
             with pytest.raises(paramp.ConfigError, match=f"got {got}.*one input only"):
                 engine(*args, **kwargs)
         assert engine(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-naive"])
+def test_a_parameter_that_was_frozen_is_not_left_behind_silently(precision):
+    with paramp.launch_from_torch({"precision": precision}):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        engine.step()
+        engine.zero_grad()
+        for parameter in engine.module[0].parameters():
+            parameter.requires_grad_(True)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was frozen when the optimizer was taken over"):
+            engine.step()
+
+
+def test_a_parametrized_layer_trains():
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+        first = engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        engine.step()
+        engine.zero_grad()
+        assert engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4)) < first
+
+
+@pytest.mark.parametrize("algorithms", [None, "norms", [paramp.algorithms.LowPrecisionLayerNorm], [3]])
+def test_what_is_no_list_of_algorithms(algorithms):
+    with paramp.launch_from_torch({}):
+        model = torch.nn.Linear(4, 4)
+        with pytest.raises(paramp.ConfigError, match=r"algorithms: got .* expected a list of objects with apply"):
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithms=algorithms)
+
+
+def test_masters_follow_weights_that_are_loaded_into_a_module():
+    with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 4.0}}):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+        halves = {name: torch.full_like(value, 0.5) for name, value in engine.module[0].state_dict().items()}
+        engine.module[0].load_state_dict(halves)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        assert engine.step().stepped
+        assert (engine.module[0].weight.float() - 0.5).abs().max() < 0.1

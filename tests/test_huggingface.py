@@ -1,9 +1,11 @@
 """Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
 
+import functools
+
 import pytest
 import torch
 from pool import on_ranks, run_on_ranks
-from reference import batches, rank_slice
+from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -111,49 +113,19 @@ def test_fp32_follows_plain_torch(world, name, layout):
         torch.testing.assert_close(engine(x), model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
 
 
-# The mode on four ranks against the mode in one process, in the units of tests/test_parity.py.
-
-UNIT = 2.0**-11
-UNITS_WEIGHTS = 24
-UNITS_LOSS = 0.25
-
-
-def train_mode(world, name, parallel, precision, halve_on_rank=None):
-    """Losses, and how far each weight has gone."""
-    config = {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}
-    with paramp.launch_from_torch(config) as context:
-        model = build(name)
-        engine, *_ = paramp.initialize(model, lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9), loss_of)
-        start = engine.full_state_dict()
-        losses = []
-        for x, y in batches(5):
-            losses.append(engine.forward_backward(x, y).item())
-            if context.rank == halve_on_rank:
-                for _, parameter in engine.named_parameters():
-                    parameter.grad.mul_(0.5)
-            assert engine.step().stepped
-            engine.zero_grad()
-        return losses, {key: value - start[key] for key, value in engine.full_state_dict().items()}
-
-
-def worst_distances(actual, expected):
-    loss = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
-    ways = {key: (actual[1][key] - way).norm() / way.norm() for key, way in expected[1].items()}
-    return loss / UNIT, max(way.item() for way in ways.values()) / UNIT
+def train_pretrained(name, precision, parallel, **options):
+    return train_mode(functools.partial(build, name), loss_of, 5, precision, parallel, **options)
 
 
 @on_ranks(4)
 def follow(world, name, precision, expected):
-    loss, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision), expected)
-    assert loss <= UNITS_LOSS, f"losses {loss:.2f} units apart"
-    assert way <= UNITS_WEIGHTS, f"weights {way:.2f} units apart"
-    _, way = worst_distances(train_mode(world, name, LAYOUTS["pp2-tp2"], precision, halve_on_rank=3), expected)
-    assert way > 2 * UNITS_WEIGHTS, f"a halved gradient on rank 3 is only {way:.2f} units off"
+    assert_follows(train_pretrained(name, precision, LAYOUTS["pp2-tp2"]), expected, precision)
+    assert_strays(train_pretrained(name, precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-mixed"), ("gpt2", "16-naive")])
+@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-naive")])
 def test_half_precision_follows_its_single_process_run(name, precision):
-    expected = train_mode(None, name, {}, precision)
+    expected = train_pretrained(name, precision, {})
     run_on_ranks(4, __name__, "follow", {"name": name, "precision": precision, "expected": expected})
 
 
@@ -371,3 +343,31 @@ def test_layers_keep_their_places():
     for stage in cut.stages(plan_stages(cut.units, 4, split)):
         value = stage(value)
     torch.testing.assert_close(value, model(x).logits)
+
+
+def on_meta(name):
+    kind, config = type(build(name)), build(name).config
+    with torch.device("meta"):
+        return kind(config)
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_shard_by_shard_by_its_own_init_weights(world):
+    from paramp.building import materialize
+    from paramp.huggingface import pretrained_filling
+
+    expected = on_meta("llama-tied")
+    materialize(expected, 5, torch.device("cpu"), fill=pretrained_filling(expected))
+    assert expected.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    built = build("llama-tied").model.rotary_emb
+    assert torch.equal(expected.model.rotary_emb.inv_freq, built.inv_freq)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "seed": 5}):
+        engine, *_ = paramp.initialize(on_meta("llama-tied"), adamw, loss_of)
+        actual = engine.full_state_dict()
+        assert torch.equal(engine.module.model.rotary_emb.inv_freq, built.inv_freq)
+        for key, value in expected.state_dict().items():
+            assert torch.equal(actual[key], value), key
+        with pytest.raises(
+            paramp.ConfigError, match=r"h\.0\.attn\.c_proj\.weight' of GPT2LMHeadModel is on the meta .*and 't"
+        ):
+            paramp.initialize(on_meta("gpt2"), adamw, loss_of)

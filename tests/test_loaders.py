@@ -56,6 +56,13 @@ class Stream(IterableDataset):
         return iter(range(worker.id if worker else 0, self.count, worker.num_workers if worker else 1))
 
 
+class SizedStream(Stream):
+    """One that knows how many numbers it has."""
+
+    def __len__(self):
+        return self.count
+
+
 class Blocks(Sampler):
     """Batches of a size that varies."""
 
@@ -132,7 +139,31 @@ def test_fewer_samples_than_ranks():
         [[1]],
         [[0]],
     ]
-    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Numbers(2), drop_last=True), 5)] == [[]] * 5
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (
+            lambda: DataLoader(Numbers(3000), batch_size=2000, shuffle=True, drop_last=True),
+            "^batch_size 2000, but a data rank has 1500 samples, so drop_last leaves no batch; expected at most 1500$",
+        ),
+        (lambda: DataLoader(Numbers(1), drop_last=True), "its 1 samples do not fill a batch of 1 for each of 2 data"),
+        (lambda: DataLoader(Numbers(0)), "its dataset is empty; expected at least one sample"),
+        (lambda: DataLoader(Numbers(0), drop_last=True), "its dataset is empty"),
+        (lambda: DataLoader(Numbers(0), batch_size=None), "its dataset is empty"),
+        (lambda: DataLoader(Numbers(4), sampler=SubsetRandomSampler([])), "yields none of its dataset's 4 samples"),
+        (
+            lambda: DataLoader(SizedStream(4), batch_size=4, drop_last=True),
+            "4 samples do not fill a batch of 4 for",
+        ),
+        (lambda: DataLoader(SizedStream(0)), "its dataset is empty"),
+    ],
+)
+def test_a_loader_that_leaves_no_batch_is_refused(loader, message):
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=message):
+            deal(loader(), rank, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -325,4 +356,6 @@ def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
             match="test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, where rank 2 has 9 samples",
         ):
             engine_with(None, config, test_dataloader=uneven)
+        with pytest.raises(ConfigError, match="train_dataloader: batch_size 8, but a data rank has 4 samples, so drop"):
+            engine_with(DataLoader(numbers, batch_size=8, drop_last=True), config)
         engine_with(DataLoader(numbers) if world.rank == 0 else None, config)
