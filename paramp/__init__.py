@@ -6,10 +6,12 @@ loss = engine.forward_backward(x, y)
 engine.step()
 """
 
-from . import amp, models
+from . import algorithms, amp, functional, models, nn
+from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
+from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
 from .launching import launch, launch_from_environment, launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -24,15 +26,19 @@ __all__ = [
     "ConfigError",
     "DistributedGradScaler",
     "Engine",
+    "FabricPrecision",
     "LaunchError",
     "LossScaling",
     "ParallelContext",
     "Precision",
     "StepResult",
     "__version__",
+    "algorithms",
     "amp",
     "clip_grad_norm_",
+    "functional",
     "get_context",
+    "init_module",
     "initialize",
     "launch",
     "launch_from_environment",
@@ -40,4 +46,5 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "models",
+    "nn",
 ]
