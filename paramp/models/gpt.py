@@ -3,48 +3,39 @@
 :class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. So a pipeline cuts it between any two of its
 modules, and :meth:`GPT.tensor_parallel_plan` says in one table how each layer is shared over the tensor axis. It is
 plain torch otherwise and runs without paramp around it.
-
-Tensors below are (batch, sequence, features). Under tensor parallelism the attention and the MLP see their own heads
-and hidden features; under sequence parallelism everything between them sees its own piece of the sequence.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..precision import ConfigError, nearest
-from ..randomness import sharded_random
 from ..tensor import Plan, mask_tail
+from .presets import choose
+from .transformer import Block, Linear, TransformerConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(TransformerConfig):
     """The shape of a :class:`GPT`."""
 
-    num_layers: int
-    num_heads: int
-    width: int
-    """Features of the residual stream."""
+    causal: ClassVar[bool] = True
+    gelu: ClassVar[str] = "tanh"
+    norm_eps: ClassVar[float] = 1e-5
+
     max_seq_len: int
     vocab_size: int
     """Tokens that exist; the tables are padded to a multiple of 128."""
     tied: bool = True
     """The output layer uses the token embedding's weight."""
-    dropout: float = 0.0
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.width % self.num_heads:
-            raise ConfigError(f"width: got {self.width}, expected a multiple of num_heads {self.num_heads}")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -56,25 +47,6 @@ PRESETS = {
     "gpt2-124m": GPTConfig(num_layers=12, num_heads=12, width=768, max_seq_len=1024, vocab_size=50257),
     "gpt2-1.5b": GPTConfig(num_layers=48, num_heads=25, width=1600, max_seq_len=1024, vocab_size=50257),
 }
-
-
-def _preset(name: str) -> GPTConfig:
-    if name not in PRESETS:
-        raise ConfigError(f"model: got {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
-    return PRESETS[name]
-
-
-class Linear(nn.Linear):
-    """``nn.Linear`` that starts normally distributed, with a standard deviation of its own."""
-
-    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = True) -> None:
-        self.std = std
-        super().__init__(in_features, out_features, bias=bias)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class TokenTable(nn.Embedding):
@@ -107,56 +79,6 @@ class Embedding(nn.Module):
         return features
 
 
-class Attention(nn.Module):
-    """Causal self-attention. ``qkv`` holds query, key and value of one head after the other, so that heads shard."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.head_size = config.width // config.num_heads
-        self.dropout = config.dropout
-        self.qkv = Linear(config.width, 3 * config.width, config.init_std)
-        # Each block adds twice to the residual stream: GPT-2 starts those layers smaller.
-        self.out = Linear(config.width, config.width, config.init_std / math.sqrt(2 * config.num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
-        dropout = self.dropout if self.training else 0.0
-        with sharded_random() if dropout else nullcontext():  # each rank has heads of its own
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return output
-
-
-class MLP(nn.Module):
-    """Up, GELU, down."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = Linear(config.width, 4 * config.width, config.init_std)
-        self.down = Linear(4 * config.width, config.width, config.init_std / math.sqrt(2 * config.num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return output
-
-
-class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
-
-
 class Head(Linear):
     """Features to logits over the padded vocabulary; those of the padding are so low that they never count."""
 
@@ -180,7 +102,7 @@ class GPT(nn.Sequential):
             OrderedDict(
                 embedding=embedding,
                 blocks=nn.Sequential(*(Block(config) for _ in range(config.num_layers))),
-                norm=nn.LayerNorm(config.width),
+                norm=nn.LayerNorm(config.width, config.norm_eps),
                 head=head,
             )
         )
@@ -191,9 +113,9 @@ class GPT(nn.Sequential):
         """The model called ``tiny``, ``gpt2-124m`` or ``gpt2-1.5b``; ``changes`` replace fields of its config.
 
         Raises:
-            ConfigError: no such preset.
+            ConfigError: no such preset, no such field, or not with such a value.
         """
-        return cls(replace(_preset(name), **changes))  # type: ignore[arg-type]
+        return cls(choose(PRESETS, name, **changes))
 
     @staticmethod
     def own_vocab_size(name: str) -> int:
@@ -202,7 +124,7 @@ class GPT(nn.Sequential):
         Raises:
             ConfigError: no such preset.
         """
-        return _preset(name).vocab_size
+        return choose(PRESETS, name).vocab_size
 
     def flops_per_token(self, seq_len: int) -> int:
         """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
@@ -224,36 +146,16 @@ class GPT(nn.Sequential):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How each layer is shared over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022).
+        """How each layer is shared over ``tensor_size`` ranks.
 
         Raises:
             ConfigError: the heads do not divide evenly.
         """
-        heads = self.config.num_heads
-        if heads % tensor_size:
-            raise ConfigError(
-                f"parallel.tensor.size: got {tensor_size}, but the model's {heads} heads do not divide by it; "
-                f"expected a divisor of {heads}"
-            )
         plan: Plan = {
+            **self.config.blocks_plan(tensor_size, sequence_parallel),
             "embedding.tokens": "vocab",
-            "blocks.*.attention.qkv": "colwise",
-            "blocks.*.attention.out": "rowwise",
-            "blocks.*.mlp.up": "colwise",
-            "blocks.*.mlp.down": "rowwise",
             "head": "vocab_logits",
         }
         if sequence_parallel:
-            plan |= {
-                "embedding": "scatter_sequence",
-                "blocks.*.norm1": "sequence",
-                "blocks.*.norm2": "sequence",
-                "blocks.*.dropout": "sharded_random",
-                "norm": "sequence",
-                "blocks.*.attention.qkv": "sequence_colwise",
-                "blocks.*.attention.out": "sequence_rowwise",
-                "blocks.*.mlp.up": "sequence_colwise",
-                "blocks.*.mlp.down": "sequence_rowwise",
-                "head": "sequence_vocab_logits",
-            }
+            plan |= {"embedding": "scatter_sequence", "norm": "sequence", "head": "sequence_vocab_logits"}
         return plan

@@ -1,0 +1,56 @@
+"""A GPT on bytes, in any layout: the model's own tensor plan and stages.
+
+python examples/gpt.py                                                          one process
+torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2                    tensor 2 x pipeline 2
+torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2 --sequence-parallel
+python examples/gpt.py --preset gpt2-124m --data FOLDER                         GPT-2 on the text in a folder
+
+launch/train.py is the program for real runs; this is its core.
+"""
+
+import argparse
+
+import torch
+
+import paramp
+from paramp.data import load_corpus, training_windows
+from paramp.models import GPT
+from paramp.stages import units
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("tensor", type=int, nargs="?", default=1)
+parser.add_argument("pipeline", type=int, nargs="?", default=1)
+parser.add_argument("--sequence-parallel", action="store_true")
+parser.add_argument("--preset", default="tiny")
+parser.add_argument("--data", default="stdlib", help="text or tokens; by default Python's own standard library")
+parser.add_argument("--precision", default="16-mixed")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--batch-size", type=int, default=8, help="of all data ranks together")
+parser.add_argument("--seq-len", type=int, default=64)
+options = parser.parse_args()
+
+config = {
+    "parallel": {
+        "tensor": options.tensor,
+        "pipeline": options.pipeline,
+        "sequence_parallel": options.sequence_parallel,
+    },
+    "precision": options.precision,
+    "clip_grad_norm": 1.0,
+}
+
+with paramp.launch_from_torch(config) as context:
+    corpus = load_corpus(options.data)
+    corpus.check_seq_len(options.seq_len)
+    model = GPT.preset(options.preset, max_seq_len=options.seq_len, vocab_size=corpus.vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = paramp.initialize(model, optimizer, model.loss)
+    print(f"rank {context.rank} has {', '.join(name for name, _ in units(engine.module))}", flush=True)
+    size = options.batch_size // context.dp.size
+    for step in range(1, options.steps + 1):
+        x, y = training_windows(corpus.training, options.seq_len, 0, step, context.dp.rank * size, size)
+        loss = engine.forward_backward(x, y)
+        result = engine.step()
+        engine.zero_grad()
+        if context.is_main and step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.4f}, grad norm {result.grad_norm:.3f}, scale {result.loss_scale:g}")

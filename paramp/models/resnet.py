@@ -1,0 +1,172 @@
+"""Residual networks of basic blocks (He et al. 2016, *Deep residual learning for image recognition*).
+
+:class:`ResNet` is an ``nn.Sequential``: stem, groups of blocks, pooling, classifier. Parameters are called as in
+torchvision, so that state dicts of its ``resnet18`` and ``resnet34`` load. Images are (batch, channels, height, width).
+
+**BatchNorm.** A norm takes its mean and variance over the images that it sees at once: one microbatch of one data rank,
+as under torch's DDP and in GPipe. So the number of microbatches and data ranks changes the mathematics, not only the
+order of sums: two layouts agree where the microbatches hold the same images. Running statistics, which evaluation uses,
+are each data rank's own; ``engine.full_state_dict()`` returns those of the first. Keep microbatches at eight images or
+more.
+
+**Tensor parallelism** shares out the classifier by its inputs. Convolutions and norms, with nearly all of the
+arithmetic, stay whole on every tensor rank, which all compute the same: the layout is for a model that has more than
+a ResNet in it, and to get there without an exception. Use data and pipeline ranks to make a ResNet faster. On CUDA set
+``torch.backends.cudnn.deterministic = True`` with it, since cuDNN may add up a weight's gradient in another order on
+each rank, and what is whole on every rank has to stay equal.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..precision import ConfigError
+from ..tensor import Plan
+from .presets import check_counts, choose, is_count
+
+__all__ = ["ResNet", "ResNetConfig", "resnet34"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """The shape of a :class:`ResNet`."""
+
+    depths: tuple[int, ...]
+    """Blocks in each group. Each group after the first halves the image's sides and doubles the channels."""
+    width: int = 64
+    """Channels of the first group."""
+    num_classes: int = 1000
+    in_channels: int = 3
+    small_images: bool = False
+    """The stem for images of about 32 x 32 and less: one 3 x 3 convolution. Else one of 7 x 7 and a max-pool, which
+    together quarter the image's sides."""
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if not isinstance(self.depths, (tuple, list)) or not self.depths or not all(map(is_count, self.depths)):
+            raise ConfigError(f"depths: got {self.depths!r}, expected a number of blocks of 1 or more for each group")
+
+    @property
+    def num_features(self) -> int:
+        """What the classifier sees of an image."""
+        return self.width * 2 ** (len(self.depths) - 1)
+
+
+PRESETS = {
+    "tiny": ResNetConfig(depths=(1, 1, 1), width=16, num_classes=10, in_channels=1, small_images=True),
+    "resnet18": ResNetConfig(depths=(2, 2, 2, 2)),
+    "resnet34": ResNetConfig(depths=(3, 4, 6, 3)),
+}
+
+
+class Convolution(nn.Conv2d):
+    """``nn.Conv2d`` without bias, padded to keep the image's sides at stride 1, started for ReLU (He et al. 2015)."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions, added to what came in; ``downsample`` gives that the shape of what goes out."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = Convolution(in_channels, channels, 3, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = Convolution(channels, channels, 3)
+        self.bn2 = nn.BatchNorm2d(channels)
+        changes = stride != 1 or in_channels != channels
+        self.downsample = (
+            nn.Sequential(Convolution(in_channels, channels, 1, stride), nn.BatchNorm2d(channels)) if changes else None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(x)) + shortcut)
+
+
+class ResNet(nn.Sequential):
+    """Images (batch, channels, height, width) to logits (batch, classes)."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if config.small_images:
+            layers["conv1"] = Convolution(config.in_channels, config.width, 3)
+        else:
+            layers["conv1"] = Convolution(config.in_channels, config.width, 7, stride=2)
+        layers["bn1"] = nn.BatchNorm2d(config.width)
+        layers["relu"] = nn.ReLU()
+        if not config.small_images:
+            layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+        in_channels = config.width
+        for group, depth in enumerate(config.depths):
+            channels = config.width * 2**group
+            first = BasicBlock(in_channels, channels, stride=2 if group else 1)
+            rest = (BasicBlock(channels, channels, stride=1) for _ in range(depth - 1))
+            layers[f"layer{group + 1}"] = nn.Sequential(first, *rest)
+            in_channels = channels
+        layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+        layers["flatten"] = nn.Flatten()
+        layers["fc"] = nn.Linear(config.num_features, config.num_classes)
+        super().__init__(layers)
+        self.config = config
+
+    @classmethod
+    def preset(cls, name: str, **changes: object) -> ResNet:
+        """The model called ``tiny``, ``resnet18`` or ``resnet34``; ``changes`` replace fields of its config.
+
+        Raises:
+            ConfigError: no such preset, no such field, or not with such a value.
+        """
+        return cls(choose(PRESETS, name, **changes))
+
+    @staticmethod
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats of ``logits`` (batch, classes) against class numbers (batch)."""
+        return F.cross_entropy(logits, targets)
+
+    def pipeline_split(self, num_stages: int) -> list[str] | None:
+        """The blocks that begin the second and each later stage, when ``parallel.pipeline.split`` names none.
+
+        Every stage gets as many blocks as any other, give or take one: all cost about the same arithmetic, since
+        channels double where the image's area quarters. Balanced by parameters, the first stage would get nearly all
+        of it. None if there are more stages than blocks.
+        """
+        names = [f"layer{group}.{index}" for group, depth in enumerate(self.config.depths, 1) for index in range(depth)]
+        if num_stages > len(names):
+            return None
+        return [names[len(names) * stage // num_stages] for stage in range(1, num_stages)]
+
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        """The classifier by its inputs, which divide whatever the number of classes; all else is whole on every rank.
+
+        Raises:
+            ConfigError: ``sequence_parallel``, or the features do not divide evenly.
+        """
+        if sequence_parallel:
+            raise ConfigError("parallel.sequence_parallel: got True, but a ResNet has no sequence; expected False")
+        if self.config.num_features % tensor_size:
+            raise ConfigError(
+                f"parallel.tensor.size: got {tensor_size}, but the model's {self.config.num_features} features do not "
+                "divide by it"
+            )
+        return {"fc": "rowwise_scatter"}
+
+
+def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-34, in torchvision's spelling and with its shapes; 21,797,672 parameters at 1000 classes.
+
+    Args:
+        in_channels: 3 for colour.
+        small_images: see :class:`ResNetConfig`. The default takes images of any size from about 32 x 32.
+    """
+    return ResNet.preset("resnet34", num_classes=num_classes, in_channels=in_channels, small_images=small_images)

@@ -1,0 +1,140 @@
+"""What the transformers here are made of (Vaswani et al. 2017): attention, MLP, and the block of the two.
+
+Tensors are (batch, sequence, features). Under tensor parallelism the attention and the MLP see their own heads
+and hidden features; under sequence parallelism everything between them sees its own piece of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..precision import ConfigError
+from ..randomness import sharded_random
+from ..tensor import Plan
+from .presets import check_counts
+
+__all__ = ["MLP", "Attention", "Block", "Linear", "TransformerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a stack of :class:`Block`."""
+
+    causal: ClassVar[bool]
+    """Attention looks back only."""
+    gelu: ClassVar[str]
+    """``none`` for GELU itself, ``tanh`` for its approximation."""
+    norm_eps: ClassVar[float]
+
+    num_layers: int
+    num_heads: int
+    width: int
+    """Features of the residual stream."""
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if self.width % self.num_heads:
+            raise ConfigError(f"width: got {self.width}, expected a multiple of num_heads {self.num_heads}")
+
+    def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        """How the layers of ``blocks`` are shared over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al.
+        2022).
+
+        Raises:
+            ConfigError: the heads do not divide evenly.
+        """
+        if self.num_heads % tensor_size:
+            raise ConfigError(
+                f"parallel.tensor.size: got {tensor_size}, but the model's {self.num_heads} heads do not divide by it; "
+                f"expected a divisor of {self.num_heads}"
+            )
+        if not sequence_parallel:
+            return {
+                "blocks.*.attention.qkv": "colwise",
+                "blocks.*.attention.out": "rowwise",
+                "blocks.*.mlp.up": "colwise",
+                "blocks.*.mlp.down": "rowwise",
+            }
+        return {
+            "blocks.*.norm1": "sequence",
+            "blocks.*.norm2": "sequence",
+            "blocks.*.dropout": "sharded_random",
+            "blocks.*.attention.qkv": "sequence_colwise",
+            "blocks.*.attention.out": "sequence_rowwise",
+            "blocks.*.mlp.up": "sequence_colwise",
+            "blocks.*.mlp.down": "sequence_rowwise",
+        }
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` that starts normally distributed, with a standard deviation of its own."""
+
+    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = True) -> None:
+        self.std = std
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Attention(nn.Module):
+    """Self-attention. ``qkv`` holds query, key and value of one head after the other, so that heads shard."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_size = config.width // config.num_heads
+        self.dropout = config.dropout
+        self.causal = config.causal
+        self.qkv = Linear(config.width, 3 * config.width, config.init_std)
+        # Each block adds twice to the residual stream: GPT-2 starts those layers smaller.
+        self.out = Linear(config.width, config.width, config.init_std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
+        dropout = self.dropout if self.training else 0.0
+        with sharded_random() if dropout else nullcontext():  # each rank has heads of its own
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
+        output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class MLP(nn.Module):
+    """Up, GELU, down."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gelu = config.gelu
+        self.up = Linear(config.width, 4 * config.width, config.init_std)
+        self.down = Linear(4 * config.width, config.width, config.init_std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down(F.gelu(self.up(x), approximate=self.gelu))
+        return output
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
