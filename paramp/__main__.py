@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .doctor import doctor
 from .plot import plot
 from .precision import ConfigError
 
@@ -26,12 +27,20 @@ def build_parser() -> Parser:
     command.add_argument("log_dirs", metavar="LOGDIR", nargs="+", help="the --log-dir of a run")
     command.add_argument("--out", metavar="FILE", help="default: metrics.png in the first LOGDIR")
     command.set_defaults(run=run_plot)
+    command = commands.add_parser("doctor", help="say what of paramp runs on this machine, and why the rest does not")
+    command.add_argument("--json", action="store_true", help="one JSON object, with the keys of paramp/doctor.py")
+    command.set_defaults(run=run_doctor)
     return parser
 
 
 def run_plot(arguments: argparse.Namespace) -> None:
     """Draw, and print where."""
     print(plot(arguments.log_dirs, arguments.out))
+
+
+def run_doctor(arguments: argparse.Namespace) -> None:
+    """Print what was found."""
+    print(doctor(as_json=arguments.json))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
