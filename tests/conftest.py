@@ -9,6 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pool import choice, close_pools
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-matrix", action="store_true", help="write the README's support matrix anew")
+
+
 def pytest_configure():
     try:
         devices = choice().devices

@@ -197,7 +197,8 @@ def _serve(
         except EOFError:
             return
         try:
-            body = getattr(importlib.import_module(module), name).body
+            function = getattr(importlib.import_module(module), name)
+            body = getattr(function, "body", function)
             connection.send(("done", body(world, **kwargs)))
         except BaseException:
             connection.send(("failed", (time.time(), traceback.format_exc())))
