@@ -4,13 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 
-.PHONY: train test lint format types benchmark docs clean
+.PHONY: train test matrix lint format types benchmark docs clean
 
 train: $(VENV)/installed
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
 
 test: $(VENV)/installed
 	$(RUN)/python -m pytest -q $(ARGS)
+
+matrix: $(VENV)/installed
+	$(RUN)/python -m pytest -q tests/test_matrix.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

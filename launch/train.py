@@ -39,6 +39,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--precision": ("precision", str),
     "--schedule": ("parallel.pipeline.schedule", str),
     "--microbatches": ("parallel.pipeline.microbatches", int),
+    "--norms": ("train.norms", str),
     "--model": ("train.model", str),
     "--data": ("train.data", str),
     "--tokenizer": ("train.tokenizer", str),
@@ -52,6 +53,12 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--eval-every": ("train.eval_every", int),
     "--log-dir": ("train.log_dir", str),
     "--tensorboard": ("train.tensorboard", bool),
+}
+
+NORMS: dict[str, list[Any]] = {
+    "plain": [],
+    "low-precision": [paramp.algorithms.LowPrecisionLayerNorm()],
+    "fused": [paramp.algorithms.FusedLayerNorm()],
 }
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
@@ -198,7 +205,9 @@ def train(context: paramp.ParallelContext) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = model.flops_per_token(job.seq_len) * job.batch_size * job.seq_len
     peak = world_peak_flops(context, None if job.peak_tflops is None else job.peak_tflops * 1e12)
-    engine, _, _, scheduler = paramp.initialize(model, optimizer, model.loss, lr_scheduler=schedule)
+    engine, _, _, scheduler = paramp.initialize(
+        model, optimizer, model.loss, lr_scheduler=schedule, algorithms=NORMS[job.norms]
+    )
     assert scheduler is not None
 
     with Reporter(job.steps, job.log_dir, enabled=context.is_main, tensorboard=job.tensorboard) as reporter:

@@ -42,9 +42,31 @@ RUN_BY = {
     "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
         "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
     ),
-    "python examples/huggingface_llama.py": "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four",
+    "python examples/apex_migration.py": "test_examples.test_the_apex_script_learns_at_every_level",
+    "python examples/huggingface_llama.py": (
+        "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four"
+    ),
     "torchrun --standalone --nproc-per-node 4 examples/huggingface_llama.py 2 2": (
-        "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
+        "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "python examples/gpt.py": ("test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"),
+    "torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2": (
+        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "python examples/vision.py": ("test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"),
+    "torchrun --standalone --nproc-per-node 4 examples/vision.py 2 2": (
+        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "python examples/vision.py --model vit": (
+        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "torchrun --standalone --nproc-per-node 4 examples/vision.py 2 2 --model vit": (
+        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
+    ),
+    "python examples/colossalai_resnet34.py": "test_examples.test_the_script_of_colossalais_document_trains",
+    "python examples/colossalai_resnet34.py naive": "test_examples.test_the_script_of_colossalais_document_trains",
+    "torchrun --standalone --nproc-per-node 2 examples/colossalai_resnet34.py": (
+        "test_examples.test_the_script_of_colossalais_document_trains"
     ),
 }
 """Commands that another test, or its fixture, runs: on two hosts for instance."""

@@ -7,11 +7,15 @@ PACKAGE = Path(__file__).parent.parent / "paramp"
 
 ORDER = [
     # L0: what the user asks for
+    "errors",
+    "typed",
+    "spellings",
     "precision",
     "config",
     "environment",
     "network",
     "processes",
+    "backends",
     # L1: who is where, what a rank holds
     "surgery",
     "randomness",
@@ -21,8 +25,12 @@ ORDER = [
     "loaders",
     # L2: the parts
     "emulation",
+    "autocast",
+    "building",
     "scaler",
+    "norms",
     "tensor",
+    "float8",
     "parcels",
     "stages",
     "tracing",
@@ -31,26 +39,41 @@ ORDER = [
     # L3: gradients and what the optimizer steps
     "grads",
     "masters",
+    "optimizers",
     # L4: the engine
     "engine",
     "initialization",
+    "fabric",
     # L5: around it
     "tokens",
     "text",
     "arrow",
     "data",
+    "images",
     "utilization",
     "metrics",
     "plot",
+    "doctor",
     # L6: models and the seeds' spellings
     "models",
+    "context",
+    "core",
+    "logging",
+    "utils",
     "amp",
+    "nn",
+    "functional",
+    "algorithms",
+    "apex",
     "",
     "__main__",
 ]
 
 CORE = {"torch", "numpy"}
-EXTRAS = {"rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"}
+EXTRAS = {
+    *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
+    *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn"),
+}
 """What may be missing, so that only functions import it."""
 
 

@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from commands import ROOT, environment, python, torchrun
 
 import paramp
@@ -117,6 +118,7 @@ ALONE = {
     "sizes that do not make up the world": (["--dp", "2", "--tp", "0"], "parallel.tensor.size: got 0, expected"),
     "unknown precision": (["--precision", "fp17"], "precision: got 'fp17', expected one of 32-true"),
     "unknown schedule": (["--pp", "2", "--schedule", "2f2b"], "schedule: got '2f2b', expected one of 1f1b, gpipe"),
+    "unknown norms": (["--norms", "fast"], "train.norms: got 'fast', expected"),
     "unknown model": (["--model", "tinny"], "model: got 'tinny', expected one of tiny"),
     "data that is not there": (["--data", "stdlob"], "data: got 'stdlob', expected stdlib or the path of"),
     "a file shorter than a sequence": (["--data", "LICENSE", "--seq-len", "9999"], "tokens, of 'LICENSE' held out"),
@@ -130,7 +132,6 @@ ALONE = {
 
 TOGETHER = {
     "sizes that do not divide the world": (3, ["--tp", "2"], "tensor 2 x pipeline 1 = 2 does not divide the world"),
-    "sizes that do not make up the world": (2, ["--tp", "2", "--dp", "2"], "x data 2 = 4, but the world has 2 ranks"),
     "heads not divisible by tp": (0, ["--tp", "3"], "the model's 4 heads do not divide by it"),
     "batch not divisible": (2, ["--dp", "2", "--batch-size", "7"], "train.batch_size: got 7, expected a multiple of 2"),
     "a stage name that matches nothing": (
@@ -159,6 +160,23 @@ def test_bad_input_is_one_clear_message(case, monkeypatch, capfd):
     assert message in errors
     assert errors.startswith("error: ")
     assert len(errors.strip().splitlines()) == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("norms", "kind"), [("low-precision", paramp.nn.LPLayerNorm), ("fused", paramp.nn.FusedLayerNorm)]
+)
+def test_norms_are_those_asked_for(norms, kind, monkeypatch, capfd):
+    initialize, modules = paramp.initialize, []
+
+    def noting(*args, **kwargs):
+        made = initialize(*args, **kwargs)
+        modules.extend(made[0].module.modules())
+        return made
+
+    monkeypatch.setattr(paramp, "initialize", noting)
+    code, errors = run_here([*SMALL, "--steps", "1", "--precision", "bf16-mixed", "--norms", norms], monkeypatch, capfd)
+    assert code == 0, errors
+    assert {type(module) for module in modules if isinstance(module, torch.nn.LayerNorm)} == {kind}
 
 
 @pytest.mark.timeout(150)
