@@ -311,12 +311,12 @@ def test_a_forward_without_loss_needs_no_criterion():
 # ------------------------------------------------------------------------------------------ launching without a with
 
 SCRIPT = """
-import torch, torch.distributed as dist, paramp
+import sys, torch, torch.distributed as dist, paramp
 from paramp.core import global_context as gpc
 paramp.launch_from_torch(config=dict(NUM_EPOCHS=3))
 total = torch.ones(1)
 dist.all_reduce(total)
-print("sum", total.item(), gpc.config.NUM_EPOCHS, flush=True)
+sys.stdout.write(f"sum {{total.item()}} {{gpc.config.NUM_EPOCHS}}\\n")  # in one piece: two ranks write to one pipe
 if {fails}:
     raise ValueError("mine")
 """

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from pool import Choice, on_ranks
+from pool import Choice, on_ranks, run_on_ranks
 
 
 @on_ranks(2)
@@ -41,6 +41,34 @@ def test_a_death_names_the_rank_and_the_next_test_runs():
     with pytest.raises(AssertionError, match="rank 0 of 2 failed first:\nthe process died"):
         dies_on_rank_zero()
     works()
+
+
+@on_ranks(2)
+def count_threads(world):
+    return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(2)
+def leaves_a_cycle(world):
+    import torch.distributed as dist
+
+    before = count_threads.body(world)
+    group = dist.new_group([0, 1])
+    cycle = [group]
+    cycle.append(cycle)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    del group, cycle
+    assert count_threads.body(world) > before
+
+
+def test_groups_that_a_body_leaves_in_cycles_do_not_keep_their_threads():
+    """Those of gloo poll, also while the rank is idle."""
+    before = run_on_ranks(2, __name__, "count_threads", {})
+    for _ in range(3):
+        leaves_a_cycle()
+    after = run_on_ranks(2, __name__, "count_threads", {})
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_the_environment_chooses_device_and_backend():
