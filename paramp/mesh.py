@@ -119,20 +119,28 @@ class ParallelContext:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank has the model's first stage."""
         return self.pp.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp.rank == self.pp.size - 1
+        """Whether this rank has the model's last stage, and so its outputs: in V-shaped schedules the first rank."""
+        pipeline = self.config.parallel.pipeline
+        return self.pp.rank == pipeline.rank_of(pipeline.num_stages - 1)
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
 
-    def activation_stream(self) -> RandomStream:
-        """The stream that dropout draws from: another on each pipeline and data rank, equal over ``tp``."""
-        return RandomStream(derive_seed(self.config.seed, "activations", self.pp.rank, self.dp.rank), self.device)
+    def activation_stream(self, stage: int | None = None) -> RandomStream:
+        """The stream that dropout draws from: another in each stage and on each data rank, equal over ``tp``.
+
+        Args:
+            stage: the index of a pipeline stage. None: this rank's first.
+        """
+        stage = self.pp.rank if stage is None else stage
+        return RandomStream(derive_seed(self.config.seed, "activations", stage, self.dp.rank), self.device)
 
     def close(self) -> None:
         """Destroy the process groups of this context. Closing twice is harmless."""

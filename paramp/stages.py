@@ -84,7 +84,7 @@ def plan_stages(
     if len(names) < num_stages:
         raise ConfigError(
             f"parallel.pipeline.size: got {num_stages} stages, but the model has {len(names)} modules in sequence; "
-            f"expected at most {len(names)}"
+            f"expected at most {len(names)} (size x stages_per_rank)"
         )
     later = _balanced([multiplied_parameters(unit) for _, unit in units], num_stages)
     starts = [0, *(later if split is None else _positions(names, split))]

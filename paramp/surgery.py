@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 __all__ = [
     "BATCH_NORMS",
+    "Joined",
     "LeftOut",
     "cast_parameters",
     "keep_only",
@@ -99,6 +100,67 @@ def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn
         name: value for name, value in module._buffers.items() if value is None or f"{prefix}{name}" in paths
     }
     return part
+
+
+class Joined:
+    """Parts of one model, as :func:`keep_only` makes them, put together for whoever looks at them as one model.
+
+    :attr:`module` has the modules, parameters and buffers of all parts, under the names that they have in the model.
+    What parts have in common is there once. It shares all of it with the parts: a parameter that is replaced in it is
+    replaced in the parts. Modules that lead to others are one copy in each part and one in :attr:`module`, which share
+    their own parameters, buffers and hooks. It cannot be called; the parts can.
+
+    Attributes:
+        parts: the parts; what they have changes with :attr:`module`.
+        module: all of them; the part itself if there is one only.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.parts = list(parts)
+        self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []  # a part's own, the joint one, what they share
+        self.module = self._join(self.parts)
+        if len(self.parts) > 1:
+            self.module.__dict__["forward"] = _refuse_to_run
+
+    def _join(self, found: list[nn.Module]) -> nn.Module:
+        """The one module for those that parts have by one name."""
+        real = [module for module in found if not isinstance(module, LeftOut)] or found
+        different = list({id(module): module for module in real}.values())
+        if len(different) == 1 or isinstance(different[0], LeftOut):
+            return different[0]
+        joint = shallow_copy(different[0])
+        joint._parameters = {name: value for copy in different for name, value in copy._parameters.items()}
+        joint._buffers = {name: value for copy in different for name, value in copy._buffers.items()}
+        joint._modules = {}
+        for name in dict.fromkeys(name for copy in different for name in copy._modules):
+            children = [child for copy in different if (child := copy._modules.get(name)) is not None]
+            joint._modules[name] = self._join(children) if children else None
+        for copy in different:
+            copy._parameters, copy._buffers = joint._parameters, joint._buffers
+            shared = [name for name, child in copy._modules.items() if child is joint._modules[name]]
+            self._copies.append((copy, joint, shared))
+        return joint
+
+    def take_over(self, module: nn.Module) -> None:
+        """Let the parts have the modules that were put into :attr:`module`; ``module`` stands in its own place."""
+        if len(self.parts) == 1:
+            self.parts = [module]
+        self.module = module
+        for copy, joint, shared in self._copies:
+            for name in shared:
+                copy._modules[name] = joint._modules[name]
+
+    def align_modes(self) -> None:
+        """Let the parts' own copies be in training or evaluation, as :attr:`module` is."""
+        for copy, joint, _ in self._copies:
+            copy.training = joint.training
+
+
+def _refuse_to_run(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "engine.module holds several stages of a pipeline, which do not follow one another; call engine.eval() and "
+        "engine(x), or engine.forward_backward(x, y)"
+    )
 
 
 def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:

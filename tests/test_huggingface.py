@@ -27,6 +27,8 @@ LAYOUTS = {
     "dp2-tp2": {"tensor": 2, "data": 2},
     "pp2-dp2": {"pipeline": {"size": 2, "microbatches": 4}, "data": 2},
     "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
+    "zbv-tp2": {"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}, "tensor": 2},
+    "interleaved-dp2": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}, "data": 2},
 }
 
 
@@ -87,6 +89,8 @@ def plain_training(name, steps):
         *((name, "pp2-tp2") for name in MODELS),
         *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
         ("llama", "pp2-dp2"),
+        ("llama-tied", "zbv-tp2"),
+        ("gpt2", "interleaved-dp2"),
     ],
 )
 @on_ranks(4)

@@ -300,7 +300,7 @@ def test_what_cannot_travel_is_an_error(world):
                 with pytest.raises(paramp.ConfigError, match=message):  # on every rank
                     engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
             elif context.is_first_stage:
-                parcel = engine._pipeline._probe(torch.empty(2, 4, device="meta"))[1]
+                _, (parcel,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
                 with pytest.raises(paramp.ConfigError, match=message):
                     parcel.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
             else:
