@@ -13,6 +13,7 @@ import sys
 import time
 import tomllib
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +26,10 @@ from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, trai
 from paramp.environment import find_place, rank_by_any_variable
 from paramp.mesh import is_echo
 from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
+from paramp.plot import check_matplotlib, plot_timeline
 from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
+from paramp.timeline import Timeline
 from paramp.utilization import mfu, world_peak_flops
 
 # flag -> the configuration key it sets, the type of its value
@@ -38,6 +41,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--sequence-parallel": ("parallel.sequence_parallel", bool),
     "--precision": ("precision", str),
     "--schedule": ("parallel.pipeline.schedule", str),
+    "--stages-per-rank": ("parallel.pipeline.stages_per_rank", int),
     "--microbatches": ("parallel.pipeline.microbatches", int),
     "--norms": ("train.norms", str),
     "--model": ("train.model", str),
@@ -53,6 +57,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--eval-every": ("train.eval_every", int),
     "--log-dir": ("train.log_dir", str),
     "--tensorboard": ("train.tensorboard", bool),
+    "--trace": ("train.trace", int),
 }
 
 NORMS: dict[str, list[Any]] = {
@@ -168,7 +173,9 @@ def train(context: paramp.ParallelContext) -> None:
     config, job = context.config, context.config.train
     if job.tensorboard:
         check_tensorboard()
-    shares = context.dp.size * config.gradient_accumulation * (config.parallel.pipeline.microbatches or context.pp.size)
+    if job.trace is not None:
+        check_matplotlib("train.trace")
+    shares = context.dp.size * config.gradient_accumulation * config.parallel.pipeline.num_microbatches
     if job.batch_size % shares:
         raise paramp.ConfigError(
             f"train.batch_size: got {job.batch_size}, expected a multiple of {shares} "
@@ -219,13 +226,14 @@ def train(context: paramp.ParallelContext) -> None:
             start = time.perf_counter()
             data_seconds = 0.0
             engine.train()
-            for part in range(config.gradient_accumulation):
-                engine.zero_grad()
-                asked = time.perf_counter()
-                x, y = rank_batch(context, corpus, step, part)
-                data_seconds += time.perf_counter() - asked
-                loss = engine.forward_backward(x, y)
-                result = engine.step()
+            with engine.recording() if step == job.trace else nullcontext() as timeline:
+                for part in range(config.gradient_accumulation):
+                    engine.zero_grad()
+                    asked = time.perf_counter()
+                    x, y = rank_batch(context, corpus, step, part)
+                    data_seconds += time.perf_counter() - asked
+                    engine.forward_backward(x, y, return_loss=False)
+                    result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             if context.device.type == "cuda":
@@ -234,7 +242,7 @@ def train(context: paramp.ParallelContext) -> None:
             memory, data_seconds = largest(context, memory_bytes(context.device), data_seconds)
             record = {
                 "step": step,
-                "loss": float(loss),
+                "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "loss_scale": result.loss_scale,
                 "skipped": int(result.overflow),
@@ -250,11 +258,21 @@ def train(context: paramp.ParallelContext) -> None:
                 record["val_loss"] = evaluate(engine, corpus)
                 record["val_seconds"] = time.perf_counter() - start
             reporter.step(record)
+            if timeline is not None and context.is_main:
+                save_trace(timeline, Path(str(job.log_dir)), reporter)
             if "val_loss" in record:
                 reporter.say(
                     f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
                     f"{engine.num_skipped} of {step} steps skipped so far"
                 )
+
+
+def save_trace(timeline: Timeline, folder: Path, reporter: Reporter) -> None:
+    """Write the timeline of a step as ``trace.json`` and ``trace.png``, and say what its bubble was."""
+    trace, picture = set_aside(folder / "trace.json"), set_aside(folder / "trace.png")
+    timeline.save(trace)
+    plot_timeline(timeline, picture)
+    reporter.say(f"{timeline.describe()}; {trace} and {picture.name}")
 
 
 def check_same_data(context: paramp.ParallelContext, corpus: Corpus) -> None:

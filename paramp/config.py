@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from .errors import ConfigError, nearest
-from .precision import AMP_TYPE, Precision
+from .precision import AMP_TYPE, STORAGE, Precision
+from .schedules import SCHEDULES, Schedule, canonical_name
 from .typed import build, convert, keys
 
 __all__ = [
@@ -34,7 +37,6 @@ __all__ = [
 ]
 
 DEFAULT_SEED = 1024
-SCHEDULES = ("1f1b", "gpipe")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -62,15 +64,18 @@ class PipelineConfig:
     size: int = 1
     """How many ranks the layers are dealt to."""
     schedule: str = "1f1b"
-    """The order of forwards and backwards: ``1f1b`` or ``gpipe``."""
+    """The order of forwards and backwards (:mod:`paramp.schedules`): ``gpipe``, ``1f1b``, ``interleaved-1f1b``,
+    ``looped-bfs``, ``interleaved-zero-bubble``, ``zbv`` or ``dualpipev``; torch's own spellings are taken too."""
     microbatches: int | None = None
-    """Pieces the local batch is cut into. None: one a pipeline rank."""
-    stages_per_rank: int = 1
+    """Pieces the local batch is cut into. None: one a pipeline rank, or the fewest that the schedule takes."""
+    stages_per_rank: int | None = None
+    """Stages that each rank has. None: one for ``gpipe`` and ``1f1b``, two for the others."""
     split: tuple[str, ...] | None = None
     """Names of the modules that begin the second and each later stage. None: balanced by parameters."""
 
     def __post_init__(self) -> None:
         _require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+        object.__setattr__(self, "schedule", canonical_name(self.schedule))
         _require(
             self.schedule in SCHEDULES,
             "schedule",
@@ -83,22 +88,76 @@ class PipelineConfig:
             self.microbatches,
             "an integer of 1 or more",
         )
-        _require(
-            self.microbatches is None or self.schedule != "1f1b" or self.microbatches >= self.size,
-            "microbatches",
-            self.microbatches,
-            f"at least {self.size}, one for each stage of the schedule 1f1b",
-        )
-        _require(
-            self.stages_per_rank == 1, "stages_per_rank", self.stages_per_rank, f"1 for the schedule {self.schedule!r}"
-        )
+        self._check_stages()
+        if self.size > 1 and self.microbatches is not None:
+            self._check_microbatches(self.microbatches)
         if self.split is not None:
+            own = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
             _require(
-                len(self.split) == self.size - 1,
+                len(self.split) == self.num_stages - 1,
                 "split",
                 list(self.split),
-                f"{self.size - 1} module names, one for each stage after the first of {self.size}",
+                f"{self.num_stages - 1} module names, one for each stage after the first of {self.num_stages}{own}",
             )
+
+    def _check_stages(self) -> None:
+        given = self.stages_per_rank
+        if self.row.any_stages:
+            _require(given is None or given >= 1, "stages_per_rank", given, "an integer of 1 or more")
+        else:
+            exact = self.row.stages_per_rank
+            _require(given in (None, exact), "stages_per_rank", given, f"{exact} for the schedule {self.schedule!r}")
+
+    def _check_microbatches(self, given: int) -> None:
+        least = self.row.least_microbatches(self.size)
+        of = "one" if least == self.size else f"{least // self.size}"
+        _require(
+            given >= least,
+            "microbatches",
+            given,
+            f"at least {least}, {of} for each of the {self.size} ranks, for the schedule {self.schedule!r}",
+        )
+        rounds = max(1, given // self.size)
+        _require(
+            not self.row.in_rounds or given % rounds == 0,
+            "microbatches",
+            given,
+            f"a multiple of {rounds}, such as {given - given % rounds}, because the schedule {self.schedule!r} runs "
+            f"them in {rounds} rounds of {self.size} or more",
+        )
+
+    @property
+    def row(self) -> Schedule:
+        """What is known of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def num_local_stages(self) -> int:
+        """Stages that each rank has; 1 without a pipeline."""
+        return 1 if self.size == 1 else self.stages_per_rank or self.row.stages_per_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.size * self.num_local_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Pieces the local batch is cut into."""
+        return self.microbatches or (1 if self.size == 1 else max(self.size, self.row.least_microbatches(self.size)))
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that has ``stage``."""
+        return self.row.rank_of(stage, self.size)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, in the model's order."""
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+    @property
+    def theoretical_bubble(self) -> float | None:
+        """The share of a step that ranks idle (:mod:`paramp.schedules`); None with too few microbatches to say."""
+        return self.row.bubble(self.size, self.num_local_stages, self.num_microbatches) if self.size > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +169,13 @@ class ParallelConfig:
     data: int | Literal["auto"] = "auto"
     """Replicas of the model. ``auto``: the world divided by tensor x pipeline."""
     zero: int = 0
-    """ZeRO stage: 0 replicates masters and optimizer state over ``dp``."""
+    """ZeRO stage: 0 replicates masters and optimizer state over ``dp``, 1 shards them."""
     sequence_parallel: bool = False
     """Norms and dropout between tensor-parallel layers work on a shard of the sequence each."""
 
     def __post_init__(self) -> None:
         _require(self.data == "auto" or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")
-        _require(self.zero == 0, "zero", self.zero, "0")
+        _require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
         _require(
             not self.sequence_parallel or self.tensor.size > 1,
             "sequence_parallel",
@@ -181,6 +240,8 @@ class TrainConfig:
     log_dir: str | None = None
     tensorboard: bool = False
     """Write scalars for TensorBoard too, to the folder ``tensorboard`` in ``log_dir``."""
+    trace: int | None = None
+    """A step whose timeline is written to ``log_dir``, as ``trace.json`` and ``trace.png``."""
     peak_tflops: float | None = None
     """What one device can do, in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
     (:mod:`paramp.utilization`), and no utilisation where the device is not in it."""
@@ -200,6 +261,18 @@ class TrainConfig:
             "False, because there is no log_dir to write to; set it with --log-dir DIR",
         )
         _require(
+            self.trace is None or 1 <= self.trace <= self.steps,
+            "trace",
+            self.trace,
+            f"a step from 1 to {self.steps}",
+        )
+        _require(
+            self.trace is None or self.log_dir is not None,
+            "trace",
+            self.trace,
+            "nothing, because there is no log_dir to write to; set it with --log-dir DIR",
+        )
+        _require(
             self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
             "peak_tflops",
             self.peak_tflops,
@@ -217,6 +290,14 @@ class Config:
     """The largest norm of the whole model's gradient; larger ones are scaled down to it. None: no clipping."""
     gradient_accumulation: int = 1
     """Calls of ``step()`` that make one optimizer step."""
+    masters: Literal["full", "remainder"] | None = None
+    """How fp32 masters are kept, in modes that have them: whole, or as the 16 bits that the half-precision weight lacks
+    (:mod:`paramp.remainders`). None: as the mode says."""
+    grad_dtype: torch.dtype | str | None = None
+    """What gradients are added up in over microbatches: float32, or the weights' dtype. None: as the mode says."""
+    reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
+    """What gradients are summed in over ranks: a dtype, or one for each of ``dp``, ``tp`` and ``pp``. None: as the mode
+    says."""
     seed: int = DEFAULT_SEED
     emulate_fp16: bool | Literal["auto"] = "auto"
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round (:mod:`paramp.emulation`)."""
@@ -226,6 +307,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
+        storing = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype)
+        object.__setattr__(self, "precision", storing)
         clip = self.clip_grad_norm
         _require(
             clip is None or (clip > 0 and math.isfinite(clip)),
@@ -327,16 +410,28 @@ def flatten(config: Config) -> dict[str, Any]:
     def walk(value: Any, path: str) -> typing.Iterator[tuple[str, Any]]:
         if isinstance(value, Precision):
             yield f"{path}", value.name
+            yield (
+                f"{path}.masters",
+                "remainder" if value.masters == "remainder" else "full" if value.masters else "none",
+            )
+            yield f"{path}.grad_dtype", _spelled(value.grad_dtype or value.weights)
+            for axis in dataclasses.fields(value.reduce_dtypes):
+                dtype = getattr(value.reduce_dtypes, axis.name) or value.grad_dtype or value.weights
+                yield f"{path}.reduce_dtype.{axis.name}", _spelled(dtype)
             if value.scaling is not None:
                 yield from walk(value.scaling, f"{path}.scaling")
         elif dataclasses.is_dataclass(value):
             for item in dataclasses.fields(value):
-                yield from walk(getattr(value, item.name), f"{path}.{item.name}" if path else item.name)
+                if path or item.name not in STORAGE:  # what they come to is shown with the precision
+                    yield from walk(getattr(value, item.name), f"{path}.{item.name}" if path else item.name)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 yield from walk(item, str(key) if path == "user" else f"{path}.{key}")
         else:
             yield path, list(value) if isinstance(value, tuple) else value
+
+    def _spelled(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
 
     plain = (str, int, float, bool, list, type(None))
     return {key: value if isinstance(value, plain) else str(value) for key, value in walk(config, "")}

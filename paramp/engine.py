@@ -9,10 +9,10 @@ the step: gradient = sum of gradients / sum of counts, whatever the counts of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,15 @@ from torch.utils._pytree import tree_map_only
 from .autocast import widening
 from .config import Config
 from .emulation import emulate_fp16, has_native_fp16
-from .grads import clip_coefficient, count_zeros, counted_share, norm_power
-from .masters import Weights
+from .flat import FlatWeights, Slot
+from .grads import clip_coefficient, count_zeros, norm_power
 from .mesh import ParallelContext, TiedParameter
-from .pipeline import Pipeline, Stage
+from .pipeline import Pipeline, Stages
 from .precision import ConfigError, LossScaling, Precision
-from .scaler import DistributedGradScaler, unscale_and_check_
-from .shards import align_gradients, local, sum_, sum_tied_gradients
+from .scaler import DistributedGradScaler
+from .stepping import choose_step
 from .tensor import vocab_parallel_loss
+from .timeline import Recorder, Timeline, recorded, recording, span
 
 __all__ = ["Engine", "StepResult"]
 
@@ -38,42 +39,110 @@ Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What :meth:`Engine.step` did; the same on every rank."""
+    """What :meth:`Engine.step` did; the same on every rank.
 
-    stepped: bool
-    """The weights changed."""
-    overflow: bool
-    """A gradient was not finite somewhere, so the step was skipped everywhere."""
-    loss_scale: float
-    """The scale that this step's gradients carried; 1 where losses are not scaled."""
-    grad_norm: float | None = None
-    """The norm of the logical model's gradient before clipping; None while accumulating; not finite on overflow."""
-    num_zeros: int | None = None
-    """Zero elements in the logical gradient, where the mode asks for the count."""
+    The values lie on the device. Reading the first of them waits for the step there; the others come with it.
+    """
+
+    __slots__ = ("_stepping", "_values", "_with_zeros")
+
+    def __init__(
+        self, values: torch.Tensor | Sequence[float | None], *, stepping: bool = True, with_zeros: bool = False
+    ) -> None:
+        """
+        Args:
+            values: the loss scale and, at the end of a window, overflow (0 or 1), gradient norm, number of zeros and
+                loss; 1-dim float64, or numbers, None for what is not known.
+            stepping: False while gradients accumulate.
+            with_zeros: the number of zeros was asked for.
+        """
+        self._values: torch.Tensor | Sequence[float | None] = values
+        self._stepping = stepping
+        self._with_zeros = with_zeros
+
+    def _read(self, index: int) -> float | None:
+        if isinstance(self._values, torch.Tensor):
+            self._values = self._values.tolist()
+        return self._values[index]
+
+    @property
+    def stepped(self) -> bool:
+        """The weights changed."""
+        return self._stepping and not self.overflow
+
+    @property
+    def overflow(self) -> bool:
+        """A gradient was not finite somewhere, so the step was skipped everywhere."""
+        return self._stepping and bool(self._read(1))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that this step's gradients carried; 1 where losses are not scaled."""
+        return self._read(0) or 0.0
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the logical model's gradient before clipping; None while accumulating; not finite on overflow."""
+        return self._read(2) if self._stepping else None
+
+    @property
+    def num_zeros(self) -> int | None:
+        """Zero elements in the logical gradient, where the mode asks for the count."""
+        zeros = self._read(3) if self._stepping and self._with_zeros else None
+        return None if zeros is None else round(zeros)
+
+    @property
+    def loss(self) -> float | None:
+        """The true loss of the window, as :meth:`Engine.forward_backward` returns it; None while accumulating."""
+        return self._read(4) if self._stepping else None
+
+    def __repr__(self) -> str:
+        names = ("stepped", "overflow", "loss_scale", "grad_norm", "num_zeros", "loss")
+        return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+class _Tally:
+    """Counts of what happened on the device, which the host reads without stopping it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def add(self, happened: torch.Tensor) -> None:
+        self._counts += happened
+        self._copy.copy_(self._counts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """The counts, once the last :meth:`add` is through."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()
 
 
 class Engine:
     """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
 
     Attributes:
-        module: the modules of this rank's pipeline stage; the whole model without a pipeline.
+        module: the modules of this rank's pipeline stages; the whole model without a pipeline.
         optimizer: steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.mesh.ParallelContext`.
         precision: the mode.
-        num_steps, num_skipped: optimizer steps made, and skipped for an overflow, so far.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        weights: Weights,
+        stages: Stages,
+        weights: FlatWeights,
         ties: list[TiedParameter],
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
         context: ParallelContext,
+        names: Sequence[str],
         shapes: Mapping[str, torch.Size],
         overflow: torch.Tensor,
     ) -> None:
@@ -82,27 +151,28 @@ class Engine:
         self.context = context
         self.precision = precision
         self.optimizer = optimizer
-        self.module: nn.Module = stage.module
+        self.module: nn.Module = stages.module
         scaling = precision.scaling or LossScaling(enabled=False)
         self.scaler = DistributedGradScaler(context.device, **asdict(scaling))
-        self.num_steps = 0
-        self.num_skipped = 0
+        self._tally = _Tally(2, context.device)
+        self._before_step: list[Callable[[], None]] = []
         self._criterion = criterion
-        self._stage = stage
+        self._stage = stages
         self._weights = weights
         self._ties = ties
+        self._names = names  # of all parameters of the whole model
         self._shapes = shapes  # of whole parameters, as the model has them
         self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
-        self._shares = [counted_share(parameter, context) for parameter in weights.parameters]
         pipeline = config.parallel.pipeline
-        self._num_microbatches = pipeline.microbatches or pipeline.size
-        self._pipeline = (
-            Pipeline(stage, context, pipeline.schedule, self._num_microbatches) if pipeline.size > 1 else None
-        )
+        self._num_microbatches = pipeline.num_microbatches
+        self._pipeline = Pipeline(stages, context, pipeline) if pipeline.size > 1 else None
         self._accumulation = config.gradient_accumulation
         self._emulate = precision.compute is torch.float16 and (
             not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
         )
+        self._update = choose_step(optimizer, weights)
+        self.recorder: Recorder | None = None
+        """Notes what runs when, inside :meth:`recording`."""
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self._calls = 0  # of step() in this window
@@ -113,11 +183,21 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    def forward_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    @overload
+    def forward_backward(
+        self, x: torch.Tensor, y: torch.Tensor, *, return_loss: Literal[True] = True
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward_backward(self, x: torch.Tensor, y: torch.Tensor, *, return_loss: Literal[False]) -> None: ...
+
+    def forward_backward(self, x: torch.Tensor, y: torch.Tensor, *, return_loss: bool = True) -> torch.Tensor | None:
         """Run this data rank's part of the batch forward and backward, in microbatches, and gather gradients.
 
         Args:
             x, y: the same on every rank of the model group; split into microbatches along dim 0.
+            return_loss: False leaves out the all-reduce that makes the loss equal on every rank. The step's own
+                all-reduce brings it anyway: :attr:`StepResult.loss`.
 
         Returns:
             The true loss, 0-dim float32, equal on every rank: unscaled, the mean over microbatches, data ranks and
@@ -130,7 +210,11 @@ class Engine:
         self._check_batch(x, y)
         self._begin_window(y.numel() / self._num_microbatches)
         self._run(x, y, self._scaled_loss, backward=True)
-        return self._window_loss()
+        if return_loss:
+            return self._window_loss()
+        if self._pipeline is not None and self._pipeline.failure is not None:
+            raise ValueError(_message(self._pipeline.failure)) from self._pipeline.failure
+        return None
 
     def execute_schedule(
         self,
@@ -196,12 +280,23 @@ class Engine:
         """The batch in microbatches: forward, through ``loss`` on the last stage, and backward."""
         with self._computing():
             if self._pipeline is not None:
-                self._pipeline.run(x, y, loss, backward=backward)
+                self._pipeline.run(x, y, loss, backward=backward, before_last_backward=self._before_last_backward)
+                self._weights.end_last_backward()
                 return
-            for part, target in zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True):
-                value = loss(self._stage(part), target.to(self.context.device))
+            if self.recorder is not None:
+                self.recorder.begin_call()
+            parts = zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True)
+            for index, (part, target) in enumerate(parts):
+                with span(self.recorder, "forward", 0, index):
+                    output = self._stage(part)
+                with span(self.recorder, "loss", 0, index):
+                    value = loss(output, target.to(self.context.device))
                 if backward:
-                    value.backward()
+                    if index == self._num_microbatches - 1:
+                        self._before_last_backward()
+                    with span(self.recorder, "backward", 0, index):
+                        value.backward()
+            self._weights.end_last_backward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
@@ -247,8 +342,11 @@ class Engine:
             The true loss, as :meth:`forward_backward` does.
         """
         self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0)
+        scaled = self._scale(loss)
+        self._before_last_backward()
         with self._computing():
-            self._scale(loss).backward()
+            scaled.backward()
+        self._weights.end_last_backward()
         return self._window_loss()
 
     @torch.no_grad()
@@ -265,50 +363,64 @@ class Engine:
                 module.training = training
         return self._mean_over_ranks(totals)
 
+    def recording(self) -> AbstractContextManager[Timeline]:
+        """A context that notes what every rank does inside, :meth:`forward_backward` and :meth:`step`, and when.
+
+        It gives a :class:`~paramp.timeline.Timeline`, complete when the context is left; every rank enters and leaves.
+        """
+
+        def begin(recorder: Recorder | None) -> None:
+            self.recorder = recorder
+            if self._pipeline is not None:
+                self._pipeline.recorder = recorder
+
+        return recording(self.context, begin)
+
     # ---------------------------------------------------------------------------------------------------- the step
 
+    @recorded("step")
     @torch.no_grad()
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
         """
-        scale = self.scaler.get_scale()
+        scale = self.scaler.scale_tensor()
         self._calls += 1
         if self._calls < self._accumulation:
-            return StepResult(stepped=False, overflow=False, loss_scale=scale)
+            return StepResult(scale.double().reshape(1), stepping=False)
         self._calls, self._spent = 0, True
-        found_inf = self._finish_gradients()
-        gradients = self._weights.load_gradients()
-        overflow, norm, zeros, counted = self._judge(gradients, 1.0 / scale, found_inf)
-        if not overflow:
-            # Means were divided by their number beforehand; sums are divided by their counts only here.
-            factor = self._window_size / counted if counted else 1.0
-            norm *= factor
-            if self.context.config.clip_grad_norm is not None:
-                factor *= float(clip_coefficient(torch.tensor(norm), self.context.config.clip_grad_norm))
-            if factor != 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
-            self._stepping = True
-            try:
-                self.optimizer.step()
-            finally:
-                self._stepping = False
-            self._weights.write_back()
+        for prepare in self._before_step:
+            prepare()
+        found_inf = self._complete_gradients()
+        agreed = self._agree(found_inf)
+        overflow, norm, factor = self._judge(agreed, scale)
+        self._stepping = True
+        try:
+            self._update(scale.double() / factor, overflow.float(), self._absent(agreed))
+        finally:
+            self._stepping = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
-        self._weights.drop_stepped_gradients()
-        self.scaler.update_from_flag(torch.tensor(float(overflow), device=self.context.device))
-        self.num_steps += not overflow
-        self.num_skipped += overflow
-        if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != scale:
-            print(f"paramp: the loss scale goes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
-        return StepResult(
-            stepped=not overflow,
-            overflow=overflow,
-            loss_scale=scale,
-            grad_norm=norm,
-            num_zeros=zeros if self.precision.log_num_zeros else None,
-        )
+        values = torch.stack([scale.double(), overflow.double(), norm, agreed.zeros, agreed.loss / agreed.weight])
+        self.scaler.update_from_flag(overflow)
+        self._tally.add(torch.stack([~overflow, overflow]))
+        if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != (old := float(values[0])):
+            print(f"paramp: the loss scale goes from {old:g} to {self.scaler.get_scale():g}", flush=True)
+        return StepResult(values, with_zeros=self.precision.log_num_zeros)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps made so far."""
+        return self._tally.read()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps skipped for an overflow so far."""
+        return self._tally.read()[1]
+
+    def before_step(self, function: Callable[[], None]) -> None:
+        """Call ``function`` before each optimizer step from now on."""
+        self._before_step.append(function)
 
     def _check_caller(self, *_: Any) -> None:
         """The optimizer's own step would take gradients that are scaled, and of this rank alone."""
@@ -318,70 +430,61 @@ class Engine:
                 "unscales and judges the gradients"
             )
 
-    def _finish_gradients(self) -> torch.Tensor:
+    def _complete_gradients(self) -> torch.Tensor:
         """Complete each gradient: its placements, its tied copies, its data ranks.
 
         Returns:
             1 if a gradient that was cut, or cast to float8, was not finite, which nobody would see any more; else 0.
             0-dim, this rank's.
         """
-        parameters = self._weights.parameters
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
         found_inf = self._overflow.clone()
         self._overflow.zero_()
-        unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
-        sum_tied_gradients(self.context, parameters)
+        self._weights.collect(found_inf)
         if self.context.dp.size > 1:
-            self._sum_over_data_ranks()
+            self._weights.reduce_over_data()
         return found_inf
 
-    def _sum_over_data_ranks(self) -> None:
-        """Sum every gradient over ``dp``. What is sent does not depend on which gradients this rank happens to have."""
-        parameters = self._weights.parameters
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.context.device)
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [local(cast(torch.Tensor, parameter.grad)) for parameter in parameters]
-        sum_([*gradients, present], self.context.dp.group)
-        for parameter, count in zip(parameters, present.tolist(), strict=True):
-            if not count:  # no data rank used it, and an optimizer does not step a parameter without a gradient
-                parameter.grad = None
-
-    def _judge(
-        self, gradients: list[torch.Tensor], inv_scale: float, found_inf: torch.Tensor
-    ) -> tuple[bool, float, int, float]:
-        """Unscale, and agree with the whole world in one all-reduce: overflow, norm, zeros, counts of the losses."""
+    def _agree(self, found_inf: torch.Tensor) -> _Agreed:
+        """Put together what every rank found, in the one control all-reduce of a step."""
         device = self.context.device
-        unscale_and_check_(gradients, torch.tensor(inv_scale, device=device), found_inf)
-        shares = [
-            share
-            for share, stepped in zip(self._shares, self._weights.stepped, strict=True)
-            if stepped.grad is not None
-        ]
-        zeros = (
-            count_zeros(gradients, shares, device) if self.precision.log_num_zeros else torch.zeros((), device=device)
-        )
-        control = torch.stack(
-            [
-                found_inf.double(),
-                norm_power(gradients, shares, 2.0, device),
-                zeros.double(),
-                self._counted(self._totals)[2],
-            ]
-        )
-        dist.all_reduce(control)
-        overflow, squares, num_zeros, counted = control.tolist()
-        return overflow > 0, math.sqrt(squares) if squares >= 0 else math.nan, round(num_zeros), counted
+        zeros = torch.zeros((), dtype=torch.float64, device=device)
+        if self.precision.log_num_zeros:
+            zeros = count_zeros(*self._weights.counted(), device)
+        found = [found_inf.double(), norm_power(*self._weights.judged(), 2.0, device), zeros]
+        control = torch.cat([torch.stack(found), self._counted(self._totals), self._presence()])
+        if self.context.world_size > 1:
+            dist.all_reduce(control)
+        found_any, squares, zeros, loss, weight, count = control[:6].unbind()
+        return _Agreed(found_any, squares, zeros, loss, weight, count, present=control[6:])
+
+    def _judge(self, agreed: _Agreed, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Whether to skip; the norm of the true gradient; and the factor that clips and averages the unscaled one."""
+        overflow = (agreed.found_inf > 0) | ~agreed.squares.isfinite()
+        # Means were divided by their number beforehand; sums are divided by their counts only here.
+        factor = torch.where(agreed.count > 0, self._window_size / agreed.count, 1.0)
+        norm = agreed.squares.sqrt() / scale.double() * factor
+        if self.context.config.clip_grad_norm is not None:
+            factor = factor * clip_coefficient(norm, self.context.config.clip_grad_norm)
+        return overflow, norm, torch.where(overflow, 1.0, factor)
+
+    def _presence(self) -> torch.Tensor:
+        """Which of the whole model's parameters got a gradient on this rank, where data ranks may differ in that."""
+        if self.context.dp.size == 1:
+            return self._totals[:0]
+        return self._weights.presence(self._names)
+
+    def _absent(self, agreed: _Agreed) -> list[Slot]:
+        """The parameters for which no data rank has a gradient: an optimizer does not step them."""
+        absent = self._weights.absent()
+        if absent and self.context.dp.size > 1:  # only then does it matter what the others have
+            present = dict(zip(self._names, agreed.present.tolist(), strict=True))
+            absent = [slot for slot in absent if not present[slot.name]]
+        return absent
 
     def zero_grad(self) -> None:
-        """Drop all gradients; within an accumulation window this changes nothing, so a plain loop accumulates."""
+        """Make all gradients zero; within an accumulation window this changes nothing, so a plain loop accumulates."""
         if self._calls == 0:
             self._weights.zero_grad()
-            for parameter in self.module.parameters():  # one that was unfrozen since has a gradient too
-                parameter.grad = None
             for tie in self._ties:
                 tie.summed = None
             self._totals.zero_()
@@ -458,9 +561,15 @@ class Engine:
         ):
             yield
 
+    def _before_last_backward(self) -> None:
+        """Called before the last backward of a batch: if it is the window's last, reductions may begin beside it."""
+        if self._calls == self._accumulation - 1:
+            self._weights.begin_last_backward()
+
     def _begin_window(self, count: float) -> None:
         if self._spent:
             self.zero_grad()
+        self._weights.begin_window()
         if self._count_unit is None:
             # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
             largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self.context.device)
@@ -556,11 +665,28 @@ class Engine:
             output = output.full_tensor()
         pp = self.context.pp
         listing: list[Any] = [None if output is None else (output.shape, output.dtype)]
-        dist.broadcast_object_list(listing, group=pp.group, group_src=pp.size - 1)
+        dist.broadcast_object_list(listing, group=pp.group, group_src=self._pipeline.last_rank)
         if output is None:
             output = torch.empty(listing[0][0], dtype=listing[0][1], device=self.context.device)
-        dist.broadcast(output, group=pp.group, group_src=pp.size - 1)
+        dist.broadcast(output, group=pp.group, group_src=self._pipeline.last_rank)
         return output
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """Sums over the world, each 0-dim float64 on the device."""
+
+    found_inf: torch.Tensor
+    squares: torch.Tensor
+    """Of the scaled gradient of the logical model."""
+    zeros: torch.Tensor
+    loss: torch.Tensor
+    weight: torch.Tensor
+    """What the sum of the losses is to be divided by."""
+    count: torch.Tensor
+    """The part of that which is counts; 0 where the criterion returns means."""
+    present: torch.Tensor
+    """For each parameter of the whole model, on how many ranks it has a gradient; nothing where ranks cannot differ."""
 
 
 def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:

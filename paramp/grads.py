@@ -7,6 +7,7 @@ hold, one copy counts, with the summed gradient.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -124,21 +125,30 @@ def norm_power(
         if math.isinf(norm_type):
             parts.append(powers.amax().to(device))
         else:
-            weights = torch.tensor([shares[index] for index in indices], dtype=torch.float64, device=where)
-            parts.append((powers * weights).sum().to(device))
+            parts.append((powers * _on_device(tuple(shares[index] for index in indices), where)).sum().to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """``values`` as float64; kept, because each copy to a GPU would wait for it."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The sum of |g|**p of each gradient (all of one device and dtype), or its maximum for p = inf; float64."""
     if gradients[0].device.type == "cpu":
         return torch.stack([_blocked_power(gradient, norm_type) for gradient in gradients])
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    # Powers of fp16 elements do not overflow in fp32; those of large fp32 and bf16 elements would.
+    wide = torch.float32 if gradients[0].dtype is torch.float16 else torch.float64
     norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=wide)).double()
     return norms if math.isinf(norm_type) else norms.pow(norm_type)
 
 
 BLOCK = 512
+"""Elements of a CPU tensor that are added up in fp32."""
+PIECE = 2**19
+"""Elements of a half-precision CPU tensor that are widened at once, so that they are read from the cache again."""
 
 
 def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -149,11 +159,26 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     flat = gradient.reshape(-1)
+    if flat.dtype is wide:
+        norms = _block_norms(flat, norm_type)
+    else:
+        scratch = torch.empty(min(PIECE, flat.numel()), dtype=wide)
+        pieces = flat.split(PIECE)
+        norms = torch.cat([_block_norms(scratch[: piece.numel()].copy_(piece), norm_type) for piece in pieces])
+    if math.isinf(norm_type):
+        return norms.double().amax()
+    power = norms.double().pow(norm_type).sum()
+    if wide is torch.float32 and not power.isfinite():  # large elements, whose powers overflow, are no overflow
+        power = torch.linalg.vector_norm(flat.double(), norm_type).pow(norm_type)
+    return power
+
+
+def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
     whole = flat.numel() // BLOCK * BLOCK
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), norm_type, dim=1, dtype=wide)
-    if whole < flat.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type, dtype=wide).reshape(1)])
-    return norms.double().amax() if math.isinf(norm_type) else norms.double().pow(norm_type).sum()
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), norm_type, dim=1)
+    if whole == flat.numel():
+        return norms
+    return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type).reshape(1)])
 
 
 def count_zeros(gradients: Sequence[torch.Tensor], shares: Sequence[float], device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ out over the tensor axis in full precision, masters are copied from that, and on
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,16 +21,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .building import check_materializable, is_on_meta, materialize, outline, reset_parameters
 from .engine import Criterion, Engine
+from .flat import FlatWeights
 from .float8 import choose_layers, convert, find_library
 from .huggingface import PretrainedCut, is_pretrained, pretrained_filling, pretrained_plan, returning_logits
 from .loaders import deal_loaders
-from .masters import Weights
 from .mesh import ParallelContext, TiedParameter, get_context
-from .optimizers import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
-from .pipeline import Stage
+from .optimizers import (
+    check_elementwise,
+    check_optimizer,
+    groups_by_name,
+    names_by_parameter,
+    repoint,
+    warn_of_eps,
+)
+from .pipeline import Stage, Stages
 from .precision import ConfigError
 from .shards import local
 from .stages import Cut, SequentialCut, is_sequential, plan_stages
+from .surgery import Joined
 from .tensor import apply_plan, check_divisible, resolve_plan
 from .tracing import TracedCut
 
@@ -43,19 +52,38 @@ class Scheduler:
 
     ``step()`` advances the wrapped scheduler only if the engine has stepped since the last call: not after a step
     skipped for an overflow, and not while gradients accumulate. Everything else is the wrapped scheduler's.
+
+    On a GPU the host does not wait to know: the scheduler advances when the next step begins, or when something of it
+    is read.
     """
 
     def __init__(self, scheduler: LRScheduler, engine: Engine) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._seen = engine.num_steps
+        self._due: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        engine.before_step(self._advance)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._engine.num_steps > self._seen:
-            self._seen = self._engine.num_steps
+        self._advance()
+        self._due = args, kwargs
+        if self._engine.context.device.type != "cuda":
+            self._advance()
+
+    def _advance(self) -> None:
+        """Make the step that is due."""
+        if self._due is None:
+            return
+        (args, kwargs), self._due = self._due, None
+        steps = self._engine.num_steps
+        if steps > self._seen:
+            self._seen = steps
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while a copy of it is being made
+            raise AttributeError(name)
+        self._advance()
         return getattr(self._scheduler, name)
 
 
@@ -136,7 +164,12 @@ def initialize(
     choice = None if float8 is None else choose_layers(model, float8, styles, context.tp.size)
     fill = _filling(model)
     stages = _cut(model, styles, context)
-    shapes = {name: value.shape for name, value in stages[context.pp.rank].named_parameters(remove_duplicate=False)}
+    held = [
+        _parameter_names(stages, context.config.parallel.pipeline.stages_of(rank)) for rank in range(context.pp.size)
+    ]
+    places = context.config.parallel.pipeline.stages_of(context.pp.rank)
+    joined = Joined(stages[place] for place in places)
+    shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
     overflow = torch.zeros((), device=context.device)
     in_float8 = functools.partial(
         convert,
@@ -148,27 +181,34 @@ def initialize(
         group=context.dp.group,
         verbose=context.is_main,
     )
-    stages[context.pp.rank] = module = _share_out(stages[context.pp.rank], styles, fill, in_float8, context)
-    ties = _tie_stages(names_of, stages, context)
-    weights = Weights(module, context.config.precision)
-    weights.follow_loads(module)
-    for tie in ties:
-        tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
+    module = _share_out(joined.module, styles, fill, in_float8, context)
+    joined.take_over(module)
+    ties = _tie_stages(names_of, held, module, context)
     context.ties.extend(ties)
+    weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
+    weights.follow_loads(module)
     check_elementwise(optimizer, weights)
     repoint(optimizer, names_of, weights)
-    warn_of_eps(optimizer)
-    stage = Stage(
-        module,
-        context.config.precision,
-        context.device,
-        is_first=context.is_first_stage,
-        is_last=context.is_last_stage,
-        random=context.activation_stream(),
+    if not context.config.precision.masters:
+        warn_of_eps(optimizer)
+    own_stages = Stages(
+        joined,
+        [
+            Stage(
+                part,
+                context.config.precision,
+                context.device,
+                is_first=place == 0,
+                is_last=place == len(stages) - 1,
+                random=context.activation_stream(place),
+            )
+            for place, part in zip(places, joined.parts, strict=True)
+        ],
     )
     if isinstance(criterion, nn.Module):
         criterion.to(context.device)
-    engine = Engine(stage, weights, ties, optimizer, criterion, context, shapes, overflow)
+    names = [name for own in names_of.values() for name in own]
+    engine = Engine(own_stages, weights, ties, optimizer, criterion, context, names, shapes, overflow)
     return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
 
 
@@ -183,6 +223,12 @@ def _check_algorithms(algorithms: Any) -> None:
 
 def _check_same_model(model: nn.Module, context: ParallelContext) -> None:
     mine = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
+    # In a world of thousands a list of parameters from every rank takes seconds to read; they are asked for only if
+    # their digests, which every rank sees, differ.
+    digests: list[Any] = [None] * context.world_size
+    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
     models: list[Any] = [None] * context.world_size
     dist.all_gather_object(models, mine)
     for rank, theirs in enumerate(models):
@@ -228,7 +274,7 @@ def _find_plan(
 
 def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
     """The module of each pipeline stage; the model where there is one stage only."""
-    size, split = context.pp.size, context.config.parallel.pipeline.split
+    size, split = context.config.parallel.pipeline.num_stages, context.config.parallel.pipeline.split
     if size == 1:
         return [returning_logits(model) if is_pretrained(model) else model]
     own_split = getattr(model, "pipeline_split", None)
@@ -349,17 +395,26 @@ def _broadcast(tensors: Iterable[torch.Tensor], context: ParallelContext) -> Non
             dist.broadcast(local(tensor).detach(), group=context.tp.group, group_src=0)
 
 
+def _parameter_names(stages: Sequence[nn.Module], places: Iterable[int]) -> set[str]:
+    """The names of what the stages at ``places`` hold."""
+    return {name for place in places for name, _ in stages[place].named_parameters(remove_duplicate=False)}
+
+
 def _tie_stages(
-    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], context: ParallelContext
+    names_of: Mapping[nn.Parameter, list[str]], held: Sequence[set[str]], module: nn.Module, context: ParallelContext
 ) -> list[TiedParameter]:
-    """The parameters of this stage that other ``stages`` hold too, with groups to sum over, and with equal values.
+    """The parameters of this rank's ``module`` that other pipeline ranks hold too, with equal values.
+
+    Args:
+        held: the names of the parameters that each pipeline rank holds.
+
+    Returns:
+        Such parameters, with groups to sum over. What only stages of one rank share is one parameter there anyway.
 
     Raises:
-        ConfigError: the stages shard such a parameter differently.
+        ConfigError: the ranks shard such a parameter differently.
     """
     ties: list[TiedParameter] = []
-    module = stages[context.pp.rank]
-    held = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
     for names in names_of.values():
         own_names = [next((name for name in names if name in there), None) for there in held]
         holders = [rank for rank, name in enumerate(own_names) if name is not None]

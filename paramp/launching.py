@@ -144,6 +144,9 @@ def launch(
 ) -> ParallelContext:
     """Join ``world_size`` processes at ``host:port``, where rank 0 listens.
 
+    Over torch's ``fake`` process group, made beforehand, nobody is waited for: this process is the only rank of its
+    world that runs, to see what it would hold.
+
     Args:
         local_rank: this process among those of its machine; it picks the GPU. None: ``rank`` modulo the GPUs.
         config, backend, device, seed: as for :func:`launch_from_torch`.
@@ -195,8 +198,9 @@ def _join(
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
         store = _shared_store(place)
-    store = meet(store, rank, world_size)
-    _agree_on_config(store, config, rank, world_size)
+    if owns_world or dist.get_backend() != "fake":  # of a fake process group's ranks, which plan, only this one runs
+        store = meet(store, rank, world_size)
+        _agree_on_config(store, config, rank, world_size)
     if owns_world:
         backend = backend or _agree_on_backend(store, device, rank, world_size)
         if world_size > 1 and "gloo" in backend:

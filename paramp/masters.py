@@ -12,7 +12,7 @@ so optimizers never see DTensors, and their foreach and fused paths work for any
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from .precision import Precision
 from .shards import local, wrap
 from .surgery import cast_parameters
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "check_frozen", "check_masters", "follow", "install_follower", "trained_and_frozen"]
 
 
 class Weights:
@@ -39,8 +39,7 @@ class Weights:
             name: local(parameter).detach() for name, parameter in module.named_parameters() if precision.masters
         }
         cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
-        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
+        trained, self._frozen = trained_and_frozen(module)
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         self.stepped = [
@@ -76,25 +75,15 @@ class Weights:
             ValueError: other names or shapes than this rank's.
         """
         own = self.masters()
-        problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
-        problems += [name for name in masters if name not in own]
-        if problems:
-            raise ValueError(
-                f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
-                "in the same layout and mode"
-            )
+        check_masters(masters, own)
         for name, master in own.items():
             master.copy_(masters[name])
         self.write_back()
 
     def follow_loads(self, model: nn.Module) -> None:
         """Let masters follow weights that are loaded into ``model`` or into any module in it."""
-        if not self._with_masters:
-            return
-        follow = _FollowLoads(self)
-        for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                module.register_load_state_dict_post_hook(follow)
+        if self._with_masters:
+            install_follower(model, self)
 
     @torch.no_grad()
     def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
@@ -104,10 +93,8 @@ class Weights:
         """
         for weight in weights:
             master = self._master_of.get(weight)
-            if master is None:
-                continue
-            value = local(weight)
-            master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
+            if master is not None:
+                follow(local(weight), master)
 
     @torch.no_grad()
     def load_gradients(self) -> list[torch.Tensor]:
@@ -116,12 +103,7 @@ class Weights:
         Raises:
             RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient.
         """
-        for name, parameter in self._frozen:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
-                    "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
-                )
+        check_frozen(self._frozen)
         for parameter, stepped in zip(self.parameters, self.stepped, strict=True):
             if parameter.grad is None:
                 stepped.grad = None
@@ -156,10 +138,22 @@ class Weights:
         return full
 
 
-class _FollowLoads:
-    """The hook of :meth:`Weights.follow_loads`. A copied model has no masters, and its hook does nothing."""
+class _Follower(Protocol):
+    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None: ...
 
-    def __init__(self, weights: Weights | None = None) -> None:
+
+def install_follower(model: nn.Module, weights: _Follower) -> None:
+    """Let ``weights.follow_weights`` see every parameter that is loaded into ``model`` or into any module in it."""
+    hook = _FollowLoads(weights)
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_load_state_dict_post_hook(hook)
+
+
+class _FollowLoads:
+    """The hook of :func:`install_follower`. A copied model has no masters, and its hook does nothing."""
+
+    def __init__(self, weights: _Follower | None = None) -> None:
         self._weights = weights
 
     def __call__(self, module: nn.Module, _incompatible: Any) -> None:
@@ -168,3 +162,46 @@ class _FollowLoads:
 
     def __reduce__(self) -> Any:
         return _FollowLoads, ()
+
+
+def follow(weight: torch.Tensor, master: torch.Tensor) -> None:
+    """Give ``master`` the value of ``weight`` in each element that does not round to it."""
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+
+
+def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """The parameters of ``module`` that are trained, and those that are not."""
+    named = list(module.named_parameters())
+    return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
+
+
+def check_frozen(frozen: NamedParameters) -> None:
+    """Refuse gradients of parameters that nobody steps.
+
+    Raises:
+        RuntimeError: naming one.
+    """
+    for name, parameter in frozen:
+        if parameter.grad is not None:
+            raise RuntimeError(
+                f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
+                "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
+            )
+
+
+def check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to load ``masters`` where this rank has ``own``.
+
+    Raises:
+        ValueError: they have other names or shapes.
+    """
+    problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
+    problems += [name for name in masters if name not in own]
+    if problems:
+        raise ValueError(
+            f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
+            "in the same layout and mode"
+        )

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from .errors import ConfigError
+from .flat import FlatWeights
 from .masters import Weights
 
-__all__ = ["check_elementwise", "check_optimizer", "names_by_parameter", "repoint", "warn_of_eps"]
+__all__ = ["check_elementwise", "check_optimizer", "groups_by_name", "names_by_parameter", "repoint", "warn_of_eps"]
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -22,16 +23,28 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
+def groups_by_name(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> dict[str, int]:
+    """The index of the param group that has each parameter, by all of its names."""
+    return {
+        name: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        for name in names_of[parameter]
+    }
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
     """Refuse what cannot be handed over.
 
     Raises:
-        ConfigError: it has stepped, is LBFGS, or holds a tensor that is none of ``names_of``.
+        ConfigError: it has stepped, is LBFGS or SparseAdam, or holds a tensor that is none of ``names_of``.
     """
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the model many times a step, which engine.step() cannot do")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("optimizer: SparseAdam steps sparse gradients, which an engine makes dense; use Adam")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names_of:
@@ -45,7 +58,7 @@ NOT_ELEMENTWISE = ("Adafactor", "Muon")
 """Optimizers of torch that look at a matrix as a whole, of which a tensor-parallel rank has a part only."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights | FlatWeights) -> None:
     """Refuse an optimizer of whole matrices where this rank has shards of them.
 
     Raises:
@@ -53,16 +66,19 @@ def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights) -> Non
     """
     name = type(optimizer).__name__
     shards = [
-        parameter.shape != stepped.shape for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
+        stepped is None or parameter.shape != stepped.shape
+        for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
     ]
     if name in NOT_ELEMENTWISE and any(shards):
         raise ConfigError(
-            f"optimizer: {name} looks at whole matrices, but tensor parallelism leaves each rank a shard of them; "
-            "use an elementwise optimizer such as AdamW, or parallel.tensor.size 1"
+            f"optimizer: {name} looks at whole matrices, but tensor parallelism or ZeRO leaves each rank a part of "
+            "them; use an elementwise optimizer such as AdamW, or parallel.tensor.size 1 and parallel.zero 0"
         )
 
 
-def repoint(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights) -> None:
+def repoint(
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights | FlatWeights
+) -> None:
     """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
     stepped = weights.by_name()
     for group in optimizer.param_groups:

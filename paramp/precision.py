@@ -19,7 +19,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from .errors import ConfigError, nearest
-from .spellings import AMP_TYPE, Spelled, colossalai_options
+from .spellings import AMP_TYPE, Spelled, as_dtype, colossalai_options
 from .typed import convert
 
 __all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
@@ -82,6 +82,45 @@ class Float8:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReduceDtypes:
+    """What gradients are summed in over ranks, for each axis of the mesh. None: in their own dtype."""
+
+    dp: torch.dtype | None = None
+    """Over data ranks."""
+    tp: torch.dtype | None = None
+    """Over tensor ranks: partial sums, such as those of norms under sequence parallelism."""
+    pp: torch.dtype | None = None
+    """Over pipeline ranks: of tied parameters."""
+
+    @staticmethod
+    def parse(value: Any) -> ReduceDtypes:
+        """One dtype for all axes, or a mapping of axes to dtypes.
+
+        Raises:
+            ConfigError: an unknown axis or dtype.
+        """
+        if isinstance(value, ReduceDtypes):
+            return value
+        axes = [item.name for item in fields(ReduceDtypes)]
+        given = value if isinstance(value, Mapping) else dict.fromkeys(axes, value)
+        for axis in given:
+            if axis not in axes:
+                raise ConfigError(
+                    f"reduce_dtype.{axis}: no such axis, expected one of {', '.join(axes)}{nearest(axis, axes)}"
+                )
+        return ReduceDtypes(
+            **{
+                axis: None if dtype is None else as_dtype(f"reduce_dtype.{axis}", dtype)
+                for axis, dtype in given.items()
+            }
+        )
+
+
+STORAGE = ("masters", "grad_dtype", "reduce_dtype")
+"""The options of every mode: :meth:`Precision.storing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """One mode of precision.
 
@@ -107,8 +146,12 @@ class Precision:
     """Tensors that the model's forward makes without a dtype get that of the weights, as in Fabric's "true" modes."""
     float8: Float8 | None = None
     """Linear layers whose products run in 8 bits; the other operations in ``compute``."""
-    masters: bool = False
-    """The optimizer steps fp32 copies of the weights."""
+    masters: bool | Literal["remainder"] = False
+    """The optimizer steps fp32 copies of the weights; with ``"remainder"`` the 16 bits that complete a half-precision
+    weight to its master are kept in place of them (:mod:`paramp.remainders`)."""
+    grad_dtype: torch.dtype | None = None
+    """What gradients are added up in over microbatches. None: the weights' dtype."""
+    reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
     scaling: LossScaling | None = None
     """None: gradients of this compute dtype do not underflow, so the loss is not scaled."""
     log_num_zeros: bool = False
@@ -120,12 +163,43 @@ class Precision:
         if not self.autocast and self.norms is not self.compute:
             raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
 
+    def storing(self, masters: str | None = None, grad_dtype: Any = None, reduce_dtype: Any = None) -> Precision:
+        """This mode with other masters, gradients or reductions; what is None stays.
+
+        Args:
+            masters: ``"full"`` or ``"remainder"``, in modes that have masters.
+            grad_dtype: the weights' dtype, or float32 to add up microbatches in.
+            reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
+
+        Raises:
+            ConfigError: the mode cannot do that.
+        """
+        changed = self
+        if masters is not None:
+            _require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
+            allowed = "nothing, because the mode has no masters; 16-naive, bf16-naive and O2 have"
+            _require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
+            changed = replace(changed, masters="remainder" if masters == "remainder" else True)
+        if grad_dtype is not None:
+            dtype = as_dtype("grad_dtype", grad_dtype)
+            _require(
+                dtype is self.weights or (dtype is torch.float32 and self.weights.itemsize < 4),
+                "grad_dtype",
+                grad_dtype,
+                f"{self.weights} or torch.float32" if self.weights.itemsize < 4 else f"{self.weights}",
+            )
+            changed = replace(changed, grad_dtype=dtype)
+        if reduce_dtype is not None:
+            changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
+        return changed
+
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | Mapping[str, Any]) -> Precision:
         """The mode called ``value``: a name or alias, or a mapping of a ``mode`` and options.
 
         ``{"mode": "16-mixed", "init_scale": 1024.0}`` takes the fields of the mode's :class:`LossScaling` and
-        :class:`Float8`. With an ``AMP_TYPE`` as its mode, the options are those of Colossal-AI's ``fp16`` dict.
+        :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as its mode, the options are those
+        of Colossal-AI's ``fp16`` dict.
 
         Raises:
             ConfigError: an unknown name, or an option that the dict's mode does not have.
@@ -141,6 +215,11 @@ class Precision:
             return _parse_options({"mode": value})  # at its default level
         known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
         raise ConfigError(f"precision: got {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name}: got {value!r}, expected {allowed}")
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
@@ -213,6 +292,9 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
     """``{"mode": ..., option: value}``: with an ``AMP_TYPE`` the Colossal-AI document's options, with the name of a
     mode those of its row's :class:`LossScaling` and :class:`Float8`."""
     given = dict(options)
+    storage = {name: given.pop(name) for name in STORAGE if name in given}
+    if storage:
+        return _parse_options(given).storing(**storage)
     mode = given.pop("mode", None)
     if isinstance(mode, str):  # a TOML file has no enums
         mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
@@ -230,8 +312,10 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
     where = {name: part for name, part in where.items() if name not in internal}
     for name in given:
         if name not in where:
-            known = f"expected one of {', '.join(where)}" if where else "which has none"
-            raise ConfigError(f"{name}: no such option of mode {row.name!r}, {known}{nearest(name, where)}")
+            known = [*where, *STORAGE]
+            raise ConfigError(
+                f"{name}: no such option of mode {row.name!r}, expected one of {', '.join(known)}{nearest(name, known)}"
+            )
     for name, part in parts.items():
         hints = get_type_hints(type(part))
         changes = {key: convert(value, hints[key], key) for key, value in given.items() if where[key] == name}

@@ -92,6 +92,7 @@ class DistributedGradScaler(GradScaler):
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._init_overflow_tracker = 0
+        self._one = torch.ones((), device=device if device.type == "cuda" and torch.cuda.is_available() else "cpu")
         if enabled:
             # Not lazily at the first scale(): ranks that never scale a loss unscale gradients all the same.
             self._home = device
@@ -133,6 +134,10 @@ class DistributedGradScaler(GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def scale_tensor(self) -> torch.Tensor:
+        """The scale, a copy, 0-dim float32 on the device; 1 where losses are not scaled. No host synchronisation."""
+        return self._scale.clone() if self._enabled and self._scale is not None else self._one.clone()
 
     def agree_(self, found_inf: torch.Tensor) -> None:
         """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""

@@ -8,7 +8,7 @@ it or answer wrongly.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -21,12 +21,15 @@ from .mesh import PIPELINE_AXIS, ParallelContext, TiedParameter
 
 __all__ = [
     "align_gradients",
+    "gather_parts",
     "local",
     "mark_tied_sums",
     "num_replicas",
     "own_part",
+    "start_reducing_parts",
     "sum_",
     "sum_tied_gradients",
+    "version",
     "wrap",
 ]
 
@@ -34,6 +37,12 @@ __all__ = [
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Grows with every in-place change of ``tensor``, or of its local part."""
+    # autograd counts what it adds to a DTensor in the DTensor; what is done to the local part is counted there
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
 
 def wrap(
@@ -112,12 +121,15 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     return replicas
 
 
-def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Bring each DTensor gradient to its parameter's placements, in ``.grad``.
 
     DTensor leaves gradients where the backward put them: vocabulary-parallel embeddings get replicated ones, norms
     under sequence parallelism get partial sums. Partial ones are summed together, one collective for each mesh axis
     and dtype; a replicated gradient of a sharded parameter is cut without any.
+
+    Args:
+        reduce_dtype: what sums are made in. None: the gradients' own dtype.
 
     Returns:
         The local gradients that were cut, whole: an overflow in a part that this rank drops is an overflow too.
@@ -142,7 +154,7 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 placements[axis] = Replicate()
         misplaced.append((parameter, gradient, tuple(placements)))
     for (mesh, axis), pieces in partial.items():
-        sum_(pieces, mesh.get_group(axis))
+        sum_(pieces, mesh.get_group(axis), reduce_dtype)
     whole = []
     for parameter, gradient, reduced in misplaced:
         if reduced != cast(DTensor, parameter).placements:
@@ -152,7 +164,9 @@ def align_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return whole
 
 
-def sum_tied_gradients(context: ParallelContext, parameters: Iterable[torch.Tensor]) -> None:
+def sum_tied_gradients(
+    context: ParallelContext, parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None
+) -> None:
     """Replace the gradient of each tied parameter among ``parameters`` by the sum over its copies.
 
     A gradient that already holds the sum is left alone. A copy without a gradient counts as zero.
@@ -165,7 +179,7 @@ def sum_tied_gradients(context: ParallelContext, parameters: Iterable[torch.Tens
             tie.parameter.grad = torch.zeros_like(tie.parameter)
         by_group[tie.group].append(local(tie.parameter.grad))
     for group, gradients in by_group.items():
-        sum_(gradients, group)
+        sum_(gradients, group, reduce_dtype)
     mark_tied_sums(ties)
 
 
@@ -173,26 +187,67 @@ def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:
     """Note that the gradients of ``ties`` hold their sums now; call again after scaling such a gradient in place."""
     for tie in ties:
         gradient = tie.parameter.grad
-        tie.summed = None if gradient is None else (gradient, gradient._version)
+        tie.summed = None if gradient is None else (gradient, version(gradient))
 
 
 def _is_summed(tie: TiedParameter) -> bool:
     gradient = tie.parameter.grad
-    return tie.summed is not None and tie.summed[0] is gradient and tie.summed[1] == gradient._version
+    return tie.summed is not None and tie.summed[0] is gradient and tie.summed[1] == version(gradient)
 
 
-def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace plain ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype."""
+def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+    """Replace plain ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
+
+    Args:
+        dtype: what the sums are made in. None: the tensors' own.
+    """
     if dist.get_world_size(group) == 1:
         return
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        buckets[tensor.device, tensor.dtype].append(tensor)
-    for bucket in buckets.values():
-        if len(bucket) == 1 and bucket[0].is_contiguous():
+        buckets[tensor.device, tensor.dtype if dtype is None else dtype].append(tensor)
+    for (_, wide), bucket in buckets.items():
+        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype is wide:
             dist.all_reduce(bucket[0], group=group)
             continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
         dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [piece.view_as(tensor) for piece, tensor in zip(pieces, bucket, strict=True)])
+
+
+# torch 2.13 has new names for these two, and warns of the old ones; 2.11 knows the old ones only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def start_reducing_parts(
+    whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> Callable[[], None]:
+    """Leave this rank's part ``own`` of ``whole``, a view of it, with the sum over ``group``, and the rest of ``whole``
+    with zeros: so that what is added to it later can be summed in the same way. One reduce-scatter.
+
+    Args:
+        dtype: what the sums are made in. None: the tensors' own.
+
+    Returns:
+        A function that waits for it. Until then ``whole`` is not to be touched.
+    """
+    cast_ = dtype not in (None, whole.dtype)
+    part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which both gloo and NCCL can
+    work = _reduce_scatter(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if cast_:
+            own.copy_(part)
+        start = own.storage_offset() - whole.storage_offset()
+        whole[:start].zero_()
+        whole[start + own.numel() :].zero_()
+
+    return finish
+
+
+def gather_parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``whole`` with every rank's part of it, of which ``own``, a view, is this rank's; one all-gather."""
+    _all_gather(whole, own, group=group)

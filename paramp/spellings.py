@@ -183,9 +183,15 @@ def apex_options(
     return Spelled(row=_ROWS[opt_level], precision=changes, scaling=scaling)
 
 
+_SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
 def as_dtype(name: str, value: object) -> torch.dtype:
-    """``value`` as a floating-point dtype; also one by its name, as ``"float16"`` or ``"torch.float16"``."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    """``value`` as a floating-point dtype; also by its name, as ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    found = value
+    if isinstance(value, str):
+        name_in_torch = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name_in_torch, name_in_torch), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise ConfigError(f"{name}: got {value!r}, expected a floating-point dtype such as torch.float16, or None")
     return found

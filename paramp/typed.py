@@ -101,6 +101,8 @@ def _describe(hint: Any) -> str:
         return words[hint]
     if typing.get_origin(hint) is tuple:
         return "a list of strings"
+    if isinstance(hint, type):
+        return f"a {hint.__module__}.{hint.__name__}"
     if typing.get_origin(hint) is Mapping:
         return "a table"
     if typing.get_origin(hint) is Literal:

@@ -149,11 +149,11 @@ def test_the_table_of_modes():
         ({"parallel": {"tensor": "two"}}, r"parallel\.tensor: got 'two', expected a table"),
         ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
         ({"parallel": {"data": True}}, r"parallel\.data: got True"),
-        ({"parallel": {"zero": 1}}, r"parallel\.zero: got 1, expected 0"),
+        ({"parallel": {"zero": 2}}, r"parallel\.zero: got 2, expected 0 or 1"),
         ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
         (
             {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},
-            r"parallel\.pipeline\.schedule: got '1f2b', expected one of 1f1b, gpipe.*did you mean '1f1b'",
+            r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*did you mean '1f1b'",
         ),
         (
             {"parallel": {"pipeline": {"size": 4, "microbatches": 2}}},
@@ -163,6 +163,40 @@ def test_the_table_of_modes():
             {"parallel": {"pipeline": {"size": 3, "split": ["a"]}}},
             r"parallel\.pipeline\.split: got \['a'\], expected 2",
         ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "zbw"}}},
+            r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "zbv", "split": ["a"]}}},
+            r"split: got \['a'\], expected 3 module names, .* after the first of 4, 2 on each of 2 ranks",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "stages_per_rank": 2}}},
+            r"parallel\.pipeline\.stages_per_rank: got 2, expected 1 for the schedule '1f1b'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "DualPipeV", "stages_per_rank": 3}}},
+            r"parallel\.pipeline\.stages_per_rank: got 3, expected 2 for the schedule 'dualpipev'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "looped-bfs", "stages_per_rank": 0}}},
+            r"parallel\.pipeline\.stages_per_rank: got 0, expected an integer of 1 or more",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 3, "schedule": "dualpipev", "microbatches": 5}}},
+            r"microbatches: got 5, expected at least 6, 2 for each of the 3 ranks, for the schedule 'dualpipev'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 7}}},
+            r"microbatches: got 7, expected a multiple of 3, such as 6, because .* in 3 rounds of 2 or more",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 4, "schedule": "interleaved-zero-bubble", "microbatches": 9}}},
+            r"microbatches: got 9, expected a multiple of 2, such as 8",
+        ),
+        ({"train": {"trace": 3}}, r"train\.trace: got 3, expected nothing, because there is no log_dir"),
+        ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
         ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
         ({"precision": True}, r"precision: got True"),
         ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
@@ -194,6 +228,19 @@ def test_the_table_of_modes():
         ({"fp16": {"mode": AMP_TYPE.APEX, "min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
         ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
         ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
+        (
+            {"precision": "16-mixed", "masters": "remainder"},
+            r"masters: got 'remainder', expected nothing, because the mode has no masters; 16-naive",
+        ),
+        ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
+        ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
+        ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
+        (
+            {"precision": "O2", "grad_dtype": "bf16"},
+            r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32",
+        ),
+        ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
+        ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
         ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
         ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
         ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
@@ -294,3 +341,17 @@ def test_both_spellings_of_precision_in_one_file_are_refused_over_defaults_too()
     with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
         load(merge({"precision": "16-mixed"}, both))
     assert load(merge({"precision": "16-mixed"}, {"fp16": {"mode": AMP_TYPE.NAIVE}})).precision.name == "16-naive"
+
+
+def test_what_gradients_and_masters_are_kept_in_is_in_the_resolved_configuration():
+    def storage(tree):
+        flat = flatten(load(tree))
+        return [flat[f"precision.{key}"] for key in ("masters", "grad_dtype", "reduce_dtype.dp", "reduce_dtype.tp")]
+
+    assert storage({}) == ["none", "float32", "float32", "float32"]
+    assert storage({"precision": "16-naive"}) == ["full", "float16", "float16", "float16"]
+    given = {"masters": "remainder", "grad_dtype": "fp32", "reduce_dtype": {"dp": torch.bfloat16}}
+    resolved = ["remainder", "float32", "bfloat16", "float32"]
+    assert storage({"precision": "16-naive"} | given) == resolved
+    assert storage({"precision": {"mode": "16-naive"} | given}) == resolved
+    assert storage({"fp16": {"mode": AMP_TYPE.NAIVE}} | given) == resolved

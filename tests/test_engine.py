@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Collectives
 from pool import on_ranks
-from reference import batches, plain_fp32_training, rank_slice, small_gpt
+from reference import batches, local, plain_fp32_training, rank_slice, small_gpt
 from torch import nn
 
 import paramp
@@ -59,6 +60,10 @@ def test_the_documents_loop_is_plain_torch():
             torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=0)
 
 
+def cleared(parameter):
+    return parameter.grad is None or not local(parameter.grad).any()
+
+
 def test_gradients_of_a_past_step_never_leak_into_the_next():
     """zero_grad may be forgotten; and masters' and weights' gradients are cleared together (peers' bug 3)."""
     for precision in ("32-true", "16-naive"):
@@ -71,8 +76,8 @@ def test_gradients_of_a_past_step_never_leak_into_the_next():
                     engine.step()
                     if not forget:
                         engine.zero_grad()
-                        assert all(parameter.grad is None for _, parameter in engine.named_parameters())
-                        assert all(p.grad is None for group in engine.optimizer.param_groups for p in group["params"])
+                        assert all(cleared(parameter) for _, parameter in engine.named_parameters())
+                        assert all(cleared(p) for group in engine.optimizer.param_groups for p in group["params"])
                 results.append(engine.full_state_dict())
         assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
@@ -287,7 +292,7 @@ def test_evaluation_is_the_loss_and_leaves_everything_as_it_was(world, layout):
         assert loss == pytest.approx(reference.loss(reference(x), y).item(), abs=1e-5)
         assert torch.equal(torch.get_rng_state(), random_state)
         assert engine.module.training
-        assert all(parameter.grad is None for _, parameter in engine.named_parameters())
+        assert all(cleared(parameter) for _, parameter in engine.named_parameters())
         assert not engine.step().overflow  # nothing of the evaluation counts in the window
 
 
@@ -353,31 +358,51 @@ def test_replicas_built_from_different_seeds_start_alike(world):
         assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items())
 
 
+COLLECTIVES = {
+    "pp2-tp2": ["the tied embedding", "control"],
+    "pp2-tp2-sp": ["partial gradients of norms and biases", "the tied embedding", "control"],
+    "dp2-tp2": ["data gradients", "control"],
+    "pp2-dp2": ["the tied embedding", "data gradients", "control"],
+}
+"""Layout -> the all-reduces of a step, of which there is no other collective."""
+
+
 @on_ranks(4)
 def test_the_collectives_of_a_step_are_few(world):
-    """One control all-reduce a step; data gradients and tied embeddings one each (they have one dtype here)."""
-    calls = []
-    import torch.distributed as dist
-
-    original = dist.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        calls.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    for layout, expected in (("pp2-tp2", 2), ("dp2-tp2", 2), ("pp2-dp2", 3)):
-        with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
+    """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""
+    names = sum(1 for _ in small_gpt().named_parameters(remove_duplicate=False))
+    for layout, expected in COLLECTIVES.items():
+        parallel = LAYOUTS[layout.removesuffix("-sp")] | {"sequence_parallel": layout.endswith("-sp")}
+        with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}) as context:
             engine, *_ = engine_for(context)
-            x, y = next(batches(1))
-            engine.forward_backward(*my_slice(context, x, y))
-            dist.all_reduce = counting
-            calls.clear()
-            try:
-                engine.step()
-            finally:
-                dist.all_reduce = original
-            assert len(calls) == expected, (layout, calls)
-            assert calls[-1] == 4
+            x, y = my_slice(context, *next(batches(1)))
+            for _ in range(2):
+                engine.forward_backward(x, y, return_loss=False)
+                with Collectives() as collectives:
+                    engine.step()
+                engine.zero_grad()
+            assert collectives.counts == {"allreduce": len(expected)}, (layout, collectives.counts)
+            presence = names if context.dp.size > 1 else 0
+            assert collectives.elements.count(6 + presence) == 1, (layout, collectives.elements)
+            assert collectives.elements[-1] == 6 + presence
+
+
+@on_ranks(2)
+def test_the_loss_comes_with_the_step_too(world):
+    for parallel in ({"data": 2}, {"pipeline": 2}):
+        with paramp.launch_from_torch({"parallel": parallel, "gradient_accumulation": 2}) as context:
+            engine, *_ = engine_for(context)
+            for start in (0, 1):
+                x, y = my_slice(context, *list(batches(2))[start])
+                loss = engine.forward_backward(x, y)
+                result = engine.step()
+                assert (result.loss is None) == (start == 0)
+            engine.zero_grad()
+            assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+            assert "stepped=True" in repr(result)
+            with Collectives() as collectives:
+                assert engine.forward_backward(x, y, return_loss=False) is None
+            assert collectives.counts["allreduce"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ mistakes, and edges

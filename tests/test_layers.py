@@ -11,6 +11,7 @@ ORDER = [
     "typed",
     "spellings",
     "precision",
+    "schedules",
     "config",
     "environment",
     "network",
@@ -35,10 +36,14 @@ ORDER = [
     "stages",
     "tracing",
     "huggingface",
+    "timeline",
     "pipeline",
     # L3: gradients and what the optimizer steps
     "grads",
     "masters",
+    "remainders",
+    "flat",
+    "stepping",
     "optimizers",
     # L4: the engine
     "engine",

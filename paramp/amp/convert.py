@@ -274,9 +274,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.scaler.update_from_flag(found_inf)
         self.num_steps += not overflow
         self.num_skipped += overflow
-        result = StepResult(
-            stepped=not overflow, overflow=overflow, loss_scale=scale, grad_norm=self._norm, num_zeros=zeros
-        )
+        result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
         self._spent, self._found_inf, self._norm = True, None, None
         if self.precision.verbose and self.scaler.get_scale() != scale and _is_main():
             print(f"paramp: the loss scale goes from {scale:g} to {self.scaler.get_scale():g}", flush=True)

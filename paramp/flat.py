@@ -1,0 +1,707 @@
+"""What the engine trains, in a few long tensors.
+
+All trained parameters of a rank lie one after the other in :class:`Buffer` s, one for each dtype of weights: the
+weights, their gradients, and what only the optimizer needs (fp32 masters, or the remainders that complete the weights
+to them). The model's parameters and gradients are views, so that nothing is copied on the way, the step runs over a
+few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
+
+::
+
+    weights    | head.bias ... | blocks.3.mlp ... blocks.0 ... embedding |     fp16, views: the model's parameters
+    gradients  | the same                                                |     views: their .grad
+    masters    | the same, or under ZeRO this rank's part                |     fp32, what the optimizer steps
+
+Parameters are sorted by their optimizer group and by how many ranks hold them, so that neighbours are stepped and
+counted alike; within that, the last of the model first, because their gradients are ready first.
+
+ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. It alone has masters
+and optimizer state for it, receives its gradients summed, and sends its new weights to the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .grads import BLOCK, counted_share
+from .masters import check_frozen, check_masters, follow, install_follower, trained_and_frozen
+from .mesh import ParallelContext, TiedParameter
+from .precision import Precision
+from .remainders import join, split
+from .scaler import unscale_and_check_
+from .shards import (
+    align_gradients,
+    gather_parts,
+    local,
+    start_reducing_parts,
+    sum_,
+    sum_tied_gradients,
+    version,
+    wrap,
+)
+from .surgery import cast_parameters
+
+__all__ = ["Buffer", "FlatWeights", "Run", "Slot"]
+
+ALIGNMENT = 64
+"""Elements. Every parameter begins on a multiple, so that vectorized kernels see no odd ends, wherever they begin."""
+BUCKET = 2**25
+"""Elements of a buffer from which on the next parameter goes to another one: what is reduced over data ranks at once,
+and what is there twice while weights move in."""
+NO_GROUP = -1
+"""The optimizer group of a parameter that the optimizer was not given."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one trained parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    """Its param group in the optimizer."""
+    share: float
+    """What one of its elements counts in a sum over the model group and, without ZeRO, the data ranks."""
+    start: int = 0
+    """Where it begins in its buffer."""
+    own: tuple[int, int] = (0, 0)
+    """The part of the parameter, flattened, that this rank steps."""
+    gradient: torch.Tensor | None = None
+    """The view of the buffer's gradients for ``parameter.grad``; a DTensor where the parameter is one. None before
+    there are gradients."""
+    seen: int = 0
+    """The version of the gradient when it was last known to be zero."""
+    misplaced: bool = False
+    """Autograd's gradients have other placements than the parameter, so that adding them up in the buffer would cost
+    a collective in every backward; they are brought there once a step."""
+
+    @property
+    def size(self) -> int:
+        return local(self.parameter).numel()
+
+    @property
+    def local_gradient(self) -> torch.Tensor:
+        assert self.gradient is not None
+        return local(self.gradient)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the gradient in its buffer."""
+        return 0 if self.gradient is None else version(self.gradient)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours in a buffer that are stepped alike."""
+
+    buffer: Buffer
+    start: int
+    """In the buffer."""
+    own_start: int
+    """In this rank's part of it."""
+    length: int
+    group: int
+    share: float
+    slots: tuple[Slot, ...]
+
+    def in_blocks(self) -> Iterator[torch.Tensor]:
+        """The gradient, cut where a block of the buffer begins, so that it adds up alike however it is shared out."""
+        stop = self.start + self.length
+        first = min(_aligned(self.start, BLOCK), stop)
+        for part in (self.buffer.gradients[self.start : first], self.buffer.gradients[first:stop]):
+            if part.numel():
+                yield part
+
+
+class Buffer:
+    """Trained parameters of one dtype, one after the other.
+
+    Attributes:
+        weights, gradients: of all of them; gradients only once there are any.
+        masters, remainders: of what this rank steps, where the mode has them.
+        num_parts, part: how many ranks share the optimizer's work, and which of them this is.
+        own_size: elements of a part.
+    """
+
+    def __init__(self, slots: Sequence[Slot], precision: Precision, num_parts: int, part: int) -> None:
+        first = local(slots[0].parameter)
+        self.slots = list(slots)
+        self.num_parts = num_parts
+        self.part = part
+        stop = 0
+        for slot in slots:
+            slot.start, stop = stop, stop + _aligned(slot.size)
+        self.own_size = _aligned(-(-stop // num_parts), BLOCK)
+        self.own_start = part * self.own_size
+        for slot in slots:
+            low = min(max(slot.start, self.own_start), self.own_start + self.own_size)
+            high = max(min(slot.start + slot.size, self.own_start + self.own_size), low)
+            slot.own = (low - slot.start, high - slot.start)
+        self.weights = torch.zeros(self.own_size * num_parts, dtype=first.dtype, device=first.device)
+        self.gradients = self.weights[:0]
+        self.gradient_dtype = precision.grad_dtype or first.dtype
+        self.masters: torch.Tensor | None = None
+        self.remainders: torch.Tensor | None = None
+        half = first.dtype.itemsize == 2
+        if half and precision.masters == "remainder":
+            self.remainders = torch.zeros(self.own_size, dtype=torch.int16, device=first.device)
+        elif half and precision.masters:
+            self.masters = torch.zeros(self.own_size, dtype=torch.float32, device=first.device)
+
+    def make_gradients(self) -> None:
+        """Make room for gradients, and the views of it."""
+        self.gradients = torch.zeros_like(self.weights, dtype=self.gradient_dtype)
+        for slot in self.slots:
+            gradient, parameter = self.view(self.gradients, slot), slot.parameter
+            if gradient.dtype is not parameter.dtype:
+                parameter.grad_dtype = gradient.dtype
+            slot.gradient = wrap(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+
+    @property
+    def stepped_dtype(self) -> torch.dtype:
+        """What the optimizer steps in, and keeps its state in."""
+        return self.weights.dtype if self.masters is None and self.remainders is None else torch.float32
+
+    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The place of ``slot`` in ``flat``, of the shape of its local part. It counts its own in-place changes."""
+        view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return view.set_(flat.untyped_storage(), slot.start, local(slot.parameter).shape)  # type: ignore[call-overload]
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``flat``, which is as long as the weights."""
+        return flat[self.own_start : self.own_start + self.own_size]
+
+    def flat_range(self, slot: Slot) -> slice:
+        """Where the part of ``slot`` that this rank steps lies in the whole buffer."""
+        return slice(slot.start + slot.own[0], slot.start + slot.own[1])
+
+    def own_range(self, slot: Slot) -> slice:
+        """Where that part lies in this rank's part of the buffer."""
+        return slice(slot.start + slot.own[0] - self.own_start, slot.start + slot.own[1] - self.own_start)
+
+    def runs(self, absent: Iterable[Slot], missed: Mapping[Slot, int]) -> Iterator[Run]:
+        """What this rank steps, in the longest ranges of one group, one share and the same steps ``missed``."""
+        left_out = set(absent)
+        here = (slot for slot in self.slots if slot.own[0] < slot.own[1])
+        for kind, neighbours in itertools.groupby(
+            here, lambda slot: (slot in left_out, slot.group, slot.share, missed.get(slot, 0))
+        ):
+            slots = tuple(neighbours)
+            if not kind[0]:
+                low = max(slots[0].start, self.own_start)
+                high = min(slots[-1].start + _aligned(slots[-1].size), self.own_start + self.own_size)
+                yield Run(self, low, low - self.own_start, high - low, slots[0].group, slots[0].share, slots)
+
+
+def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _in_buckets(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    together: list[Slot] = []
+    for slot in slots:
+        together.append(slot)
+        if sum(member.size for member in together) >= BUCKET:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+@torch.no_grad()
+def _move(slot: Slot, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
+    """Let a parameter lie in ``buffer``, and its master, which is made from ``original``.
+
+    Returns:
+        What the optimizer is to step in its place; None if that is another rank's.
+    """
+    parameter, weight = slot.parameter, buffer.view(buffer.weights, slot)
+    weight.copy_(local(parameter))
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = weight
+    else:
+        parameter.data = weight
+    own, flat = buffer.own_range(slot), buffer.flat_range(slot)
+    part = (weight if original is None else original).reshape(-1)[slice(*slot.own)]
+    if buffer.masters is not None:
+        buffer.masters[own].copy_(part)
+    elif buffer.remainders is not None:
+        split(part.float(), buffer.weights[flat], buffer.remainders[own])
+    if buffer.num_parts > 1:
+        if slot.own[0] == slot.own[1]:
+            return None
+        return nn.Parameter(buffer.weights[flat] if buffer.masters is None else buffer.masters[own])
+    if buffer.masters is not None:
+        return nn.Parameter(buffer.view(buffer.masters, slot))
+    # What is stepped has gradients of its own dtype.
+    apart = isinstance(parameter, DTensor) or buffer.gradient_dtype is not weight.dtype
+    return nn.Parameter(weight) if apart else parameter
+
+
+class FlatWeights:
+    """The trained parameters of one rank, and the tensors that the optimizer steps in their place.
+
+    Attributes:
+        slots: one for each parameter, in the model's order.
+        buffers: where they lie.
+        early: the reductions over data ranks that run beside the backward; None without ZeRO.
+        names, parameters: the model's own, under the whole model's names.
+        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional: the
+            part of a parameter that this rank steps, None where it has no part of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        context: ParallelContext,
+        group_of: Mapping[str, int],
+        ties: Sequence[TiedParameter] = (),
+    ) -> None:
+        """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
+
+        Args:
+            group_of: the optimizer's param group of each parameter, by any of its names.
+            ties: those of ``module``, as recorded in the context.
+        """
+        self._context = context
+        self._precision = precision
+        originals = {
+            name: local(parameter).detach() for name, parameter in module.named_parameters() if precision.masters
+        }
+        cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+        for tie in ties:
+            tie.parameter = module.get_parameter(tie.name)  # rounding made new parameters
+        self._tied = {tie.parameter for tie in ties}
+        trained, self._frozen = trained_and_frozen(module)
+        zero = context.config.parallel.zero > 0 and context.dp.size > 1
+        parts = context.dp.size if zero else 1
+        self.slots = [
+            Slot(
+                name,
+                parameter,
+                group_of.get(name, NO_GROUP),
+                counted_share(parameter, context) * parts,
+            )
+            for name, parameter in trained
+        ]
+        self.names = [slot.name for slot in self.slots]
+        self.parameters = [slot.parameter for slot in self.slots]
+        by_dtype: dict[torch.dtype, list[Slot]] = defaultdict(list)
+        # The small groups and shares, such as those of norms, come last: they wait for a collective of their own.
+        last_first = self.slots[::-1]
+        for slot in sorted(last_first, key=lambda slot: (slot.group == NO_GROUP, slot.group, -slot.share)):
+            by_dtype[slot.parameter.dtype].append(slot)
+        self.buffers: list[Buffer] = []
+        stepped: dict[Slot, nn.Parameter | None] = {}
+        for slots in by_dtype.values():
+            for together in _in_buckets(slots):
+                buffer = Buffer(together, precision, parts, context.dp.rank if zero else 0)
+                self.buffers.append(buffer)
+                # One by one, so that what a parameter had before is free as soon as it lies in its buffer.
+                stepped |= {slot: _move(slot, buffer, originals.pop(slot.name, None)) for slot in together}
+        self.stepped = [stepped[slot] for slot in self.slots]
+        self._buffer_of = {slot: buffer for buffer in self.buffers for slot in buffer.slots}
+        self._slot_of = {slot.parameter: slot for slot in self.slots}
+        self._with_gradients = False
+        self._without: list[Slot] = []
+        self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
+        self._missed: dict[Slot, int] = {}  # equal for parameters that have missed the same steps
+        self._histories = itertools.count(1)
+        self._absent: tuple[Slot, ...] = ()
+        self._stepped_runs = self._all = self._all_runs()
+        self._hooks = [
+            slot.parameter.register_hook(_Placements(slot))
+            for slot in self.slots
+            if isinstance(slot.parameter, DTensor)
+        ]
+        self.early = EarlyReduction(self.buffers, context, precision.reduce_dtypes.dp, self._tied) if zero else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        pairs = zip(self.names, self.stepped, strict=True)
+        return {name: stepped for name, stepped in pairs if stepped is not None}
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def zero_grad(self) -> None:
+        """Make every gradient zero: one fill for each buffer."""
+        for buffer in self.buffers:
+            buffer.gradients.zero_()
+        for slot in self.slots:
+            gradient = None if slot.misplaced else slot.gradient
+            if slot.parameter.grad is not gradient:
+                slot.parameter.grad = gradient
+            slot.seen = slot.version
+        for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
+            parameter.grad = None
+
+    def begin_window(self) -> None:
+        """Make room for gradients, if there is none yet. A backward that finds none leaves its own, which move in."""
+        if self._with_gradients:
+            self._take_back()
+            return
+        self._with_gradients = True
+        for buffer in self.buffers:
+            buffer.make_gradients()
+        for slot in self.slots:
+            slot.seen = slot.version
+        self._take_back()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Let gradients lie in their buffers again that were taken away or replaced by hand: ZeRO reduces buffers."""
+        for slot in self.slots:
+            given = slot.parameter.grad
+            if slot.misplaced or given is slot.gradient:
+                continue
+            if given is None:
+                if slot.version != slot.seen:
+                    slot.local_gradient.zero_()
+                    slot.seen = slot.version
+            elif isinstance(given, DTensor) and given.placements != cast(DTensor, slot.parameter).placements:
+                continue
+            else:
+                slot.local_gradient.copy_(local(given).to_dense())
+            slot.parameter.grad = slot.gradient
+
+    def _check_places(self) -> None:
+        """Refuse parameters and gradients that were moved out of their buffers: the step would pass them by.
+
+        Raises:
+            RuntimeError: naming one.
+        """
+        for slot, buffer in self._buffer_of.items():
+            for tensor, flat in ((local(slot.parameter), buffer.weights), (slot.local_gradient, buffer.gradients)):
+                if slot.size and tensor.data_ptr() != flat.data_ptr() + slot.start * flat.element_size():
+                    raise RuntimeError(
+                        f"{slot.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
+                        "given another memory format), so that steps would not reach it; do that before initialize, "
+                        "and change values in place (copy_, load_state_dict)"
+                    )
+
+    @torch.no_grad()
+    def collect(self, found_inf: torch.Tensor) -> None:
+        """Bring every gradient into its buffer, complete over tensor and pipeline ranks.
+
+        Args:
+            found_inf: set to 1 if an element was not finite that is left out here. (Those that stay are judged later.)
+
+        Raises:
+            RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient, or a parameter
+                or gradient was moved out of its buffer.
+        """
+        check_frozen(self._frozen)
+        self.begin_window()
+        self._check_places()
+        if self.early is not None:
+            unscale_and_check_(self.early.touched(), torch.ones_like(found_inf), found_inf)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        elsewhere = [slot for slot in self.slots if slot.parameter.grad is not slot.gradient]
+        for slot in elsewhere:
+            if slot.parameter.grad is None:
+                if slot.version != slot.seen:  # taken away by hand after it was added up here
+                    slot.local_gradient.zero_()
+                    slot.seen = slot.version
+            elif slot.parameter.grad.is_sparse:
+                slot.parameter.grad = slot.parameter.grad.to_dense()
+        arrived = [slot for slot in elsewhere if slot.parameter.grad is not None]
+        cut = align_gradients([slot.parameter for slot in arrived], self._precision.reduce_dtypes.tp)
+        unscale_and_check_(cut, torch.ones_like(found_inf), found_inf)
+        if arrived:
+            torch._foreach_copy_(
+                [slot.local_gradient for slot in arrived],
+                [local(cast(torch.Tensor, slot.parameter.grad)) for slot in arrived],
+            )
+        for slot in elsewhere:
+            if slot.parameter.grad is not None or slot.parameter in self._tied:
+                slot.parameter.grad = slot.gradient
+        sum_tied_gradients(self._context, self.parameters, self._precision.reduce_dtypes.pp)
+        self._without = [slot for slot in self.slots if slot.parameter not in self._tied and slot.version == slot.seen]
+
+    def absent(self) -> list[Slot]:
+        """The parameters that had no gradient on this rank when :meth:`collect` was called."""
+        return self._without
+
+    def presence(self, names: Iterable[str]) -> torch.Tensor:
+        """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
+        without = {slot.name for slot in self._without}
+        have = set(self.names) - without
+        key = tuple(sorted(without))
+        if self._presence is None or self._presence[0] != key:
+            values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
+            self._presence = key, values.to(self._context.device)
+        return self._presence[1]
+
+    @torch.no_grad()
+    def reduce_over_data(self) -> None:
+        """Sum the gradients over data ranks: one all-reduce for each buffer. Under ZeRO one reduce-scatter for each
+        that the backward has not seen to, which leaves this rank with the sums of its own part."""
+        for buffer in self.buffers:
+            if buffer.num_parts == 1:
+                sum_([buffer.gradients], self._context.dp.group, self._precision.reduce_dtypes.dp)
+        if self.early is not None:
+            self.early.reduce_the_rest()
+
+    def begin_last_backward(self) -> None:
+        """Let the reductions of ZeRO begin beside the backward, which is the last of a window."""
+        # The first window shows which gradients have other placements than their parameters.
+        if self.early is not None and not self._hooks:
+            self.early.begin()
+
+    def end_last_backward(self) -> None:
+        """Wait for the reductions, where any have begun."""
+        if self.early is not None:
+            self.early.end()
+
+    def judged(self) -> tuple[list[torch.Tensor], list[float]]:
+        """The gradients that this rank answers for, flat, and what an element of each counts in sums over the world."""
+        parts = [(part, run.share) for run in self._all for part in run.in_blocks()]
+        return [part for part, _ in parts], [share for _, share in parts]
+
+    def counted(self) -> tuple[list[torch.Tensor], list[float]]:
+        """As :meth:`judged`, one parameter each, without what lies between them."""
+        parts = [(slot, self._buffer_of[slot]) for slot in self.slots if slot.own[0] < slot.own[1]]
+        return [buffer.gradients[buffer.flat_range(slot)] for slot, buffer in parts], [slot.share for slot, _ in parts]
+
+    # ----------------------------------------------------------------------------------------------------- the step
+
+    def runs(self, absent: Sequence[Slot] = ()) -> list[Run]:
+        """What is to be stepped, where no rank has a gradient for the parameters in ``absent``."""
+        if tuple(absent) != self._absent:
+            self._absent = tuple(absent)
+            self._stepped_runs = self._all_runs(self._absent)
+        # Whether this step is skipped is not known here, so what has missed others may not be counted as equal.
+        missed: dict[int, int] = {}
+        for slot in absent:
+            before = self._missed.get(slot, 0)
+            if before not in missed:
+                missed[before] = next(self._histories)
+            self._missed[slot] = missed[before]
+        return self._stepped_runs
+
+    def _all_runs(self, absent: Sequence[Slot] = ()) -> list[Run]:
+        return [run for buffer in self.buffers for run in buffer.runs(absent, self._missed)]
+
+    def differ_in_steps(self, steps: Mapping[Slot, int]) -> None:
+        """Note after loading a state that parameters have been stepped ``steps`` times; they run together if equal."""
+        most = max(steps.values(), default=0)
+        self._missed = {slot: count - most for slot, count in steps.items()}  # histories made later are above 0
+        self._stepped_runs = self._all_runs(self._absent)
+
+    def pairs(self) -> Iterator[tuple[Slot, nn.Parameter, Buffer]]:
+        """Each parameter that this rank steps (a part of), what the optimizer has for it, and its buffer."""
+        for slot, stepped in zip(self.slots, self.stepped, strict=True):
+            if stepped is not None:
+                yield slot, stepped, self._buffer_of[slot]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the stepped masters to the weights, and send them to the ranks that do not step them."""
+        for buffer in self.buffers:
+            if buffer.masters is not None:
+                buffer.own(buffer.weights).copy_(buffer.masters)
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Under ZeRO, give every data rank the weights that the others have stepped."""
+        for buffer in self.buffers:
+            if buffer.num_parts > 1:
+                gather_parts(buffer.weights, buffer.own(buffer.weights), self._context.dp.group)
+
+    # ---------------------------------------------------------------------------------------------- what is saved
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """This rank's fp32 masters, by the whole model's names, each of the shape of what the optimizer has for it.
+
+        They share storage with what is stepped, but for remainder masters, which are put together anew.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for slot, stepped, buffer in self.pairs():
+            if buffer.remainders is not None:
+                weight, remainder = buffer.weights[buffer.flat_range(slot)], buffer.remainders[buffer.own_range(slot)]
+                found[slot.name] = join(weight, remainder).view(stepped.shape)
+            elif buffer.masters is not None:
+                found[slot.name] = stepped.detach()
+        return found
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take up what :meth:`masters` returned, and round it to the weights.
+
+        Raises:
+            ValueError: other names or shapes than this rank's.
+        """
+        check_masters(masters, self.masters())
+        for slot, stepped, buffer in self.pairs():
+            if buffer.remainders is not None:
+                master = masters[slot.name].reshape(-1)
+                split(master, buffer.weights[buffer.flat_range(slot)], buffer.remainders[buffer.own_range(slot)])
+            elif buffer.masters is not None:
+                stepped.copy_(masters[slot.name])
+        self.write_back()
+
+    def follow_loads(self, module: nn.Module) -> None:
+        """Let masters follow weights that are loaded into ``module`` or into any module in it."""
+        if any(buffer.masters is not None or buffer.remainders is not None for buffer in self.buffers):
+            install_follower(module, self)
+
+    @torch.no_grad()
+    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
+        """Give the masters of those ``weights`` that were changed from outside, by loading them, their values.
+
+        A master that rounds to its weight stays as it is, so that weights and masters may be loaded in any order; but
+        where remainders are kept, weights have to come first.
+        """
+        for weight in weights:
+            slot = self._slot_of.get(weight)
+            if slot is None:
+                continue
+            buffer = self._buffer_of[slot]
+            value = buffer.weights[buffer.flat_range(slot)]
+            if buffer.masters is not None:
+                follow(value, buffer.masters[buffer.own_range(slot)])
+            elif buffer.remainders is not None:  # what was left of the weight before says nothing of this one
+                buffer.remainders[buffer.own_range(slot)].zero_()
+
+    @torch.no_grad()
+    def full_precision(self) -> dict[str, torch.Tensor]:
+        """Each trained weight as the optimizer knows it, whole over data ranks, a DTensor where the weight is one.
+
+        Under ZeRO every data rank has to call it.
+        """
+        full: dict[str, torch.Tensor] = {}
+        for buffer in self.buffers:
+            exact = self._exact(buffer)
+            for slot in buffer.slots:
+                value = buffer.view(exact, slot)
+                full[slot.name] = wrap(value, slot.parameter) if isinstance(slot.parameter, DTensor) else value
+        return full
+
+    def _exact(self, buffer: Buffer) -> torch.Tensor:
+        """The weights of ``buffer``, or the whole of its masters."""
+        if buffer.masters is None and buffer.remainders is None:
+            return buffer.weights
+        if buffer.num_parts == 1 and buffer.masters is not None:
+            return buffer.masters
+        exact = torch.empty_like(buffer.weights, dtype=torch.float32)
+        own = buffer.own(exact)
+        if buffer.masters is not None:
+            own.copy_(buffer.masters)
+        elif buffer.remainders is not None:
+            own.copy_(join(buffer.own(buffer.weights), buffer.remainders))
+        if buffer.num_parts > 1:
+            gather_parts(exact, own, self._context.dp.group)
+        return exact
+
+
+class EarlyReduction:
+    """The reduce-scatter of each buffer while the backward still goes on, as soon as its gradients are complete.
+
+    That is known only in the last backward of a window, and not of gradients that are completed in the step: tied ones,
+    and those whose placements are not their parameters'. Every rank starts the same buffers in the same order, each
+    once in a call of ``forward_backward``, whichever of its parameters got a gradient.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Buffer],
+        context: ParallelContext,
+        dtype: torch.dtype | None,
+        tied: Collection[nn.Parameter],
+    ) -> None:
+        self._buffers = buffers
+        self._group = context.dp.group
+        self._dtype = dtype
+        self._tied = tied
+        self._reduced: dict[Slot, int] = {}  # with the version of the gradient when it had been reduced
+        self._waiting: dict[Buffer, set[Slot]] = {}  # what has no gradient yet
+        self._early: list[Buffer] = []  # which can be reduced before the step
+        self._next: list[Buffer] = []  # of these, what has not been started, in this order
+        self._running: list[Callable[[], None]] = []
+        self._armed = False
+        for buffer in buffers:
+            for slot in buffer.slots:
+                slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, buffer, slot))
+
+    def begin(self) -> None:
+        """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
+        self._early = [
+            buffer
+            for buffer in self._buffers
+            if not any(slot.misplaced or slot.parameter in self._tied for slot in buffer.slots)
+        ]
+        self._waiting = {buffer: set(buffer.slots) for buffer in self._buffers}
+        self._next = list(self._early)
+        self._armed = True
+
+    def end(self) -> None:
+        """Reduce what else can be reduced before the step, and wait for all."""
+        if not self._armed:
+            return
+        self._armed = False
+        self._start(self._next)
+        self._finish()
+        self._reduced |= {slot: slot.version for buffer in self._early for slot in buffer.slots}
+
+    def _arrived(self, buffer: Buffer, slot: Slot, _: torch.Tensor) -> None:
+        """The hook of a gradient that has been added up."""
+        if not self._armed:
+            return
+        if slot not in self._waiting[buffer]:
+            raise RuntimeError(
+                f"{slot.name!r} got two gradients in one backward, as under activation checkpointing with "
+                "use_reentrant=True; pass use_reentrant=False there, or set parallel.zero to 0"
+            )
+        self._waiting[buffer].discard(slot)
+        complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
+        self._start(complete)
+        del self._next[: len(complete)]
+
+    def _start(self, buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            own = buffer.own(buffer.gradients)
+            self._running.append(start_reducing_parts(buffer.gradients, own, self._group, self._dtype))
+
+    def _finish(self) -> None:
+        for finish in self._running:
+            finish()
+        self._running = []
+
+    def touched(self) -> list[torch.Tensor]:
+        """The local gradients that were changed by hand after they had been reduced."""
+        return [slot.local_gradient for slot, then in self._reduced.items() if slot.version != then]
+
+    def reduce_the_rest(self) -> None:
+        """Reduce what the last backward did not."""
+        self._start(buffer for buffer in self._buffers if buffer.slots[0] not in self._reduced)
+        self._finish()
+        self._reduced = {}
+
+
+class _Placements:
+    """The hook that finds gradients whose placements are not their parameter's, before they are added up."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        slot = self.slot
+        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, slot.parameter).placements:
+            slot.misplaced = True
+            if slot.parameter.grad is slot.gradient and slot.version == slot.seen:  # nothing has been added up there
+                slot.parameter.grad = None

@@ -1,0 +1,48 @@
+"""An fp32 master as its half-precision weight and 16 more bits.
+
+A model in half precision keeps its weights anyway, and a weight is the upper part of its master. Storing the lower
+part alone makes the master cost two bytes instead of four.
+
+For bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-LM keeps them so). A tie that was
+rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the lower part is a number of
+steps at the weight's own scale::
+
+    w = fp16(m)    e = max(exponent of w, -14)    r = int16((m - w) / 2**(e - 26))    m' = w + r * 2**(e - 26)
+
+m - w is at most half a unit of w, 2**(e - 11), so that r fits; the one case beyond, a tie, is cut to 32767. From 2**-14
+up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is subnormal, the step stays at
+2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and less than 2**-40 from m below that.
+A weight that is not finite has no remainder.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["join", "split"]
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16), elementwise."""
+    if weight.dtype is torch.bfloat16:
+        upper = weight.view(torch.int16).to(torch.int32) << 16
+        return (upper + remainder).view(torch.float32)
+    return torch.addcmul(weight.float(), remainder.float(), _steps(weight))
+
+
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Round ``master`` (float32) to ``weight``, and put what is left into ``remainder``; both in place."""
+    weight.copy_(master)
+    if weight.dtype is torch.bfloat16:
+        upper = weight.view(torch.int16).to(torch.int32) << 16
+        left = master.view(torch.int32) - upper
+        remainder.copy_(torch.where(weight.isfinite(), left, 0).clamp_(-(2**15), 2**15 - 1))
+        return
+    left = (master - weight.float()).div_(_steps(weight)).round_()
+    remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(-(2.0**15), 2.0**15 - 1))
+
+
+def _steps(weight: torch.Tensor) -> torch.Tensor:
+    """2**(e - 26), float32: what one step of the remainder of each fp16 ``weight`` is worth."""
+    exponent = (weight.view(torch.int16) >> 10).bitwise_and_(31).clamp_(min=1).to(torch.int32)
+    return exponent.add_(127 - 15 - 26).bitwise_left_shift_(23).view(torch.float32)
