@@ -13,7 +13,7 @@ test: $(VENV)/installed
 	$(RUN)/python -m pytest -q $(ARGS)
 
 matrix: $(VENV)/installed
-	$(RUN)/python -m pytest -q tests/test_matrix.py --write-matrix
+	$(RUN)/python -m pytest -q tests/test_matrix.py tests/test_schedules.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -30,7 +30,11 @@ docs: $(VENV)/installed
 	$(VENV)/bin/python -m mkdocs build --strict --quiet
 	@echo "open build/docs/index.html"
 
+# The quick ones; benchmarks/README.md has the others.
 benchmark: $(VENV)/installed
+	$(RUN)/python benchmarks/step.py
+	$(RUN)/python benchmarks/overhead.py --layouts 1 tp2 pp2 pp2·tp2
+	$(RUN)/python benchmarks/scale.py --rounds 1
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
 
 # Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.

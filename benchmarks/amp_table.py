@@ -3,33 +3,46 @@
     python benchmarks/amp_table.py
     python benchmarks/amp_table.py --model vit --preset vit-b16 --batch-size 128 --rounds 20
     torchrun --standalone --nproc-per-node 4 benchmarks/amp_table.py --tensor 2 --pipeline 2
+    python benchmarks/amp_table.py --layouts 1 tp2 pp2 dp2
 
 All candidates train the same model on the same images in one run. They take turns, one step each, in every round; the
 medians are reported. Plain torch is torch.autocast with torch.amp.GradScaler, and DistributedDataParallel on several
 ranks; with tensor or pipeline ranks it has no row. What cannot run here is named with its reason.
 
-Memory is that of rank 0. On CUDA: the candidate's own state and what its step allocates on top at the most
-(max_memory_allocated). On a CPU, where nothing measures it: the bytes of weights, gradients, masters and optimizer
-state, and of all that the forward saves for the backward, each storage once.
+--layouts starts the processes of each layout itself, one layout after the other. Rows of one layout took turns; rows
+of different layouts did not, so compare them through a row that both have.
+
+Memory is that of rank 0: what the candidate keeps (weights, gradients, masters, optimizer state) and what its step
+allocates on top at the most, both as torch's allocator sees them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from fp16_cpu import cpu_name
+from common import (
+    Layout,
+    Turn,
+    add_json_option,
+    check_counts,
+    check_json_option,
+    first_line,
+    machine,
+    medians,
+    run_layouts,
+    table,
+    take_turns,
+    watch_memory,
+    write_json,
+)
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import paramp
 from paramp.emulation import has_native_fp16
@@ -56,20 +69,6 @@ class Candidate(Protocol):
 
     def step(self) -> bool:
         """Step, or skip; whether it stepped."""
-
-    def state(self) -> Iterable[torch.Tensor]:
-        """All tensors that it keeps, gradients included."""
-
-
-def kept_by(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    for parameter in (*module.parameters(), *stepped):
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from module.buffers()
-    for values in optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
 class Plain:
@@ -100,9 +99,6 @@ class Plain:
         self.scaler.update()
         return self.scaler.get_scale() >= scale
 
-    def state(self) -> Iterable[torch.Tensor]:
-        return kept_by(self.model, self.optimizer)
-
 
 class Ours:
     """An engine in one mode."""
@@ -117,19 +113,10 @@ class Ours:
     def step(self) -> bool:
         return self.engine.step().stepped
 
-    def state(self) -> Iterable[torch.Tensor]:
-        return kept_by(self.engine.module, self.engine.optimizer)
-
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     # Adam's eps has to survive fp16 in the modes without masters.
     return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-4)
-
-
-def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The bytes of each storage behind ``tensors``, by its address."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
 
 
 def warm_up(candidate: Candidate, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -141,32 +128,9 @@ def warm_up(candidate: Candidate, x: torch.Tensor, y: torch.Tensor) -> None:
     raise RuntimeError(f"its loss scale found no value at which a step is made, in {MAX_WARM_UP} steps")
 
 
-def memory_of(candidate: Candidate, x: torch.Tensor, y: torch.Tensor, device: torch.device) -> int:
-    """Bytes that the candidate takes on this rank for a step; it has made one before."""
-    own = sum(storages(candidate.state()).values())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        candidate.forward_backward(x, y)
-        candidate.step()
-        return own + torch.cuda.max_memory_allocated(device) - before
-    saved: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved.update(storages([tensor]))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        candidate.forward_backward(x, y)
-    state = storages(candidate.state())
-    candidate.step()
-    return sum((saved | state).values())
-
-
 def builders(world_size: int, sharded: bool, modes: Sequence[str]) -> dict[str, tuple[str, Any]]:
     """Each row's label, the mode of its context, and what builds its candidate; or why it has none."""
-    plain = "plain torch" if world_size == 1 else "plain torch, DDP"
+    plain = "plain torch" if world_size == 1 or sharded else "plain torch, DDP"
     rows: dict[str, tuple[str, Any]] = {}
     for name, dtype in (("fp32", None), ("autocast fp16", torch.float16), ("autocast bf16", torch.bfloat16)):
 
@@ -182,8 +146,9 @@ def builders(world_size: int, sharded: bool, modes: Sequence[str]) -> dict[str, 
     return rows
 
 
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def train(label: str, candidate: Candidate, x: torch.Tensor, y: torch.Tensor, passed_over: dict[str, int]) -> None:
+    candidate.forward_backward(x, y)
+    passed_over[label] += not candidate.step()
 
 
 def run(
@@ -196,10 +161,9 @@ def run(
     device: str | None,
 ) -> dict[str, Any] | None:
     """Train each row's candidate in turn; the result on rank 0, None on the others."""
-    candidates: dict[str, Candidate] = {}
     skipped: dict[str, str] = {}
     memory: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {}
+    turns: dict[str, Turn] = {}
     passed_over: dict[str, int] = {}
     with ExitStack() as stack:
         context = None
@@ -213,29 +177,26 @@ def run(
                     paramp.launch_from_torch({"parallel": parallel, "precision": mode}, device=device)
                 )
                 torch.manual_seed(0)
-                candidate: Candidate = make(build(), context)
                 generator = torch.Generator().manual_seed(context.dp.rank)
                 x = torch.randn(shape[0] // context.dp.size, *shape[1:], generator=generator)
                 y = torch.randint(num_classes, (len(x),), generator=generator)
-                warm_up(candidate, x, y)
-                memory[label] = memory_of(candidate, x, y, context.device)
+                with watch_memory(context.device) as own:
+                    candidate: Candidate = make(build(), context)
+                    warm_up(candidate, x, y)
+                with watch_memory(context.device) as step:
+                    candidate.forward_backward(x, y)
+                    candidate.step()
+                memory[label] = own.kept + step.peak
             except (ValueError, ImportError, RuntimeError, NotImplementedError, TypeError) as error:
                 inner.close()
                 skipped[label] = first_line(error)
                 continue
             stack.enter_context(inner)
-            candidates[label], seconds[label], passed_over[label] = candidate, [], 0
-        if context is None or not candidates:
+            passed_over[label] = 0
+            turns[label] = Turn(partial(train, label, candidate, x, y, passed_over))
+        if context is None or not turns:
             raise SystemExit("no row can run:\n" + "\n".join(dict.fromkeys(skipped.values())))
-        for _ in range(rounds):
-            for label, candidate in candidates.items():
-                dist.barrier()
-                synchronize(context.device)
-                start = time.perf_counter()
-                candidate.forward_backward(x, y)
-                passed_over[label] += not candidate.step()
-                synchronize(context.device)
-                seconds[label].append(time.perf_counter() - start)
+        median = medians(take_turns(turns, rounds, context.device, warm_up=0))
         if dist.get_rank() != 0:
             return None
         measured = [
@@ -243,18 +204,14 @@ def run(
                 "row": label,
                 "mode": rows[label][0],
                 "memory_bytes": memory[label],
-                "iterations_per_second": 1 / statistics.median(times),
-                "samples_per_second": shape[0] / statistics.median(times),
+                "iterations_per_second": 1 / seconds,
+                "samples_per_second": shape[0] / seconds,
                 "skipped_steps": passed_over[label],
             }
-            for label, times in seconds.items()
+            for label, seconds in median.items()
         ]
-        threads = f"{torch.get_num_threads()} thread(s) in each of {dist.get_world_size()} process(es)"
-        machine = f"{cpu_name()}, {threads}"
-        if context.device.type == "cuda":
-            machine = f"{torch.cuda.get_device_name(context.device)}, {machine}"
         return {
-            "machine": machine,
+            "machine": machine(context.device),
             "device": context.device.type,
             "native_fp16": has_native_fp16(context.device),
             "torch": torch.__version__,
@@ -265,26 +222,37 @@ def run(
         }
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def show(result: dict[str, Any]) -> None:
-    how = "own state and peak of a step" if result["device"] == "cuda" else "state and what the backward needs, counted"
     print(f"{result['machine']}, torch {result['torch']}")
-    print(f"{result['model']}, batch {result['batch_size']}, medians of {result['rounds']} rounds; memory: {how}\n")
-    print(f"| {'':32} | memory/MB | iterations/s | samples/s | skipped steps |")
-    print(f"| {'-' * 32} | --------: | -----------: | --------: | ------------: |")
-    for row in result["rows"]:
-        print(
-            f"| {row['row']:32} | {row['memory_bytes'] / 1e6:9.1f} | {row['iterations_per_second']:12.3f} "
-            f"| {row['samples_per_second']:9.1f} | {row['skipped_steps']:13} |"
+    print(f"{result['model']}, batch {result['batch_size']}, medians of {result['rounds']} rounds\n")
+    rows = [
+        (
+            row["row"],
+            f"{row['memory_bytes'] / 1e6:.1f}",
+            f"{row['iterations_per_second']:.3f}",
+            f"{row['samples_per_second']:.1f}",
+            str(row["skipped_steps"]),
         )
+        for row in result["rows"]
+    ]
+    print(table(("", "memory/MB", "iterations/s", "samples/s", "skipped steps"), rows))
+    reasons: dict[str, list[str]] = {}
     for label, reason in result["cannot_run"].items():
-        print(f"{label} does not run here: {reason}")
+        reasons.setdefault(reason, []).append(label)
+    for reason, labels in reasons.items():
+        print(f"does not run here: {'; '.join(labels)}: {reason}")
     if not result["native_fp16"]:
         print("This CPU has no fp16 arithmetic: paramp computes fp16 products in fp32, plain torch in a slow loop.")
+
+
+def show_layouts(results: dict[str, Any]) -> None:
+    """Samples a second of each mode in each layout."""
+    found = {
+        layout: {row["row"]: row["samples_per_second"] for row in result["rows"]} for layout, result in results.items()
+    }
+    labels = dict.fromkeys(label for rows in found.values() for label in rows)
+    rows = [[label, *(f"{rows[label]:.1f}" if label in rows else "-" for rows in found.values())] for label in labels]
+    print(f"\nsamples/s by layout\n\n{table(['', *found], rows)}")
 
 
 def mode_of(name: str) -> str:
@@ -298,17 +266,32 @@ def mode_of(name: str) -> str:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_size: int) -> None:
     """End with an error that says which option cannot be, before anything runs."""
-    for name in ("batch_size", "image_size", "tensor", "pipeline", "rounds"):
+    check_counts(parser, options, "batch_size", "image_size", "tensor", "pipeline", "rounds")
+    if options.layouts and (world_size > 1 or options.tensor * options.pipeline > 1):
+        parser.error("--layouts: it starts the processes of each layout; leave torchrun, --tensor and --pipeline out")
+    sharded = options.tensor * options.pipeline
+    if world_size % sharded:
+        parser.error(
+            f"--tensor {options.tensor} --pipeline {options.pipeline}: got a world of {world_size}, expected a "
+            f"multiple of {sharded}; start it with torchrun, or name the layout in --layouts"
+        )
+    own = Layout(options.pipeline, world_size // sharded, options.tensor)
+    for layout in options.layouts or [own]:
+        if options.batch_size % (layout.dp * layout.pp):
+            parser.error(
+                f"--batch-size: got {options.batch_size}, expected a multiple of the {layout.dp} data ranks x "
+                f"{layout.pp} microbatches of layout {layout}"
+            )
+    check_json_option(parser, options.json)
+
+
+def own_arguments(options: argparse.Namespace, layout: Layout) -> list[str]:
+    """The command line of the processes that run one of the ``--layouts``."""
+    arguments = [f"--tensor={layout.tp}", f"--pipeline={layout.pp}"]
+    for name in ("model", "preset", "batch_size", "image_size", "rounds", "device"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {value}, expected 1 or more")
-    data_ranks = max(1, world_size // (options.tensor * options.pipeline))
-    if options.batch_size % data_ranks:
-        parser.error(f"--batch-size: got {options.batch_size}, expected a multiple of the {data_ranks} data ranks")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: no folder {str(options.json.parent)!r}; make it first")
-    if options.json is not None and options.json.is_dir():
-        parser.error(f"--json: {str(options.json)!r} is a folder, expected a file")
+        arguments += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
+    return [*arguments, "--modes", *options.modes]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -322,7 +305,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="*", default=[], help="of paramp; by default all")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    parser.add_argument(
+        "--layouts", nargs="*", type=Layout.parse, metavar="LAYOUT", help="such as 1 tp2 pp2 dp2; one after the other"
+    )
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     check(parser, options, world_size)
@@ -340,6 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     side = 32 if options.image_size is None else options.image_size
     if isinstance(shape, paramp.models.ViTConfig):
         side = shape.image_size
+    if options.layouts:
+        results = run_layouts(__file__, options.layouts, partial(own_arguments, options))
+        show_layouts(results)
+        write_json(options.json, {"layouts": results})
+        return
     sharded = options.tensor * options.pipeline > 1
     parallel = {"tensor": options.tensor, "pipeline": options.pipeline}
     result = run(
@@ -355,8 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     result["model"] = f"{options.model} {options.preset}, {side} x {side}"
     show(result)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

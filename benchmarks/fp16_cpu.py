@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
-import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from common import (
+    Turn,
+    add_json_option,
+    check_counts,
+    check_json_option,
+    machine,
+    medians,
+    table,
+    take_turns,
+    write_json,
+)
 
 import paramp
 from paramp.config import load, merge, read_file
@@ -30,21 +40,19 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def train(engine: Any, batch: list[torch.Tensor]) -> None:
+    engine.forward_backward(*batch)
+    engine.step()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(Path(__file__).parents[1] / "launch" / "tiny.toml"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write the result to this file")
+    add_json_option(parser)
     options = parser.parse_args()
+    check_counts(parser, options, "rounds")
+    check_json_option(parser, options.json)
     job = read_file(options.config)
 
     with ExitStack() as stack:
@@ -57,36 +65,31 @@ def main() -> None:
         settings = context.config.train
         corpus = load_corpus(settings.data)
         size = settings.batch_size // context.dp.size
-        seconds: dict[str, list[float]] = {name: [] for name in engines}
-        for step in range(options.rounds + 1):
-            batch = training_windows(corpus.training, settings.seq_len, 0, step, context.dp.rank * size, size)
-            for name, engine in engines.items():
-                torch.distributed.barrier()
-                start = time.perf_counter()
-                engine.forward_backward(*batch)
-                engine.step()
-                if step:  # the first round finds shapes and warms caches
-                    seconds[name].append(time.perf_counter() - start)
+        batch: list[torch.Tensor] = []
+
+        def load_batch(step: int) -> None:
+            batch[:] = training_windows(corpus.training, settings.seq_len, 0, step, context.dp.rank * size, size)
+
+        turns = {name: Turn(partial(train, engine, batch), load_batch) for name, engine in engines.items()}
+        median = medians(take_turns(turns, options.rounds, context.device))
         if not context.is_main:
             return
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        emulated, own, full = (medians[name] for name in VARIANTS)
+        emulated, own, full = (median[name] for name in VARIANTS)
         result = {
-            "machine": f"{cpu_name()}, {torch.get_num_threads()} thread(s) in each of {context.world_size} processes",
+            "machine": machine(context.device),
             "torch": torch.__version__,
             "native_fp16": has_native_fp16("cpu"),
             "rounds": options.rounds,
-            "median_seconds": medians,
+            "median_seconds": median,
             "torchs_products_over_emulated": own / emulated,
             "emulated_over_fp32": emulated / full,
         }
         print(f"{result['machine']}, torch {torch.__version__}")
-        for name, value in medians.items():
-            print(f"{name:24} {value:8.3f} s a step   {value / full:6.2f} x fp32")
+        rows = [(name, f"{value:.3f}", f"{value / full:.2f}") for name, value in median.items()]
+        print(table(("", "s a step", "against fp32"), rows))
         print(f"emulated is {own / emulated:.1f} times as fast as torch's fp16 products")
         print(json.dumps(result))
-        if options.json:
-            Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, result)
 
 
 if __name__ == "__main__":

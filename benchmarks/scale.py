@@ -1,0 +1,201 @@
+"""What a rank costs in a world of thousands: time and memory to build it, and the Python time of its step.
+
+    python benchmarks/scale.py
+    python benchmarks/scale.py --worlds 8 64 512 4096 --layouts tp2·pp2 --rounds 5
+
+One process builds one rank of each world over torch's fake process group, whose collectives return at once and move
+nothing: a GPT that begins on the meta device, cut over ``tp`` and ``pp``; ``dp`` fills the world up. A layout's
+``tp`` and ``pp`` are the same in every world, so that a rank's own part is: what grows from row to row grows with the
+world. Every world has a process of its own; the worlds take turns in every round; medians are reported.
+
+Not measured: how the ranks meet in the store before there is a process group, what the network takes, and the forward
+and backward, for which a pipeline's stages tell each other their shapes, which the fake group does not deliver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Layout, add_json_option, check_counts, check_json_option, machine, table, write_json
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import paramp
+from paramp.models import GPT, GPTConfig
+from paramp.precision import ConfigError, Precision
+
+STEPS = 20
+MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
+"""So small that a step is Python's time rather than the kernels'."""
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now."""
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[str, float]:
+    """Build ``rank`` of the world in this process, and step it."""
+    config = {
+        "parallel": {"tensor": layout.tp, "pipeline": layout.pp},
+        "precision": precision,
+        "clip_grad_norm": 1.0,
+    }
+    gc.collect()
+    memory = [resident_bytes()]
+    times = [time.perf_counter()]
+
+    def note() -> None:
+        times.append(time.perf_counter())
+        gc.collect()
+        memory.append(resident_bytes())
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with paramp.launch(config, rank, world_size, "localhost", 1, device="cpu"):
+        note()
+        with torch.device("meta"):
+            model = GPT(MODEL)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), GPT.loss)
+        note()
+        seconds = []
+        for number in range(STEPS + 2):
+            engine.zero_grad()
+            for _, parameter in engine.named_parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.fill_(0.01)
+            start = time.perf_counter()
+            if number == 0:
+                with CommDebugMode() as collectives:
+                    engine.step()
+            else:
+                engine.step()
+            seconds.append(time.perf_counter() - start)
+        note()
+        num_groups = dist.distributed_c10d._world.group_count
+    dist.destroy_process_group()
+    return {
+        "launch_seconds": times[1] - times[0],
+        "initialize_seconds": times[2] - times[1],
+        "launch_bytes": memory[1] - memory[0],
+        "initialize_bytes": memory[2] - memory[1],
+        "steps_bytes": memory[3] - memory[2],
+        "step_seconds": statistics.median(seconds[2:]),
+        "collectives": collectives.get_total_counts(),
+        "groups": num_groups,  # that every rank takes part in making, its own or not
+    }
+
+
+def build_elsewhere(world_size: int, layout: Layout, precision: str, rank: int) -> dict[str, float]:
+    """:func:`build` in a process of its own.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    command = [sys.executable, __file__, f"--worlds={world_size}", f"--layouts={layout}", f"--precision={precision}"]
+    done = subprocess.run([*command, f"--only-rank={rank}"], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error that says which option cannot be, before anything runs."""
+    check_counts(parser, options, "worlds", "rounds")
+    try:
+        Precision.parse(options.precision)
+    except ConfigError as error:
+        parser.error(str(error))
+    for layout in options.layouts:
+        if layout.dp > 1:
+            parser.error(f"--layouts: got {layout}, but dp follows from the world; leave it out")
+        if not any(world % layout.size == 0 for world in options.worlds):
+            parser.error(f"--layouts: none of the worlds {options.worlds} is a multiple of {layout}'s {layout.size}")
+    check_json_option(parser, options.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="RANKS")
+    parser.add_argument(
+        "--layouts", type=Layout.parse, nargs="+", default=[Layout(pp=2, tp=2), Layout(pp=8, tp=8)], metavar="LAYOUT"
+    )
+    parser.add_argument("--precision", default="16-mixed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-rank", type=int, help=argparse.SUPPRESS)
+    add_json_option(parser)
+    options = parser.parse_args(arguments)
+    check(parser, options)
+    if options.only_rank is not None:
+        print(json.dumps(build(options.worlds[0], options.only_rank, options.layouts[0], options.precision)))
+        return
+    cases = [(layout, world) for layout in options.layouts for world in options.worlds if world % layout.size == 0]
+    found: dict[tuple[Layout, int], list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range(options.rounds):
+        for layout, world in cases if number % 2 == 0 else cases[::-1]:
+            # The last rank: the last stage, which holds a copy of the tied embedding.
+            found[layout, world].append(build_elsewhere(world, layout, options.precision, world - 1))
+    rows: list[dict[str, Any]] = [
+        {
+            "layout": str(Layout(layout.pp, world // layout.size, layout.tp)),
+            "world": world,
+            **{key: statistics.median(each[key] for each in results) for key in results[0]},
+        }
+        for (layout, world), results in found.items()
+    ]
+    result: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "torch": torch.__version__,
+        "precision": options.precision,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    print(f"{result['machine']}, torch {result['torch']}; {options.precision}, medians of {options.rounds} rounds\n")
+    head = (
+        "world",
+        "layout",
+        "launch/s",
+        "initialize/s",
+        "launch/MB",
+        "initialize/MB",
+        "step/ms",
+        "collectives",
+        "groups",
+    )
+    cells = [
+        (
+            str(row["world"]),
+            str(row["layout"]),
+            f"{row['launch_seconds']:.3f}",
+            f"{row['initialize_seconds']:.3f}",
+            f"{row['launch_bytes'] / 1e6:.1f}",
+            f"{row['initialize_bytes'] / 1e6:.1f}",
+            f"{row['step_seconds'] * 1e3:.2f}",
+            f"{row['collectives']:g}",
+            f"{row['groups']:g}",
+        )
+        for row in rows
+    ]
+    print(table(head, cells))
+    write_json(options.json, result)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # what is timed is Python's
+    main()
