@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LAYOUTS = {
     "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
     "dp2·tp2": (4, {"data": 2, "tensor": 2}),
     "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
+    "dp2 + zero1": (2, {"data": 2, "zero": 1}),
     "pp2·dp2·tp2": (8, {"pipeline": 2, "data": 2, "tensor": 2}),
 }
 """Name -> ranks, and the configuration's ``parallel``."""
@@ -34,18 +36,21 @@ def from_small_scale(mode: str) -> Precision:
     return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
 
 
-START, END = "<!-- matrix: written by `make matrix` -->", "<!-- /matrix -->"
+SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
+"""In which every schedule of a pipeline is compared."""
 
 
-def table(green: set[tuple[str, str]]) -> str:
-    """The table in Markdown: a row a mode, a column a layout, and a mark where the cell is in ``green``."""
-    rows = [["mode", *LAYOUTS], ["---", *(":-:" for _ in LAYOUTS)]]
-    rows += [[f"`{mode}`", *("✓" if (mode, layout) in green else "✗" for layout in LAYOUTS)] for mode in MODES]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tuple[str, str]]) -> str:
+    """The table in Markdown, with a mark where the cell, a row and a column, is in ``green``."""
+    lines = [[name, *columns], ["---", *(":-:" for _ in columns)]]
+    lines += [[f"`{row}`", *("✓" if (row, column) in green else "✗" for column in columns)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def replace_table(text: str, green: set[tuple[str, str]]) -> str:
-    """``text``, the README's, with the table of ``green`` between its two marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table(green)}\n\n{END}{after}"
+def replace_table(text: str, name: str, new: str) -> str:
+    """``text``, the README's, with the table ``new`` between the two marks of ``name``."""
+    start, end = f"<!-- {name}: written by `make matrix` -->", f"<!-- /{name} -->"
+    before, _, rest = text.partition(start)
+    _, found, after = rest.partition(end)
+    assert found, f"the README has no place for the table {name!r}"
+    return f"{before}{start}\n\n{new}\n\n{end}{after}"
