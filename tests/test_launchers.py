@@ -16,7 +16,6 @@ from paramp.network import free_port
 JOB = ("launch/train.py", "--tp", "2", "--pp", "2", "--precision", "32-true", "--batch-size", "8", "--seq-len", "16")
 JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8")
 MEET = "tests/scripts/meet.py"
-MPIS = ("openmpi", "mpich")
 
 
 def losses(folder):
@@ -54,23 +53,14 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+# Each takes a quarter of a minute, so one of the two runs on one host and the other on two.
+@pytest.mark.parametrize("mpi", ["openmpi"])
 def test_mpirun_with_a_hostfile(mpi, tmp_path, expected):
     variables = mpi_variables(mpi)
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=4\n")
     result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB, "--log-dir", str(tmp_path)], **variables)
     assert result.returncode == 0, result.stderr
-    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
-
-
-def test_two_torchrun_agents(tmp_path, expected):
-    where = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "localhost", "--master-port", str(free_port()))
-    command = [*TORCHRUN, *where, "--node-rank"]
-    with start([*command, "1", *JOB]) as second:
-        result = run([*command, "0", *JOB, "--log-dir", str(tmp_path)])
-        assert result.returncode == 0, result.stderr
-        assert second.wait(timeout=30) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
@@ -98,7 +88,7 @@ def test_two_agents_that_start_their_ranks_again(tmp_path):
 # ------------------------------------------------------------------------------------------------------- two hosts
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", ["mpich"])
 def test_mpirun_on_two_hosts(mpi, hosts, tmp_path, expected):
     """With the example's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))
