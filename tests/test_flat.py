@@ -408,7 +408,7 @@ def test_a_step_on_a_gpu_never_waits_for_it(mode):
 
 
 def test_what_would_pass_the_step_by_is_an_error():
-    """Parameters added later, options that need a state that is not there, sparse optimizers, and a copied scheduler."""
+    """Parameters added later, options that need a state that is not there, optimizers of sparse gradients."""
     import copy
 
     with paramp.launch_from_torch():
