@@ -214,13 +214,22 @@ class ParallelContext:
 def _forget_sharding_decisions() -> None:
     """Empty DTensor's caches. They compare meshes by ranks and names alone, so that an entry made for a mesh of this
     context would be taken for an equal mesh of the next one, with process groups that are gone."""
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
     clear_all = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear_all is not None:
-        clear_all()
-    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
-        clear = getattr(getattr(_redistribute, name, None), "cache_clear", None)
+    # These hold meshes, and with each mesh its groups and their threads, which poll.
+    clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    for clear in (clear_all, clear_planners):
+        if clear is not None:
+            clear()
+    cached = [
+        getattr(_redistribute, name, None) for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached")
+    ]
+    cached.append(getattr(getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh", None))
+    propagator = getattr(_sharding_prop, "ShardingPropagator", None)
+    cached.append(getattr(propagator, "_propagate_tensor_meta_cached", None))
+    for function in cached:
+        clear = getattr(function, "cache_clear", None)
         if clear is not None:
             clear()
 

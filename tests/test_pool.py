@@ -96,3 +96,26 @@ def test_the_environment_chooses_device_and_backend():
 def test_a_choice_that_cannot_be_served_is_an_error(device, backend, num_gpus, message):
     with pytest.raises(ValueError, match=message):
         Choice.of({"PARAMP_TEST_DEVICE": device, "PARAMP_TEST_BACKEND": backend}, num_gpus)
+
+
+@on_ranks(2)
+def trains_on_shards(world):
+    import torch
+
+    import paramp
+
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = {"0": "colwise", "1": "rowwise"}
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, plan=plan)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        assert engine.step().stepped
+
+
+def test_a_context_that_was_closed_leaves_no_threads():
+    """DTensor keeps meshes in its caches, and with them their groups."""
+    before = run_on_ranks(2, __name__, "count_threads", {})
+    trains_on_shards()
+    after = run_on_ranks(2, __name__, "count_threads", {})
+    assert all(now <= then for now, then in zip(after, before, strict=True))
