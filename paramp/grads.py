@@ -147,7 +147,7 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 BLOCK = 512
 """Elements of a CPU tensor that are added up in fp32."""
-PIECE = 2**19
+PIECE = 2**20
 """Elements of a half-precision CPU tensor that are widened at once, so that they are read from the cache again."""
 
 
