@@ -187,7 +187,7 @@ def run(
                     candidate.forward_backward(x, y)
                     candidate.step()
                 memory[label] = own.kept + step.peak
-            except (ValueError, ImportError, RuntimeError, NotImplementedError, TypeError) as error:
+            except (ValueError, ImportError, RuntimeError, TypeError) as error:
                 inner.close()
                 skipped[label] = first_line(error)
                 continue

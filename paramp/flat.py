@@ -364,12 +364,14 @@ class FlatWeights:
         """Let gradients lie in their buffers again that were taken away or replaced by hand: ZeRO reduces buffers."""
         for slot in self.slots:
             given = slot.parameter.grad
-            if slot.misplaced or given is slot.gradient:
+            if given is slot.gradient or (slot.misplaced and given is not None):
                 continue
             if given is None:
                 if slot.version != slot.seen:
                     slot.local_gradient.zero_()
                     slot.seen = slot.version
+                if slot.misplaced:
+                    continue
             elif isinstance(given, DTensor) and given.placements != cast(DTensor, slot.parameter).placements:
                 continue
             else:
@@ -411,13 +413,6 @@ class FlatWeights:
             hook.remove()
         self._hooks = []
         elsewhere = [slot for slot in self.slots if slot.parameter.grad is not slot.gradient]
-        for slot in elsewhere:
-            if slot.parameter.grad is None:
-                if slot.version != slot.seen:  # taken away by hand after it was added up here
-                    slot.local_gradient.zero_()
-                    slot.seen = slot.version
-            elif slot.parameter.grad.is_sparse:
-                slot.parameter.grad = slot.parameter.grad.to_dense()
         arrived = [slot for slot in elsewhere if slot.parameter.grad is not None]
         cut = align_gradients([slot.parameter for slot in arrived], self._precision.reduce_dtypes.tp)
         unscale_and_check_(cut, torch.ones_like(found_inf), found_inf)
@@ -438,10 +433,9 @@ class FlatWeights:
 
     def presence(self, names: Iterable[str]) -> torch.Tensor:
         """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
-        without = {slot.name for slot in self._without}
-        have = set(self.names) - without
-        key = tuple(sorted(without))
+        key = tuple(slot.name for slot in self._without)
         if self._presence is None or self._presence[0] != key:
+            have = set(self.names).difference(key)
             values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
             self._presence = key, values.to(self._context.device)
         return self._presence[1]

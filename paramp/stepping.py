@@ -183,6 +183,28 @@ class FusedStep:
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+        self._check_unchanged()
+        runs = self._weights.runs(absent)
+        if self._kernel.counts_steps:
+            stepped = self._stepped(absent)
+            self._steps.add_(stepped)  # the kernels want the number of the step that they make
+        size = BLOCK[self._steps.device.type]
+        for run in runs:
+            if run.group == NO_GROUP:
+                continue
+            options = self._optimizer.param_groups[run.group]
+            for start in range(0, run.length, size):
+                self._pass(run, start, min(start + size, run.length), options, grad_scale, found_inf)
+        if self._kernel.counts_steps:
+            self._steps.sub_(stepped * found_inf)
+        self._weights.gather_weights()
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was done to the optimizer after initialize that the step would pass by.
+
+        Raises:
+            RuntimeError: naming it.
+        """
         hooks = len(self._optimizer._optimizer_step_pre_hooks) + len(self._optimizer._optimizer_step_post_hooks)
         if hooks > 1:  # one is the engine's own
             raise RuntimeError(
@@ -194,33 +216,16 @@ class FusedStep:
                 "optimizer: its param groups were given other parameters after initialize, which nothing would step; "
                 "give it all of them before, and freeze those that are to wait"
             )
-        runs = self._weights.runs(absent)
-        if self._kernel.counts_steps:
-            stepped = self._stepped(absent)
-            self._steps.add_(stepped)  # the kernels want the number of the step that they make
-        for run in runs:
-            if run.group == NO_GROUP:
-                continue
-            options = self._options_of(run)
-            size = BLOCK[self._steps.device.type]
-            for start in range(0, run.length, size):
-                self._pass(run, start, min(start + size, run.length), options, grad_scale, found_inf)
-        if self._kernel.counts_steps:
-            self._steps.sub_(stepped * found_inf)
-        self._weights.gather_weights()
+        for group in self._optimizer.param_groups:
+            missing = set(self._kernel.states(group)) - self._states_at_first
+            if missing:
+                raise RuntimeError(
+                    f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
+                    "set it before"
+                )
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
-
-    def _options_of(self, run: Run) -> Options:
-        options: Options = self._optimizer.param_groups[run.group]
-        missing = set(self._kernel.states(options)) - self._states_at_first
-        if missing:
-            raise RuntimeError(
-                f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
-                "set it before"
-            )
-        return options
 
     def _pass(
         self,
@@ -246,14 +251,14 @@ class FusedStep:
         # leaves wrong momenta where it is given half precision.
         wide = torch.promote_types(master.dtype, torch.float32)
         master_in = self._widened("master", master, wide)
-        divisor: torch.Tensor | None = grad_scale.float()
+        divisor: torch.Tensor | None = None
         if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
             # Given a divisor, torch's kernels write the quotient back to memory; here it stays in the cache. And they
             # take one in fp32 only.
             gradient_in = torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide))
-            divisor = None
         else:
             gradient_in = self._widened("gradient", gradient, wide)
+            divisor = grad_scale.float()
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
         if self._kernel.counts_steps:
             state_in["step"] = self._step_of[run.slots[0]]
