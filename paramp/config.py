@@ -298,6 +298,19 @@ class Config:
     reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
     """What gradients are summed in over ranks: a dtype, or one for each of ``dp``, ``tp`` and ``pp``. None: as the mode
     says."""
+    max_skipped_in_a_row: int | None = 50
+    """Optimizer steps skipped one after the other from which on training stops, with a diagnosis. None: never."""
+    trace_overflow: bool = False
+    """Run the batch of the first skipped step of a series again, and name the module, microbatch and pass that gave the
+    first value that is not finite (:mod:`paramp.forensics`)."""
+    check_replicas_every: int | None = None
+    """Steps after which weights, masters and loss scale are compared between the ranks that hold the same
+    (:mod:`paramp.replicas`). None: never."""
+    repair_replicas: bool = False
+    """Copy what differs from the lowest rank that holds it, and go on, instead of stopping."""
+    hang_timeout: float | None = 300.0
+    """Seconds of silence after which a rank is reported missing and the job ends (:mod:`paramp.heartbeat`). None: no
+    heartbeat."""
     seed: int = DEFAULT_SEED
     emulate_fp16: bool | Literal["auto"] = "auto"
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round (:mod:`paramp.emulation`)."""
@@ -321,6 +334,21 @@ class Config:
             "gradient_accumulation",
             self.gradient_accumulation,
             "an integer of 1 or more",
+        )
+        for name in ("max_skipped_in_a_row", "check_replicas_every"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "an integer of 1 or more, or None")
+        _require(
+            not self.repair_replicas or self.check_replicas_every is not None,
+            "repair_replicas",
+            self.repair_replicas,
+            "False, because check_replicas_every is None and nothing is compared",
+        )
+        _require(
+            self.hang_timeout is None or 1 <= self.hang_timeout < math.inf,
+            "hang_timeout",
+            self.hang_timeout,
+            "a number of seconds of 1 or more, or None",
         )
         _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
 

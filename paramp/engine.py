@@ -31,7 +31,7 @@ from .precision import ConfigError, LossScaling, Precision
 from .scaler import DistributedGradScaler
 from .stepping import choose_step
 from .tensor import vocab_parallel_loss
-from .timeline import Recorder, Timeline, recorded, recording, span
+from .timeline import Observer, Timeline, begin_call, observed, recording, span
 
 __all__ = ["Engine", "StepResult"]
 
@@ -163,16 +163,16 @@ class Engine:
         self._names = names  # of all parameters of the whole model
         self._shapes = shapes  # of whole parameters, as the model has them
         self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
+        self.observers: list[Observer] = []
+        """Told what this rank does: each forward and backward, and the step."""
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.num_microbatches
-        self._pipeline = Pipeline(stages, context, pipeline) if pipeline.size > 1 else None
+        self._pipeline = Pipeline(stages, context, pipeline, self.observers) if pipeline.size > 1 else None
         self._accumulation = config.gradient_accumulation
         self._emulate = precision.compute is torch.float16 and (
             not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
         )
         self._update = choose_step(optimizer, weights)
-        self.recorder: Recorder | None = None
-        """Notes what runs when, inside :meth:`recording`."""
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self._calls = 0  # of step() in this window
@@ -283,18 +283,17 @@ class Engine:
                 self._pipeline.run(x, y, loss, backward=backward, before_last_backward=self._before_last_backward)
                 self._weights.end_last_backward()
                 return
-            if self.recorder is not None:
-                self.recorder.begin_call()
+            begin_call(self.observers)
             parts = zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True)
             for index, (part, target) in enumerate(parts):
-                with span(self.recorder, "forward", 0, index):
+                with span(self.observers, "forward", 0, index):
                     output = self._stage(part)
-                with span(self.recorder, "loss", 0, index):
+                with span(self.observers, "loss", 0, index):
                     value = loss(output, target.to(self.context.device))
                 if backward:
                     if index == self._num_microbatches - 1:
                         self._before_last_backward()
-                    with span(self.recorder, "backward", 0, index):
+                    with span(self.observers, "backward", 0, index):
                         value.backward()
             self._weights.end_last_backward()
 
@@ -369,16 +368,11 @@ class Engine:
         It gives a :class:`~paramp.timeline.Timeline`, complete when the context is left; every rank enters and leaves.
         """
 
-        def begin(recorder: Recorder | None) -> None:
-            self.recorder = recorder
-            if self._pipeline is not None:
-                self._pipeline.recorder = recorder
-
-        return recording(self.context, begin)
+        return recording(self.context, self.observers)
 
     # ---------------------------------------------------------------------------------------------------- the step
 
-    @recorded("step")
+    @observed("step")
     @torch.no_grad()
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.

@@ -30,7 +30,7 @@ from .parcels import Parcel
 from .precision import ConfigError, Precision
 from .shards import wrap
 from .surgery import Joined
-from .timeline import Recorder, span
+from .timeline import Observer, begin_call, span
 
 __all__ = ["Pipeline", "Stage", "Stages"]
 
@@ -154,12 +154,12 @@ def _single(output: Any) -> torch.Tensor:
 
 
 class _RecordedStage(PipelineStage):
-    """torch's stage, with its forwards and backwards on the pipeline's record."""
+    """torch's stage, which tells the pipeline's observers of its forwards and backwards."""
 
     pipeline: Pipeline
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
-        return span(self.pipeline.recorder, kind, self.stage_index, microbatch)
+        return span(self.pipeline.observers, kind, self.stage_index, microbatch)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._span("forward", fwd_chunk_id):
@@ -202,10 +202,12 @@ class Pipeline:
 
     Attributes:
         last_rank: the pipeline rank that has the last stage.
-        recorder: notes what runs when, if there is one.
+        observers: told what runs.
     """
 
-    def __init__(self, stages: Stages, context: ParallelContext, config: PipelineConfig) -> None:
+    def __init__(
+        self, stages: Stages, context: ParallelContext, config: PipelineConfig, observers: Sequence[Observer] = ()
+    ) -> None:
         self._stages = stages
         self._linked = [_LinkedStage(stage, config.row.splits_backward) for stage in stages]
         self._places = config.stages_of(context.pp.rank)
@@ -216,7 +218,7 @@ class Pipeline:
         self.num_local_stages = config.num_local_stages
         self.before_last_backward: Callable[[], None] = lambda: None
         self.last_rank = config.rank_of(config.num_stages - 1)
-        self.recorder: Recorder | None = None
+        self.observers = observers
         if context.device.type == "cuda" and dist.get_backend(context.pp.group) == "gloo":
             for stage in stages:
                 stage.link_device = torch.device("cpu")  # gloo does not send CUDA tensors reliably
@@ -252,8 +254,7 @@ class Pipeline:
         first, last = self._linked[0].stage, self._linked[-1].stage
         inputs = (x.to(first.link_device),) if first.is_first else ()
         targets = {"target": y.to(last.device)} if last.is_last else {}
-        if self.recorder is not None:
-            self.recorder.begin_call()
+        begin_call(self.observers)
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
             return None
@@ -264,7 +265,7 @@ class Pipeline:
         assert self._loss is not None
         microbatch, self._num_losses = self._num_losses, self._num_losses + 1
         try:
-            with span(self.recorder, "loss", self._places[-1], microbatch):
+            with span(self.observers, "loss", self._places[-1], microbatch):
                 return self._loss(self._linked[-1].whole(output), target)
         except Exception as error:
             self.failure = self.failure or error

@@ -19,8 +19,8 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,7 +30,17 @@ import torch.distributed as dist
 
 from .mesh import ParallelContext
 
-__all__ = ["RankSpans", "Recorder", "Span", "Timeline", "recorded", "recording", "span"]
+__all__ = [
+    "Observer",
+    "RankSpans",
+    "Recorder",
+    "Span",
+    "Timeline",
+    "begin_call",
+    "observed",
+    "recording",
+    "span",
+]
 
 STEP = "step"
 """The kind of an engine's step; all others are the pipeline's."""
@@ -97,28 +107,54 @@ class Recorder:
         return self.origin + float(self._base.elapsed_time(moment)) / 1000
 
 
+class Observer(Protocol):
+    """Somebody who is told what a rank does, while it does it."""
+
+    def begin_call(self) -> None:
+        """A batch begins."""
+
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
+        """A context that goes around an operation: ``kind`` is as in :class:`Span`."""
+
+
 def span(
-    recorder: Recorder | None, kind: str, stage: int | None = None, microbatch: int | None = None
+    observers: Sequence[Observer], kind: str, stage: int | None = None, microbatch: int | None = None
 ) -> AbstractContextManager[None]:
-    """:meth:`Recorder.span`, or nothing where nobody records."""
-    return nullcontext() if recorder is None else recorder.span(kind, stage, microbatch)
+    """The ``span`` of each of ``observers``, around one another."""
+    if len(observers) > 1:
+        return _spans(observers, kind, stage, microbatch)
+    return observers[0].span(kind, stage, microbatch) if observers else nullcontext()
 
 
-class _Recording(Protocol):
-    recorder: Recorder | None
+@contextmanager
+def _spans(observers: Sequence[Observer], kind: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer.span(kind, stage, microbatch))
+        yield
 
 
-Owner = TypeVar("Owner", bound=_Recording)
+def begin_call(observers: Iterable[Observer]) -> None:
+    """Tell each of ``observers`` that a batch begins."""
+    for observer in observers:
+        observer.begin_call()
+
+
+class _Observed(Protocol):
+    observers: list[Observer]
+
+
+Owner = TypeVar("Owner", bound=_Observed)
 Result = TypeVar("Result")
 
 
-def recorded(kind: str) -> Callable[[Callable[[Owner], Result]], Callable[[Owner], Result]]:
-    """A decorator: each call of the method is a span of its object's ``recorder``."""
+def observed(kind: str) -> Callable[[Callable[[Owner], Result]], Callable[[Owner], Result]]:
+    """A decorator: each call of the method is a span for its object's ``observers``."""
 
     def decorate(method: Callable[[Owner], Result]) -> Callable[[Owner], Result]:
         @functools.wraps(method)
         def wrapper(self: Owner) -> Result:
-            with span(self.recorder, kind):
+            with span(self.observers, kind):
                 return method(self)
 
         return wrapper
@@ -224,11 +260,11 @@ class Timeline:
 
 
 @contextmanager
-def recording(context: ParallelContext, begin: Callable[[Recorder | None], None]) -> Iterator[Timeline]:
+def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[Timeline]:
     """Record what runs inside; every rank enters it and leaves it.
 
     Args:
-        begin: called with the recorder, and in the end with None.
+        observers: told what runs; a recorder is among them inside.
     """
     pipeline = context.config.parallel.pipeline
     stages = f"{pipeline.num_local_stages} stage{'s' if pipeline.num_local_stages > 1 else ''} a rank"
@@ -238,11 +274,11 @@ def recording(context: ParallelContext, begin: Callable[[Recorder | None], None]
     )
     dist.barrier()
     recorder = Recorder(context.device)
-    begin(recorder)
+    observers.append(recorder)
     try:
         yield timeline
     finally:
-        begin(None)
+        observers.remove(recorder)
     timeline.gather(recorder, context)
 
 
