@@ -8,11 +8,13 @@ the step: gradient = sum of gradients / sum of counts, whatever the counts of th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, overload
+from pathlib import Path
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .autocast import widening
-from .config import Config
+from .checkpoint import check_whole, read, read_header_of
+from .config import Config, flatten
 from .emulation import emulate_fp16, has_native_fp16
+from .errors import CheckpointError
 from .flat import FlatWeights, Slot
 from .grads import clip_coefficient, count_zeros, norm_power
 from .mesh import ParallelContext, TiedParameter
+from .pieces import Piece
 from .pipeline import Pipeline, Stages
 from .precision import ConfigError, LossScaling, Precision
+from .saving import Saver
 from .scaler import DistributedGradScaler
+from .state import TrainingState
 from .stepping import choose_step
 from .tensor import vocab_parallel_loss
 from .timeline import Observer, Timeline, begin_call, observed, recording, span
@@ -37,6 +44,16 @@ __all__ = ["Engine", "StepResult"]
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]
+
+
+class Stateful(Protocol):
+    """What :meth:`Engine.track` takes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go on from what :meth:`state_dict` gave."""
 
 
 class StepResult:
@@ -116,6 +133,11 @@ class _Tally:
         if self._copied is not None:
             self._copied.record()
 
+    def load(self, counts: Sequence[int]) -> None:
+        """Go on from ``counts``, as :meth:`read` gave them."""
+        self._counts.copy_(torch.tensor(counts))
+        self.add(torch.zeros_like(self._counts))
+
     def read(self) -> list[int]:
         """The counts, once the last :meth:`add` is through."""
         if self._copied is not None:
@@ -142,7 +164,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
         context: ParallelContext,
-        names: Sequence[str],
+        first_names: Mapping[str, str],
         shapes: Mapping[str, torch.Size],
         overflow: torch.Tensor,
     ) -> None:
@@ -160,7 +182,7 @@ class Engine:
         self._stage = stages
         self._weights = weights
         self._ties = ties
-        self._names = names  # of all parameters of the whole model
+        self._names = list(first_names)  # of all parameters of the whole model
         self._shapes = shapes  # of whole parameters, as the model has them
         self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
         self.observers: list[Observer] = []
@@ -173,6 +195,9 @@ class Engine:
             not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
         )
         self._update = choose_step(optimizer, weights)
+        self._state = TrainingState(self.module, stages, weights, optimizer, ties, context, first_names, shapes)
+        self._saver = Saver(context)
+        self._tracked: dict[str, Stateful] = {}
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self._calls = 0  # of step() in this window
@@ -538,6 +563,108 @@ class Engine:
                     dist.broadcast(value, group=pp.group, group_src=rank)
                 result[name] = value.cpu().clone()
         return result
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def track(self, name: str, thing: Stateful) -> None:
+        """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
+
+        :func:`paramp.initialize` tracks the learning-rate scheduler and the loaders that it returns.
+
+        Args:
+            thing: its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts.
+        """
+        if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+            raise ConfigError(
+                f"track: got {type(thing).__name__}, expected something with state_dict() and load_state_dict()"
+            )
+        self._tracked[name] = thing
+
+    def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
+        """Write a checkpoint, which :meth:`load` reads in any layout, to the folder ``path``. Every rank calls it.
+
+        It holds weights (masters where there are), optimizer, scaler with all counters, scheduler, random streams,
+        the position in loaders and the configuration. The folder appears when it is whole; a checkpoint that was there
+        is replaced.
+
+        Args:
+            path: on a file system that all machines share.
+            wait: False returns as soon as all is copied to the CPU, and writes it beside the training. The next save,
+                :meth:`finish_saving` and the end of the context wait for it.
+            then: called on every rank when it is written; from another thread without ``wait``.
+
+        Raises:
+            CheckpointError: on every rank: something cannot be saved or written, or gradients are being accumulated;
+                without ``wait`` by the next call.
+        """
+        self._saver.save(path, self._what_to_save, wait=wait, then=then)
+
+    def finish_saving(self) -> None:
+        """Wait until what :meth:`save` began is written. Every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+        """
+        self._saver.finish()
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> None:
+        """Take up the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
+
+        In the layout that saved it training goes on bit by bit as if it had never stopped. Nothing is changed before
+        every file of it has been compared with its checksum. One that was imported has weights only.
+
+        Args:
+            weights_only: leave optimizer, scaler, scheduler, random streams and position as they are.
+
+        Raises:
+            CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
+        """
+        self._saver.finish()
+        group = self._saver.group
+        damage = check_whole(path, group)
+        if damage:
+            raise CheckpointError(damage[0])
+        header = self._state.by_first_names(read_header_of(path))
+        fill = functools.partial(read, path, header=header, group=group)
+        self._state.check_model(header)
+        everything = not weights_only and not header.only_weights
+        if everything:
+            self._state.check_optimizer(header)
+        self._state.load_model(fill, header)
+        if everything:
+            self._state.load_optimizer(fill, header)
+            self._update.state_loaded()
+            self._load_values(header.values)
+            self._state.load_random(fill, header, self.num_steps)
+        self._calls = 0
+        self.zero_grad()
+
+    def _what_to_save(self) -> tuple[Sequence[Piece], Mapping[str, Any]]:
+        if self._calls:
+            raise CheckpointError(
+                f"save: got a call after {self._calls} of {self._accumulation} accumulation steps, whose gradients are "
+                "not saved; save after the step that ends them"
+            )
+        values = {
+            "layout": self._state.layout(),
+            "config": flatten(self.context.config),
+            "counts": self._tally.read(),
+            "count_unit": self._count_unit,
+            "scaler": self.scaler.state_dict(),
+            "optimizer": type(self.optimizer).__name__,
+            "groups": self._state.groups(),
+            "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
+        }
+        return self._state.pieces(), values
+
+    def _load_values(self, values: Mapping[str, Any]) -> None:
+        self._tally.load(values["counts"])
+        self._count_unit = values["count_unit"]
+        if values["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(values["scaler"])
+        for name, thing in self._tracked.items():
+            if name in values["tracked"]:
+                thing.load_state_dict(values["tracked"][name])
 
     # ------------------------------------------------------------------------------------------------- inner parts
 

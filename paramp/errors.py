@@ -1,15 +1,19 @@
-"""The error that users see for a mistake of theirs, and the hint in it."""
+"""The errors that users see, and the hint in them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "nearest"]
+__all__ = ["CheckpointError", "ConfigError", "nearest"]
 
 
 class ConfigError(ValueError):
     """The user asked for something impossible. The message names the value, what is allowed, and the fix."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message names the file or the tensor, and what to do."""
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .grads import BLOCK, counted_share
-from .masters import check_frozen, check_masters, follow, install_follower, trained_and_frozen
+from .masters import check_frozen, follow, install_follower, trained_and_frozen
 from .mesh import ParallelContext, TiedParameter
 from .precision import Precision
 from .remainders import join, split
@@ -519,35 +519,44 @@ class FlatWeights:
 
     # ---------------------------------------------------------------------------------------------- what is saved
 
-    def masters(self) -> dict[str, torch.Tensor]:
-        """This rank's fp32 masters, by the whole model's names, each of the shape of what the optimizer has for it.
+    def exact(self, slot: Slot) -> torch.Tensor:
+        """The part of ``slot`` that this rank steps, flat: of the master where there is one, else of the weight.
 
-        They share storage with what is stepped, but for remainder masters, which are put together anew.
+        It shares storage with what is stepped, but for remainder masters, which are put together anew.
         """
-        found: dict[str, torch.Tensor] = {}
-        for slot, stepped, buffer in self.pairs():
-            if buffer.remainders is not None:
-                weight, remainder = buffer.weights[buffer.flat_range(slot)], buffer.remainders[buffer.own_range(slot)]
-                found[slot.name] = join(weight, remainder).view(stepped.shape)
-            elif buffer.masters is not None:
-                found[slot.name] = stepped.detach()
-        return found
+        buffer = self._buffer_of[slot]
+        weight = buffer.weights[buffer.flat_range(slot)]
+        if buffer.masters is not None:
+            return buffer.masters[buffer.own_range(slot)]
+        if buffer.remainders is None:
+            return weight
+        master = join(weight, buffer.remainders[buffer.own_range(slot)])
+        # Below fp16's normal numbers a master that lay just beside a tie may come back as the tie, which rounds to the
+        # weight's other neighbour.
+        beside = torch.nextafter(master, weight.float())
+        return torch.where((master.to(weight.dtype) == weight) | ~weight.isfinite(), master, beside)
+
+    def has_remainder(self, slot: Slot) -> bool:
+        """Whether the master of ``slot`` is kept as a remainder."""
+        return self._buffer_of[slot].remainders is not None
 
     @torch.no_grad()
-    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Take up what :meth:`masters` returned, and round it to the weights.
+    def take_masters(self, masters: Mapping[Slot, torch.Tensor]) -> None:
+        """Take up ``masters`` in place of what :meth:`exact` gave as a copy, and round all masters to the weights.
 
-        Raises:
-            ValueError: other names or shapes than this rank's.
+        Under ZeRO every data rank has to call it.
         """
-        check_masters(masters, self.masters())
-        for slot, stepped, buffer in self.pairs():
-            if buffer.remainders is not None:
-                master = masters[slot.name].reshape(-1)
-                split(master, buffer.weights[buffer.flat_range(slot)], buffer.remainders[buffer.own_range(slot)])
-            elif buffer.masters is not None:
-                stepped.copy_(masters[slot.name])
+        for slot, master in masters.items():
+            buffer = self._buffer_of[slot]
+            weight, remainder = buffer.weights[buffer.flat_range(slot)], buffer.remainders
+            assert remainder is not None
+            split(master, weight, remainder[buffer.own_range(slot)])
         self.write_back()
+
+    @property
+    def frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are not trained."""
+        return self._frozen
 
     def follow_loads(self, module: nn.Module) -> None:
         """Let masters follow weights that are loaded into ``module`` or into any module in it."""

@@ -80,6 +80,12 @@ class Scheduler:
             self._seen = steps
             self._scheduler.step(*args, **kwargs)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what the wrapped scheduler's ``state_dict()`` gave, at the engine's present step."""
+        self._due = None
+        self._seen = self._engine.num_steps
+        self._scheduler.load_state_dict(state_dict)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while a copy of it is being made
             raise AttributeError(name)
@@ -207,9 +213,14 @@ def initialize(
     )
     if isinstance(criterion, nn.Module):
         criterion.to(context.device)
-    names = [name for own in names_of.values() for name in own]
-    engine = Engine(own_stages, weights, ties, optimizer, criterion, context, names, shapes, overflow)
-    return engine, train_dataloader, test_dataloader, None if scheduler is None else Scheduler(scheduler, engine)
+    first_names = {name: own[0] for own in names_of.values() for name in own}
+    engine = Engine(own_stages, weights, ties, optimizer, criterion, context, first_names, shapes, overflow)
+    following = None if scheduler is None else Scheduler(scheduler, engine)
+    tracked = {"lr_scheduler": following, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    for name, thing in tracked.items():
+        if hasattr(thing, "state_dict"):
+            engine.track(name, thing)
+    return engine, train_dataloader, test_dataloader, following
 
 
 def _check_algorithms(algorithms: Any) -> None:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
@@ -94,6 +94,8 @@ class ParallelContext:
         self._owns_world = owns_world
         self._serial = next(_serials)
         self._extra_groups: list[dist.ProcessGroup] = []
+        self.before_close: list[Callable[[], None]] = []
+        """Called when the context is left, while its process groups are still there."""
         self.mesh: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         self.pp, self.dp, self.tp = (self._axis(name) for name in AXES)
         replicas = self.mesh.mesh.permute(1, 0, 2).flatten(1).tolist()
@@ -106,11 +108,11 @@ class ParallelContext:
     def _axis(self, name: str) -> Axis:
         return Axis(self.mesh.get_local_rank(name), self.mesh.size(AXES.index(name)), self.mesh.get_group(name))
 
-    def make_group(self, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def make_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """The group of this rank's list among ``rank_lists``, which every rank passes alike; None if it is in none."""
         mine = None
         for ranks in rank_lists:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), backend=backend)
             if self.rank in ranks:
                 mine = group
         if mine is not None:
@@ -146,6 +148,8 @@ class ParallelContext:
         """Destroy the process groups of this context. Closing twice is harmless."""
         if self not in _contexts:
             return
+        while self.before_close:
+            self.before_close.pop()()
         place = _contexts.index(self)
         del _contexts[place], TENSOR_PLACES[place]
         self.ties.clear()

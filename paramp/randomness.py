@@ -49,6 +49,14 @@ class RandomStream:
         self._inner = self._states()
         self._set(self._outer)
 
+    def state(self) -> list[torch.Tensor]:
+        """Where the stream stands, as uint8 tensors: that of the CPU, and on a GPU that of the GPU."""
+        return self._inner
+
+    def load_state(self, states: list[torch.Tensor]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self._inner = states
+
     def _states(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 

@@ -40,6 +40,9 @@ class Step(Protocol):
             grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
 
+    def state_loaded(self) -> None:
+        """The optimizer's state was changed in place."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -325,6 +328,9 @@ class FusedStep:
                     value.zero_()
                 else:
                     value.copy_(torch.as_tensor(found).reshape(value.shape))
+        self.state_loaded()
+
+    def state_loaded(self) -> None:
         self._weights.differ_in_steps(dict(zip(self._weights.slots, self._steps.int().tolist(), strict=True)))
 
 
@@ -354,3 +360,6 @@ class PlainStep:
             if stepped is not slot.parameter:
                 stepped.grad = None
         self._weights.write_back()
+
+    def state_loaded(self) -> None:
+        """Nothing follows from the state."""

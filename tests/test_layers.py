@@ -17,6 +17,9 @@ ORDER = [
     "network",
     "processes",
     "backends",
+    "encoding",
+    "tensorfile",
+    "manifest",
     # L1: who is where, what a rank holds
     "surgery",
     "randomness",
@@ -45,6 +48,11 @@ ORDER = [
     "flat",
     "stepping",
     "optimizers",
+    # what is saved
+    "pieces",
+    "checkpoint",
+    "state",
+    "saving",
     # L4: the engine
     "engine",
     "initialization",
