@@ -126,7 +126,7 @@ def test_masters_follow_torchs_optimizer_on_fp32(mode, masters):
             optimizer.step()
             engine.step()
             engine.zero_grad()
-        for name, master in engine._weights.masters().items():
+        for name, master in engine._weights.full_precision().items():
             expected = copies[name].detach() if name in copies else by_hand[name]
             torch.testing.assert_close(master, expected, atol=1e-7, rtol=1e-6)
             assert torch.equal(engine.module.get_parameter(name).detach(), master.to(engine.precision.weights))
@@ -180,13 +180,16 @@ def test_an_optimizers_state_is_saved_and_loaded_bit_by_bit(name, masters):
         engine = train(context, make, data(3), used=(1,))
         saved = engine.optimizer.state_dict()
         saved = torch.load(_saved(saved), weights_only=True)
-        model, masters_ = engine.module.state_dict(), engine._weights.masters()
-        model, masters_ = ({key: value.clone() for key, value in held.items()} for held in (model, masters_))
+        model = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        exact = [engine._weights.exact(slot).clone() for slot in engine._weights.slots]
 
         other = train(context, make, data(2, seed=9))
         other.optimizer.load_state_dict(saved)
         other.module.load_state_dict(model)
-        other._weights.load_masters(masters_)
+        if masters == "remainder":
+            other._weights.take_masters(dict(zip(other._weights.slots, exact, strict=True)))
+        for slot, master in zip(other._weights.slots, exact, strict=True):
+            other._weights.exact(slot).copy_(master)
         other.scaler.load_state_dict(engine.scaler.state_dict())
         for one in (engine, other):
             one.module.use = True
@@ -194,8 +197,8 @@ def test_an_optimizers_state_is_saved_and_loaded_bit_by_bit(name, masters):
                 one.forward_backward(x, y)
                 one.step()
                 one.zero_grad()
-        for key, value in engine._weights.masters().items():
-            assert torch.equal(value, other._weights.masters()[key]), key
+        for key, value in engine._weights.full_precision().items():
+            assert torch.equal(value, other._weights.full_precision()[key]), key
 
 
 def _saved(value):
