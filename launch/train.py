@@ -7,13 +7,16 @@ torchrun launch/train.py --tp 2 --pp 2          (one machine: starts the four pr
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 import time
 import tomllib
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import paramp
+from paramp.checkpoint import read_header_of
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
@@ -29,6 +33,7 @@ from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.plot import check_matplotlib, plot_timeline
 from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
+from paramp.restarts import Checkpoints, StopRequest, accumulation_for, find
 from paramp.timeline import Timeline
 from paramp.utilization import mfu, world_peak_flops
 
@@ -58,6 +63,9 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--log-dir": ("train.log_dir", str),
     "--tensorboard": ("train.tensorboard", bool),
     "--trace": ("train.trace", int),
+    "--checkpoint-dir": ("train.checkpoint_dir", str),
+    "--checkpoint-every": ("train.checkpoint_every", int),
+    "--resume": ("train.resume", str),
 }
 
 NORMS: dict[str, list[Any]] = {
@@ -82,15 +90,15 @@ def main() -> int:
             return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
         with paramp.launch_from_environment(config) as context:
             launched = True
-            train(context)
+            return train(context)
     except Exception as error:
         return report(error, launched)
-    return 0
 
 
 def report(error: Exception, launched: bool) -> int:
     """Print what went wrong, once over all ranks; the exit code."""
     mistakes = (
+        paramp.CheckpointError,
         paramp.ConfigError,
         paramp.LaunchError,
         FileNotFoundError,
@@ -168,13 +176,41 @@ def processes_needed(config: Config) -> int:
     return parallel.tensor.size * parallel.pipeline.size * (1 if parallel.data == "auto" else parallel.data)
 
 
-def train(context: paramp.ParallelContext) -> None:
-    """The whole job on one rank."""
-    config, job = context.config, context.config.train
+@dataclass
+class Position:
+    """Where a run is in its data: what its checkpoints hold of this script."""
+
+    data_sha256: str
+    accumulation: int
+    """That was asked for; with another number of data ranks than at first another one is in use."""
+    step: int = 0
+    """The last one that was made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["data_sha256"] != self.data_sha256:
+            raise paramp.ConfigError(
+                f"train.data: got data of the hash {self.data_sha256[:12]}, expected the checkpoint's, "
+                f"{state['data_sha256'][:12]}; put back what the run was started with"
+            )
+        self.step = state["step"]
+
+
+def train(context: paramp.ParallelContext) -> int:
+    """The whole job on one rank; the exit code."""
+    job = context.config.train
     if job.tensorboard:
         check_tensorboard()
     if job.trace is not None:
         check_matplotlib("train.trace")
+    folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
+    found = None if job.resume is None else find(job.resume, folder, say_on(context))
+    accumulation = context.config.gradient_accumulation
+    if found is not None:
+        keep_global_batch(context, found)
+    config = context.config
     shares = context.dp.size * config.gradient_accumulation * config.parallel.pipeline.num_microbatches
     if job.batch_size % shares:
         raise paramp.ConfigError(
@@ -217,29 +253,56 @@ def train(context: paramp.ParallelContext) -> None:
     )
     assert scheduler is not None
 
-    with Reporter(job.steps, job.log_dir, enabled=context.is_main, tensorboard=job.tensorboard) as reporter:
+    position = Position(corpus.sha256, accumulation)
+    engine.track("position", position)
+    if found is not None:
+        engine.load(found, check=False)
+    checkpoints = None
+    if folder is not None:
+        checkpoints = Checkpoints(folder, job.checkpoint_every, job.checkpoint_keep_last, job.checkpoint_keep_every)
+
+    with (
+        StopRequest() as stop,
+        Reporter(
+            job.steps,
+            job.log_dir,
+            enabled=context.is_main,
+            tensorboard=job.tensorboard,
+            resumed_at=position.step if found is not None else None,
+        ) as reporter,
+    ):
         announce(reporter, context, corpus, num_parameters)
+        if found is not None:
+            reporter.say(f"resumed from {found}, after step {position.step}")
         baseline = ""
         if context.is_main and corpus.unit == "byte":
             baseline = f" (a byte-bigram model: {bigram_loss(corpus):.4f})"
-        for step in range(1, job.steps + 1):
-            start = time.perf_counter()
-            data_seconds = 0.0
+        batches = Batches(context, corpus)
+        batches.fetch(position.step + 1)
+        batches.check()
+        for step in range(position.step + 1, job.steps + 1):
+            start, data_seconds = time.perf_counter(), batches.seconds
             engine.train()
             with engine.recording() if step == job.trace else nullcontext() as timeline:
-                for part in range(config.gradient_accumulation):
+                for x, y in batches.parts:
                     engine.zero_grad()
-                    asked = time.perf_counter()
-                    x, y = rank_batch(context, corpus, step, part)
-                    data_seconds += time.perf_counter() - asked
                     engine.forward_backward(x, y, return_loss=False)
                     result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
+            position.step = step
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)  # or the optimizer's kernels would not be in the time
-            seconds = time.perf_counter() - start
-            memory, data_seconds = largest(context, memory_bytes(context.device), data_seconds)
+            seconds = time.perf_counter() - start + data_seconds
+            if step < job.steps:
+                batches.fetch(step + 1)
+            memory, data_seconds, asked, failed = largest(
+                context,
+                memory_bytes(context.device),
+                data_seconds,
+                float(stop.received or 0),
+                float(batches.failure is not None),
+            )
             record = {
                 "step": step,
                 "loss": result.loss,
@@ -253,7 +316,12 @@ def train(context: paramp.ParallelContext) -> None:
                 "memory_bytes": int(memory),
                 "mfu": mfu(flops, seconds, peak),
             }
-            if step % job.eval_every == 0 or step == job.steps:
+            ending = bool(asked or failed)
+            if checkpoints is not None and (ending or step == job.steps or checkpoints.due(step)):
+                saved = checkpoints.save(engine, step, wait=ending)
+                if ending:
+                    reporter.say(f"saved {saved}")
+            if not ending and (step % job.eval_every == 0 or step == job.steps):
                 start = time.perf_counter()
                 record["val_loss"] = evaluate(engine, corpus)
                 record["val_seconds"] = time.perf_counter() - start
@@ -265,6 +333,80 @@ def train(context: paramp.ParallelContext) -> None:
                     f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
                     f"{engine.num_skipped} of {step} steps skipped so far"
                 )
+            batches.check()
+            if asked:
+                reporter.say(f"stopped after step {step} by signal {int(asked)}; --resume auto goes on from there")
+                return 128 + int(asked)
+        engine.finish_saving()
+    return 0
+
+
+class Batches:
+    """This data rank's parts of the global batches, fetched a step ahead: so that what is wrong with the data is known
+    while there is a whole step to save."""
+
+    def __init__(self, context: paramp.ParallelContext, corpus: Corpus) -> None:
+        self._context = context
+        self._corpus = corpus
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Inputs and targets, one pair for each accumulation step."""
+        self.seconds = 0.0
+        """That the last fetch took."""
+        self.failure: Exception | None = None
+        """What went wrong in it, on this rank."""
+
+    def fetch(self, step: int) -> None:
+        """Read what ``step`` needs."""
+        start = time.perf_counter()
+        try:
+            count = self._context.config.gradient_accumulation
+            self.parts = [rank_batch(self._context, self._corpus, step, part) for part in range(count)]
+        except (paramp.ConfigError, OSError) as error:
+            self.failure = error
+        self.seconds = time.perf_counter() - start
+
+    def check(self) -> None:
+        """Complain on every rank if the last fetch of any failed."""
+        complain_together(self._context, self.failure)
+
+
+def complain_together(context: paramp.ParallelContext, failure: Exception | None) -> None:
+    """Raise the first rank's ``failure`` on every rank, if there is any.
+
+    Raises:
+        ConfigError: with its message.
+    """
+    (failed,) = largest(context, float(failure is not None))
+    if not failed:
+        return
+    messages: list[Any] = [None] * context.world_size
+    dist.all_gather_object(messages, failure and str(failure))
+    raise paramp.ConfigError(next(message for message in messages if message is not None)) from failure
+
+
+def say_on(context: paramp.ParallelContext) -> Callable[[str], None]:
+    """``print`` on the main rank."""
+    return functools.partial(print, flush=True) if context.is_main else lambda text: None
+
+
+def keep_global_batch(context: paramp.ParallelContext, found: Path) -> None:
+    """With another number of data ranks than the checkpoint's, let accumulation make up the same global batch."""
+    header, config = read_header_of(found), context.config
+    before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
+    if position is None or position["accumulation"] != config.gradient_accumulation:
+        return
+    accumulation = accumulation_for(
+        config.train.batch_size,
+        config.parallel.pipeline.num_microbatches,
+        context.dp.size,
+        (header.values["config"]["gradient_accumulation"], before),
+    )
+    if accumulation != config.gradient_accumulation:
+        context.config = replace(config, gradient_accumulation=accumulation)
+        say_on(context)(
+            f"{context.dp.size} data ranks, at first {before}: gradient_accumulation = {accumulation} keeps the "
+            f"global batch of {config.train.batch_size}"
+        )
 
 
 def save_trace(timeline: Timeline, folder: Path, reporter: Reporter) -> None:
@@ -324,16 +466,16 @@ def evaluate(engine: paramp.Engine, corpus: Corpus) -> float:
     batch = job.batch_size // context.config.gradient_accumulation
     rounds = math.ceil(job.eval_sequences / batch)
     size = batch // context.dp.size
-    losses = [
-        float(
-            engine.evaluate(
-                *held_out_windows(
-                    corpus.held_out, job.seq_len, index * batch + context.dp.rank * size, size, rounds * batch
-                )
-            )
-        )
-        for index in range(rounds)
-    ]
+    windows, failure = [], None
+    try:
+        windows = [
+            held_out_windows(corpus.held_out, job.seq_len, index * batch + context.dp.rank * size, size, rounds * batch)
+            for index in range(rounds)
+        ]
+    except (paramp.ConfigError, OSError) as error:
+        failure = error
+    complain_together(context, failure)
+    losses = [float(engine.evaluate(x, y)) for x, y in windows]
     return sum(losses) / rounds
 
 

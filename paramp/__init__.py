@@ -11,6 +11,7 @@ from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
+from .errors import CheckpointError
 from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
@@ -22,6 +23,7 @@ from .scaler import DistributedGradScaler
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Config",
     "ConfigError",
     "DistributedGradScaler",

@@ -58,9 +58,9 @@ from .tensorfile import Entry, Written, read_header, read_rows, write_tensors
 __all__ = [
     "Header",
     "StoredTensor",
-    "check_whole",
     "newest_whole",
     "problems",
+    "problems_together",
     "read",
     "read_header_of",
     "read_tensor",
@@ -285,7 +285,7 @@ def problems(path: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
     return [found for name, written in files[part::num_parts] if (found := manifest.damage(path, name, written))]
 
 
-def check_whole(path: str | Path, group: dist.ProcessGroup) -> list[str]:
+def problems_together(path: str | Path, group: dist.ProcessGroup) -> list[str]:
     """What is damaged in the checkpoint at ``path``, the same on every rank; each reads a part of the files."""
     manifest.finish_replacing(Path(path))
     size = dist.get_world_size(group)
@@ -300,13 +300,14 @@ def newest_whole(folder: str | Path, group: dist.ProcessGroup) -> tuple[Path | N
     The same on every rank; all of them call it.
     """
     folder = Path(folder)
-    listing: list[Any] = [None]
+    listing: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
-        listing = [[path for _, path in manifest.checkpoints_in(folder)]]
+        listing = [[path for _, path in manifest.checkpoints_in(folder)], manifest.unfinished_in(folder)]
     dist.broadcast_object_list(listing, group=group, group_src=0)
-    skipped: list[str] = []
-    for path in listing[0]:
-        found = check_whole(path, group)
+    paths, unfinished = listing
+    skipped = [f"{str(path)!r} is unfinished: saving it was cut short" for path in unfinished]
+    for path in paths:
+        found = problems_together(path, group)
         if not found:
             return path, skipped
         skipped.append(found[0])

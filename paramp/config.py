@@ -237,6 +237,17 @@ class TrainConfig:
     eval_every: int = 100
     eval_sequences: int = 64
     """Held-out sequences an evaluation reads; always the same ones."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go, one folder each (:mod:`paramp.restarts`). The last step's is always saved."""
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next. None: only the last step's, and before an end that was asked for."""
+    checkpoint_keep_last: int = 3
+    """How many of the newest checkpoints stay."""
+    checkpoint_keep_every: int | None = None
+    """Checkpoints of steps that are multiples of this stay for good."""
+    resume: str | None = None
+    """``auto``: go on from the newest whole checkpoint in ``checkpoint_dir``, from the start if there is none yet. Else
+    the path of a checkpoint."""
     log_dir: str | None = None
     tensorboard: bool = False
     """Write scalars for TensorBoard too, to the folder ``tensorboard`` in ``log_dir``."""
@@ -254,6 +265,21 @@ class TrainConfig:
         )
         _require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
+        for name in ("checkpoint_every", "checkpoint_keep_last", "checkpoint_keep_every"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "an integer of 1 or more")
+        _require(
+            self.checkpoint_every is None or self.checkpoint_dir is not None,
+            "checkpoint_every",
+            self.checkpoint_every,
+            "nothing, because there is no checkpoint_dir to write to; set it with --checkpoint-dir DIR",
+        )
+        _require(
+            self.resume != "auto" or self.checkpoint_dir is not None,
+            "resume",
+            self.resume,
+            "the path of a checkpoint, because there is no checkpoint_dir to look in; set it with --checkpoint-dir DIR",
+        )
         _require(
             not self.tensorboard or self.log_dir is not None,
             "tensorboard",

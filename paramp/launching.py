@@ -290,7 +290,14 @@ def _meet_by_mpi(place: Place, host: str | None, port: int | None) -> tuple[Plac
     return _mpi_world
 
 
-OWN_SETTINGS = ("train.data", "train.validation_data", "train.tokenizer", "train.log_dir")
+OWN_SETTINGS = (
+    "train.data",
+    "train.validation_data",
+    "train.tokenizer",
+    "train.log_dir",
+    "train.checkpoint_dir",
+    "train.resume",
+)
 """Paths, which may differ from machine to machine."""
 
 

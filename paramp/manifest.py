@@ -9,6 +9,7 @@ for its content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ __all__ = [
     "remove",
     "remove_partials",
     "step_folder",
+    "unfinished_in",
     "write_json",
 ]
 
@@ -106,7 +108,8 @@ def finish_replacing(path: Path) -> None:
     """If replacing ``path`` was cut short after the old one had moved away, bring it back."""
     replaced = path.with_name(path.name + REPLACED)
     if replaced.is_dir() and not path.exists():
-        replaced.rename(path)
+        with contextlib.suppress(OSError):  # another rank was quicker
+            replaced.rename(path)
 
 
 def _sync(folder: Path) -> None:
@@ -190,6 +193,12 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
         finish_replacing(replaced.with_name(replaced.name.removesuffix(REPLACED)))
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
     return sorted(found, reverse=True)
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """What was begun to be written in ``folder`` after the newest checkpoint there, and never finished."""
+    newest = max((path.stat().st_mtime for _, path in checkpoints_in(folder)), default=0.0)
+    return sorted(path for path in folder.glob(f"step-*{PARTIAL}*") if path.stat().st_mtime >= newest)
 
 
 def remove(path: Path) -> None:

@@ -148,8 +148,13 @@ class ParallelContext:
         """Destroy the process groups of this context. Closing twice is harmless."""
         if self not in _contexts:
             return
-        while self.before_close:
-            self.before_close.pop()()
+        try:
+            while self.before_close:
+                self.before_close.pop()()
+        finally:
+            self._destroy()
+
+    def _destroy(self) -> None:
         place = _contexts.index(self)
         del _contexts[place], TENSOR_PLACES[place]
         self.ties.clear()

@@ -109,8 +109,11 @@ class LiveTerminal(Writer):
 class TextLog(Writer):
     """``train.log``: every message and every step's line."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = set_aside(folder / "train.log").open("w", encoding="utf-8", buffering=1)
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        path = folder / "train.log"
+        if resumed_at is None:
+            set_aside(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def say(self, text: str) -> None:
         self._file.write(text + "\n")
@@ -123,10 +126,16 @@ class TextLog(Writer):
 
 
 class JsonLines(Writer):
-    """``metrics.jsonl``: one JSON object a step; what is not finite is null."""
+    """``metrics.jsonl``: one JSON object a step; what is not finite is null.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = set_aside(folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
+    A resumed run's begins with the steps up to there; the file with those that are now made again is set aside.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        path = folder / "metrics.jsonl"
+        kept = [] if resumed_at is None else _lines_up_to(path, resumed_at)
+        self._file = set_aside(path).open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(kept)
 
     def step(self, record: dict[str, Any], line: str) -> None:
         clean = {key: value if _is_finite(value) else None for key, value in record.items()}
@@ -136,14 +145,30 @@ class JsonLines(Writer):
         self._file.close()
 
 
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of the steps up to ``step``; not one that was cut short when the run ended."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
 class TensorBoard(Writer):
     """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; what is not finite leaves a gap."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
         check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(set_aside(folder / "tensorboard")))
+        path = folder / "tensorboard"
+        if resumed_at is None:
+            set_aside(path)
+        purge_step = None if resumed_at is None else resumed_at + 1
+        self._writer: Any = SummaryWriter(str(path), purge_step=purge_step)
 
     def step(self, record: dict[str, Any], line: str) -> None:
         for key, tag in TAGS.items():
@@ -169,13 +194,20 @@ class Reporter:
     Args:
         enabled: False on all ranks but the main one, where nothing is written.
         tensorboard: write for TensorBoard too, into the log directory.
+        resumed_at: the last step of the run that goes on. Its files are then continued.
 
     Raises:
         ConfigError: ``tensorboard`` without a log directory, or TensorBoard is not installed.
     """
 
     def __init__(
-        self, total_steps: int, log_dir: str | None, enabled: bool, every: int = 10, tensorboard: bool = False
+        self,
+        total_steps: int,
+        log_dir: str | None,
+        enabled: bool,
+        every: int = 10,
+        tensorboard: bool = False,
+        resumed_at: int | None = None,
     ) -> None:
         self._total = total_steps
         self._num_skipped = 0
@@ -187,9 +219,9 @@ class Reporter:
         if log_dir is not None:
             folder = Path(log_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            self._writers += [TextLog(folder), JsonLines(folder)]
+            self._writers += [TextLog(folder, resumed_at), JsonLines(folder, resumed_at)]
             if tensorboard:
-                self._writers.append(TensorBoard(folder))
+                self._writers.append(TensorBoard(folder, resumed_at))
         live = _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None
         self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
 

@@ -19,6 +19,8 @@ __all__ = ["said_by_rank_0", "start_processes"]
 
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
+SECONDS_TO_SAVE = 30.0
+"""That ranks get to save a checkpoint after they were asked to stop; as long as torchrun gives them."""
 
 
 def start_processes(command: Sequence[str], num_processes: int) -> int:
@@ -46,7 +48,7 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
     ]
 
     def stop(number: int, _frame: FrameType | None) -> NoReturn:
-        _end(processes)
+        _end(processes, to_stop=SECONDS_TO_SAVE)
         sys.exit(128 + number)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,9 +68,9 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
             signal.signal(number, handler)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0) -> None:
-    """Wait ``grace`` seconds for ``processes``, then ask them to stop, then make them."""
-    for ask, patience in ((None, grace), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:
+    """Wait ``grace`` seconds for ``processes``, then ask them to stop, then, after ``to_stop`` seconds, make them."""
+    for ask, patience in ((None, grace), (signal.SIGTERM, to_stop), (signal.SIGKILL, 5.0)):
         alive = [process for process in processes if process.poll() is None]
         if ask is not None:
             for process in alive:

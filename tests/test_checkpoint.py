@@ -1,16 +1,14 @@
 """Checkpoints: the run that resumes against the run that never stopped, in the same layout and in others."""
 
 import functools
-import json
 
 import pytest
 import torch
 from matrix import from_small_scale
-from pool import on_ranks, run_on_ranks
+from pool import run_on_ranks
 from reference import ROUNDING, UNITS_LOSS, batches, rank_slice, small_gpt
 
 import paramp
-from paramp.errors import CheckpointError
 
 LAYOUTS = {
     "1": (1, {}),
@@ -83,7 +81,13 @@ def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, 
         engine.load(path)
         saved = engine.scaler.state_dict()
         after = train(engine, scheduler, AFTER, first=BEFORE)
-        return after, engine.full_state_dict(), engine.scaler.state_dict(), (engine.num_steps, engine.num_skipped), saved
+        return (
+            after,
+            engine.full_state_dict(),
+            engine.scaler.state_dict(),
+            (engine.num_steps, engine.num_skipped),
+            saved,
+        )
 
 
 def on(layout, body, **kwargs):

@@ -56,6 +56,7 @@ ORDER = [
     # L4: the engine
     "engine",
     "initialization",
+    "restarts",
     "fabric",
     # L5: around it
     "tokens",

@@ -1,0 +1,169 @@
+"""A run that ends before its time and goes on: where its checkpoints lie, which one to take, and when to stop.
+
+::
+
+    checkpoints = Checkpoints("runs/a", every=100)
+    with StopRequest() as stop:
+        for step in range(first, last + 1):
+            ...
+            engine.step()
+            stopping = stop.agreed(context)
+            if checkpoints.due(step) or stopping:
+                checkpoints.save(engine, step, wait=stopping)
+            if stopping:
+                break
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import manifest
+from .checkpoint import newest_whole, problems_together
+from .engine import Engine
+from .errors import CheckpointError, ConfigError
+from .mesh import ParallelContext
+
+__all__ = ["Checkpoints", "StopRequest", "accumulation_for", "find"]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, ``step-00000100`` and so on in one folder, thinned out as new ones come.
+
+    Attributes:
+        every: steps from one to the next; None: only when asked.
+        keep_last: how many of the newest stay.
+        keep_every: those of steps that are multiples of it stay for good. None: no others.
+    """
+
+    folder: Path
+    every: int | None = None
+    keep_last: int = 3
+    keep_every: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is one after which to save."""
+        return self.every is not None and step % self.every == 0
+
+    def save(self, engine: Engine, step: int, *, wait: bool = False) -> Path:
+        """Save the engine after ``step``, and delete what is no longer to be kept when that is written.
+
+        Every rank calls it.
+
+        Args:
+            wait: as for :meth:`paramp.Engine.save`.
+
+        Returns:
+            Where to.
+        """
+        path = manifest.step_folder(self.folder, step)
+        engine.save(path, wait=wait, then=self._thin_out if engine.context.is_main else None)
+        return path
+
+    def _thin_out(self) -> None:
+        for number, (step, path) in enumerate(manifest.checkpoints_in(self.folder)):
+            for_good = self.keep_every is not None and step % self.keep_every == 0
+            if number >= self.keep_last and not for_good:
+                manifest.remove(path)
+
+
+def find(resume: str, folder: Path | None, say: Callable[[str], None] = print) -> Path | None:
+    """The checkpoint to go on from; the same on every rank, all of which call it.
+
+    Args:
+        resume: ``auto`` for the newest whole one in ``folder``, else the path of one.
+        say: told which were passed over, and why.
+
+    Returns:
+        None if there is none yet in ``folder``.
+
+    Raises:
+        CheckpointError: on every rank: the one asked for is not whole, or none of several is.
+        ConfigError: ``auto`` without a folder.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    if resume != "auto":
+        damage = problems_together(resume, group)
+        if damage:
+            raise CheckpointError(damage[0])
+        return Path(resume)
+    if folder is None:
+        raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
+    found, skipped = newest_whole(folder, group)
+    for reason in skipped:
+        say(f"resume: passed over: {reason}")
+    if found is None and any(True for _ in manifest.checkpoints_in(folder)):
+        raise CheckpointError(
+            f"none of the checkpoints in {str(folder)!r} is whole ({skipped[0]}); move them away to start anew, or put "
+            "a whole one there"
+        )
+    return found
+
+
+def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
+    """The accumulation with which ``data_size`` ranks take the same global batch, in microbatches not larger.
+
+    Args:
+        batch_size: samples of an optimizer step, over all ranks.
+        num_microbatches: into which each call of ``forward_backward`` cuts a rank's part.
+        before: accumulation and data ranks of the run that goes on.
+
+    Raises:
+        ConfigError: the batch does not divide in any such way.
+    """
+    accumulation, ranks = before
+    least = max(1, -(-accumulation * ranks // data_size))
+    share, rest = divmod(batch_size, data_size * num_microbatches)
+    for candidate in range(least, share + 1):
+        if not rest and share % candidate == 0:
+            return candidate
+    raise ConfigError(
+        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
+        f"microbatches, nor with accumulation; go on with a number of data ranks that divides it, such as {ranks}"
+    )
+
+
+class StopRequest:
+    """Whether this process was asked to stop, so that it can save first. A context manager.
+
+    Slurm sends SIGTERM before it takes a node away (with ``--signal`` another one, earlier), torchrun when it is ended
+    itself. What :meth:`agreed` says is the same on every rank, whichever of them was asked.
+
+    Args:
+        signals: that ask for it. Their handlers come back when the context is left.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: int | None = None
+        """The number of the signal that came, on this rank."""
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+
+    def agreed(self, context: ParallelContext) -> bool:
+        """Whether any rank was asked; one small all-reduce."""
+        asked = torch.tensor(float(self.received is not None), device=context.device)
+        dist.all_reduce(asked)
+        return bool(asked > 0)
