@@ -56,6 +56,7 @@ from .pieces import Box, Piece
 from .tensorfile import Entry, Written, read_header, read_rows, write_tensors
 
 __all__ = [
+    "MODEL",
     "Header",
     "StoredTensor",
     "newest_whole",
@@ -65,9 +66,12 @@ __all__ = [
     "read_header_of",
     "read_tensor",
     "write",
+    "write_alone",
 ]
 
 HEADER = "checkpoint.json"
+MODEL = "model."
+"""What the names of weights and buffers begin with."""
 Result = TypeVar("Result")
 
 
@@ -264,6 +268,33 @@ def _described(name: str, tensor: TensorStorageMetadata, placed: Mapping[Metadat
     ]
     dtype = str(tensor.properties.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+
+
+def write_alone(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensor: Callable[[str], torch.Tensor],
+    values: Any,
+) -> None:
+    """Write a checkpoint of whole tensors, from one process.
+
+    Args:
+        tensors: dtype and shape of each, by name.
+        tensor: gives each one when its turn comes.
+        values: plain ones, encoded.
+    """
+    partial, file = manifest.new_partial(path), "rank-00000.safetensors"
+    files = {file: write_tensors(partial / file, tensors, tensor)}
+    header = {
+        name: {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+            "chunks": [[[0] * len(shape), list(shape), file]],
+        }
+        for name, (dtype, shape) in sorted(tensors.items())
+    }
+    files[HEADER] = manifest.write_json(partial / HEADER, {"values": values, "tensors": header})
+    manifest.publish(partial, path, files)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .checkpoint import Header
+from .checkpoint import MODEL, Header
 from .encoding import decode, encode
 from .errors import CheckpointError
 from .flat import FlatWeights, Slot
@@ -41,7 +41,7 @@ from .shards import local
 
 __all__ = ["TrainingState"]
 
-MODEL, OPTIMIZER, DATA, STAGE, RANK = "model.", "optimizer.", "data.", "random.stage.", "random.rank."
+OPTIMIZER, DATA, STAGE, RANK = "optimizer.", "data.", "random.stage.", "random.rank."
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a param group that say how to step, not what the step is."""
 PYTHON_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -67,6 +67,7 @@ ORDER = [
     "utilization",
     "metrics",
     "plot",
+    "exchange",
     "doctor",
     # L6: models and the seeds' spellings
     "models",

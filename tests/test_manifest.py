@@ -1,0 +1,191 @@
+"""Folders that are whole or not there, and every kind of damage to one."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from pool import on_ranks
+from reference import batches, small_gpt
+
+import paramp
+from paramp import manifest
+from paramp.checkpoint import problems
+from paramp.errors import CheckpointError
+from paramp.restarts import Checkpoints, find
+
+EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
+"""A pickle that runs a command."""
+
+
+def train_and_save(folder, steps, **config):
+    with paramp.launch_from_torch({"precision": "16-mixed"} | config):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        checkpoints = Checkpoints(folder, every=1, keep_last=2, keep_every=4)
+        for step, (x, y) in enumerate(batches(steps), start=1):
+            engine.forward_backward(x, y)
+            engine.step()
+            checkpoints.save(engine, step)
+        return engine.full_state_dict()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A folder with two checkpoints."""
+    folder = tmp_path_factory.mktemp("pair")
+    train_and_save(folder, 2)
+    return folder
+
+
+def test_old_checkpoints_are_thinned_out(tmp_path):
+    train_and_save(tmp_path, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000007"]
+    assert all(not problems(path) for path in tmp_path.iterdir())
+
+
+def truncate(file, chance):
+    data = file.read_bytes()
+    file.write_bytes(data[: chance.randrange(len(data))])
+
+
+def flip_a_bit(file, chance):
+    data = bytearray(file.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    file.write_bytes(data)
+
+
+def delete(file, chance):
+    file.unlink()
+
+
+def append(file, chance):
+    with file.open("ab") as opened:
+        opened.write(chance.randbytes(chance.randrange(1, 9)))
+
+
+def test_two_hundred_damages_are_found_by_name_and_the_checkpoint_before_is_used(pair, tmp_path):
+    chance = random.Random(6)
+    with paramp.launch_from_torch({}):
+        for number in range(200):
+            folder = shutil.copytree(pair, tmp_path / str(number))
+            file = chance.choice(sorted((folder / "step-00000002").iterdir()))
+            damage = (truncate, flip_a_bit, delete, append)[number % 4]
+            damage(file, chance)
+            said = []
+            assert find("auto", folder, said.append) == folder / "step-00000001", (damage, file)
+            assert len(said) == 1
+            assert repr(str(file)) in said[0], (damage, said)
+            shutil.rmtree(folder)
+
+
+def test_a_damaged_checkpoint_is_not_loaded(pair, tmp_path):
+    folder = shutil.copytree(pair, tmp_path / "copy")
+    for path in sorted(folder.iterdir()):
+        flip_a_bit(path / "rank-00000.safetensors", random.Random(1))
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = small_gpt(num_layers=1, seed=2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        before = engine.full_state_dict()
+        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors' is damaged"):
+            engine.load(folder / "step-00000002")
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+        with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
+            find("auto", folder, lambda _: None)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            find(str(folder / "step-00000001"), None)
+        assert find("auto", tmp_path / "nowhere") is None
+
+
+def test_pickles_in_a_checkpoint_are_not_executed(pair, tmp_path, monkeypatch):
+    """Neither added nor in the place of its own files."""
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(pair, tmp_path / "copy")
+    newest = folder / "step-00000002"
+    for name in (".metadata", "evil.pkl", "__0_0.distcp", "rank-00001.safetensors"):
+        (newest / name).write_bytes(EVIL)
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        assert find("auto", folder) == newest
+        engine.load(newest)
+        for name in ("manifest.json", "checkpoint.json", "rank-00000.safetensors"):
+            whole = (newest / name).read_bytes()
+            (newest / name).write_bytes(EVIL)
+            with pytest.raises(CheckpointError, match=name):
+                engine.load(newest)
+            (newest / name).write_bytes(whole)
+    assert not (tmp_path / "EXECUTED").exists()
+
+
+def test_what_was_not_finished_is_no_checkpoint(pair, tmp_path):
+    folder = shutil.copytree(pair, tmp_path / "copy")
+    (folder / "step-00000002").rename(folder / "step-00000003.partial-0a1b2c3d")
+    said = []
+    with paramp.launch_from_torch({}):
+        assert find("auto", folder, said.append) == folder / "step-00000001"
+    assert len(said) == 1
+    assert "step-00000003.partial-0a1b2c3d' is unfinished" in said[0]
+
+
+def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monkeypatch):
+    path = shutil.copytree(pair / "step-00000001", tmp_path / "step-00000001")
+    partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-1")
+    files = manifest.listed(partial)
+
+    class Cut(Exception):
+        pass
+
+    rename, renamed = type(path).rename, []
+
+    def cut_short(self, target):
+        renamed.append(self)
+        if len(renamed) == 2:
+            raise Cut
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "rename", cut_short)
+        with pytest.raises(Cut):
+            manifest.publish(partial, path, files)
+    assert not path.exists()
+    assert manifest.checkpoints_in(tmp_path) == [(1, path)]
+    assert not problems(path)
+    assert manifest.listed(path) == manifest.listed(pair / "step-00000001")
+    manifest.publish(partial, path, files)
+    assert manifest.listed(path) == manifest.listed(pair / "step-00000002")
+    assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with paramp.launch_from_torch({}):
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(CheckpointError, match="is there already and no checkpoint"):
+            engine.save(tmp_path / "thesis")
+        engine.save(tmp_path / "new" / "deep" / "checkpoint")
+        engine.save(tmp_path / "new" / "deep" / "checkpoint")
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_write_is_every_ranks_error(world):
+    import tempfile
+    from pathlib import Path
+
+    with paramp.launch_from_torch({}) as context, tempfile.TemporaryDirectory() as folder:
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        blocked = Path(folder) / "file"
+        blocked.write_text("")
+        with pytest.raises(CheckpointError, match="was not written: rank 0 failed: NotADirectoryError"):
+            engine.save(blocked / "checkpoint")
+        engine.save(blocked / "checkpoint", wait=False)
+        with pytest.raises(CheckpointError, match="was not written: rank 0 failed: NotADirectoryError"):
+            engine.finish_saving()
+        if context.rank == 1:
+            engine.optimizer.state[next(engine.module.parameters())] = {"odd": object()}
+        with pytest.raises(CheckpointError, match=r"optimizer.weight.odd: the optimizer keeps a object there"):
+            engine.save(Path(folder) / "checkpoint")
