@@ -10,13 +10,17 @@ what is left over at the end is dropped with ``drop_last``, and else filled up f
 
 The order is drawn from the run's seed and the epoch, whatever state a rank's random numbers are in. Every
 ``iter(loader)`` begins the next epoch, on every rank alike, as long as all of them iterate equally often;
-``set_epoch(n)`` says which one comes next, after a resume for instance.
+``set_epoch(n)`` says which one comes next.
+
+A loader knows its :class:`Position`, which checkpoints hold: after a resume the next ``iter(loader)`` goes on with the
+batch after the last one that was given out, also over another number of data ranks.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,7 +44,7 @@ from .mesh import ParallelContext
 from .precision import ConfigError
 from .randomness import RandomStream, derive_seed
 
-__all__ = ["DealtBatches", "DealtSampler", "deal", "deal_loaders"]
+__all__ = ["DealtBatches", "DealtSampler", "Position", "deal", "deal_loaders"]
 
 DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -67,6 +71,8 @@ class DealtSampler(Sampler[Any]):
         self.drop_last = drop_last
         self.epoch = 0
         """The one that the next iteration is of."""
+        self.skip = 0
+        """Items of this rank that the next iteration leaves out."""
 
     @property
     def num_replicas(self) -> int:
@@ -83,6 +89,10 @@ class DealtSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed = derive_seed(self.seed, "samples", self.epoch)
         self.epoch += 1
+        skip, self.skip = self.skip, 0
+        return itertools.islice(self._items(seed), skip, None)
+
+    def _items(self, seed: int) -> Iterator[Any]:
         if type(self.inner) in DRAWS_FROM_A_GENERATOR:
             inner: Any = copy.copy(self.inner)
             # the user's, like torch's default one, may be in another state on each rank
@@ -111,7 +121,112 @@ class DealtSampler(Sampler[Any]):
         return whole + (rest > 0 and not self.drop_last)
 
 
-class DealtBatches:
+class Position:
+    """Where the user of a dealt loader is: in which epoch, and how many of its batches were given out.
+
+    Args:
+        generator: of the loader, from which its workers get their seeds: another one in each epoch.
+        seed: of that generator.
+        unit: what one batch of a rank stands for over all ranks: in samples, or in batches where these are dealt.
+        dealer: the loader's sampler, which can leave out what was given before; else batches are read and dropped.
+        dealt_at_once: items that ``dealer`` yields for one batch.
+    """
+
+    def __init__(
+        self, generator: torch.Generator, seed: int, unit: int, dealer: DealtSampler | None, dealt_at_once: int = 1
+    ) -> None:
+        self._generator = generator
+        self._seed = seed
+        self._unit = unit
+        self._dealer = dealer
+        self._dealt_at_once = dealt_at_once
+        self._next = 0
+        self._skip = 0
+        self._current: _Given | None = None
+
+    @property
+    def _next_epoch(self) -> int:
+        return self._next if self._dealer is None else self._dealer.epoch
+
+    def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of the next epoch, or the rest of one, from the iterator that ``iterate`` makes."""
+        skip, self._skip = self._skip, 0
+        epoch = self._next_epoch
+        self._next = epoch + 1
+        self._generator.manual_seed(derive_seed(self._seed, epoch))
+        if self._dealer is not None:
+            self._dealer.skip = skip * self._dealt_at_once
+        batches = iterate()
+        if self._dealer is None:
+            for _ in itertools.islice(batches, skip):
+                pass
+        self._current = _Given(batches, epoch, skip)
+        return self._current
+
+    def state_dict(self) -> dict[str, int]:
+        """``epoch`` and, in all ranks' samples (or batches), how much of it was given out."""
+        current = self._current
+        if current is None:
+            return {"epoch": self._next_epoch, "given": self._skip * self._unit}
+        return {"epoch": current.epoch, "given": current.given * self._unit}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next iteration go on from ``state``, of this number of data ranks or another."""
+        self._current, self._next = None, state["epoch"]
+        if self._dealer is not None:
+            self._dealer.set_epoch(state["epoch"])
+        self._skip, rest = divmod(state["given"], self._unit)
+        if rest:
+            warnings.warn(
+                f"loader: the run had read {state['given']} samples of its epoch, no multiple of the {self._unit} that "
+                f"all ranks read at once now; the last {rest} come again",
+                stacklevel=2,
+            )
+
+
+class _Given:
+    """An iteration's batches, counted as they are given out."""
+
+    def __init__(self, batches: Iterator[Any], epoch: int, given: int) -> None:
+        self._batches = batches
+        self.epoch = epoch
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self.given:
+                self.epoch, self.given = self.epoch + 1, 0
+            raise
+        self.given += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+class _WithPosition:
+    """Added to the class of a loader that is dealt: it counts what it gives out."""
+
+    position: Position
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.position.begin(super().__iter__)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, int]:
+        """The loader's position, for checkpoints."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from there."""
+        self.position.load_state_dict(state_dict)
+
+
+class _Batches:
     """Every ``size``-th batch of a loader over an iterable dataset; everything else is the loader's.
 
     Every rank reads all of the dataset, which has to yield the same on every rank, and keeps its batches. In a last
@@ -149,6 +264,10 @@ class DealtBatches:
         return getattr(self.loader, name)
 
 
+class DealtBatches(_WithPosition, _Batches):
+    """:class:`_Batches` that know their position."""
+
+
 def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
     """``loader`` with the part of its samples that belongs to data rank ``rank`` of ``size``.
 
@@ -168,19 +287,29 @@ def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     _check(loader, rank, size)
+    if isinstance(loader, _WithPosition):
+        return loader
     iterable = isinstance(loader.dataset, IterableDataset)
     generator = torch.Generator()
-    generator.manual_seed(derive_seed(seed, "workers", 0 if iterable else rank))
+    worker_seed = derive_seed(seed, "workers", 0 if iterable else rank)
     changes: dict[str, Any] = {"generator": generator, "_iterator": None}
     if not iterable and not _dealers(loader):
         changes |= _dealt_samplers(
             loader, lambda inner, drop: DealtSampler(inner, rank, size, derive_seed(seed), drop_last=drop)
         )
-    dealt = copy.copy(loader)
-    dealt.__dict__.update(changes)  # DataLoader forbids to set these, because its own constructor checks them
-    result = DealtBatches(dealt, rank, size) if iterable else dealt
+    kind: Any = type(loader) if iterable else _with_position(type(loader))
+    dealt = kind.__new__(kind)
+    dealt.__dict__.update(loader.__dict__ | changes)  # DataLoader forbids to set these: its own constructor checks them
+    result: Any = DealtBatches(dealt, rank, size) if iterable else dealt
+    dealer = next((sampler for sampler in _dealers(dealt) if isinstance(sampler, DealtSampler)), None)
+    at_once = dealt.batch_size or 1
+    result.position = Position(generator, worker_seed, size * at_once, dealer, at_once)
     _check_not_empty(result, size)
     return result
+
+
+def _with_position(kind: type) -> type:
+    return type(kind.__name__, (_WithPosition, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _dealt_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], DealtSampler]) -> dict[str, Any]:

@@ -359,3 +359,58 @@ def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
         with pytest.raises(ConfigError, match="train_dataloader: batch_size 8, but a data rank has 4 samples, so drop"):
             engine_with(DataLoader(numbers, batch_size=8, drop_last=True), config)
         engine_with(DataLoader(numbers) if world.rank == 0 else None, config)
+
+
+def read_some(loader, count):
+    """The first samples of an epoch, as flat numbers."""
+    batches = iter(loader)
+    return [int(number) for _ in range(count) for number in _numbers(next(batches))]
+
+
+def _numbers(batch):
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+RESUMED = {
+    "shuffled": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True),
+    "a sampler of the user's": lambda: DataLoader(Numbers(20), batch_size=2, sampler=Shuffled()),
+    "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1),
+    "a stream": lambda: DataLoader(Stream(24), batch_size=2),
+    "a sampler that deals by itself": lambda: DataLoader(
+        Numbers(24), batch_size=2, sampler=DistributedSampler(Numbers(24), 1, 0, shuffle=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(name):
+    def epoch(loader):
+        return [int(number) for batch in loader for number in _numbers(batch)]
+
+    (whole,), (stopped,), (resumed,) = (on_all(RESUMED[name], 1) for _ in range(3))
+    expected = [epoch(whole) for _ in range(3)]
+    assert stopped.state_dict() == {"epoch": 0, "given": 0}
+    assert epoch(stopped) == expected[0]
+    assert stopped.state_dict() == {"epoch": 1, "given": 0}
+    given = read_some(stopped, 3)
+    state = stopped.state_dict()
+    assert state == {"epoch": 1, "given": 6}
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert given + epoch(resumed) == expected[1]
+    assert resumed.state_dict() == {"epoch": 2, "given": 0}
+    assert epoch(resumed) == expected[2]
+
+
+def test_another_number_of_data_ranks_goes_on_after_the_same_samples():
+    make = RESUMED["shuffled"]
+    order = read_some(on_all(make, 1)[0], 12)
+    before = on_all(make, 4)
+    assert sorted(number for loader in before for number in read_some(loader, 2)) == sorted(order[:16])
+    after = on_all(make, 2)
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    assert sorted(number for loader in after for number in read_some(loader, 2)) == sorted(order[16:])
+    odd = on_all(lambda: DataLoader(Numbers(24), batch_size=5, shuffle=True), 2)
+    with pytest.warns(UserWarning, match="had read 16 samples of its epoch, no multiple of the 10"):
+        odd[0].load_state_dict(before[0].state_dict())
