@@ -1,0 +1,63 @@
+"""Ranks killed at random moments, also while they save: every run ends with the weights of the one left in peace.
+
+``PARAMP_FULL=1`` (``make chaos``) makes it twenty runs.
+"""
+
+import os
+import random
+
+import pytest
+from victims import TINY, Run, torchrun_command, weights_at
+
+LAYOUTS = {"pp2-tp2": ["--tp", "2", "--pp", "2"], "dp2-tp2": ["--tp", "2", "--dp", "2"]}
+STEPS, EVERY = 24, 3
+FULL = bool(os.environ.get("PARAMP_FULL"))
+RUNS = [(layout, number) for number in range(10) for layout in LAYOUTS] if FULL else [("pp2-tp2", 1)]
+
+
+def command(layout, folder):
+    options = ["--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
+    return torchrun_command(4, *TINY, *LAYOUTS[layout], *options, restarts=3)
+
+
+@pytest.fixture(scope="module")
+def in_peace(tmp_path_factory):
+    """What a run of a layout ends with that nobody disturbs."""
+    known = {}
+
+    def weights(layout):
+        if layout not in known:
+            folder = tmp_path_factory.mktemp(layout)
+            with Run(command(layout, folder / "checkpoints"), folder / "log") as run:
+                assert run.finish() == 0, run.log.read_text()
+            known[layout] = weights_at(folder / "checkpoints" / f"step-{STEPS:08d}")
+        return known[layout]
+
+    return weights
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("layout", "number"), RUNS)
+def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, number):
+    chance = random.Random(f"{layout} {number}")
+    folder, victim = tmp_path / "checkpoints", chance.randrange(4)
+    saves = chance.randrange(1, STEPS // EVERY)
+    during_a_save = number % 2 == (layout == "dp2-tp2")  # in half of the runs
+
+    def reached():
+        return (folder / f"step-{(saves - 1) * EVERY:08d}").exists() or saves == 1
+
+    with Run(command(layout, folder), tmp_path / "log") as run:
+        assert run.wait_for(lambda: len(run.ranks()) == 4 and reached()), run.log.read_text()
+        if during_a_save:
+            ranks = run.ranks()
+            assert run.wait_for(lambda: any(folder.glob("*.partial-*")), pause=0.0005), run.log.read_text()
+            os.kill(ranks[victim], 9)
+        else:
+            moment = chance.uniform(0.0, 1.0)
+            run.wait_for(lambda: False, seconds=moment)
+            assert run.kill(victim) or run.process.poll() is not None
+        assert run.finish() == 0, run.log.read_text()
+        if during_a_save:
+            assert "resumed from" in run.log.read_text() or saves == 1
+    assert weights_at(folder / f"step-{STEPS:08d}") == in_peace(layout)
