@@ -11,6 +11,7 @@ from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
+from .errors import TrainingDiverged
 from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
@@ -32,6 +33,7 @@ __all__ = [
     "ParallelContext",
     "Precision",
     "StepResult",
+    "TrainingDiverged",
     "__version__",
     "algorithms",
     "amp",

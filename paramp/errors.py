@@ -1,15 +1,27 @@
-"""The error that users see for a mistake of theirs, and the hint in it."""
+"""What users see: the error for a mistake of theirs, with a hint in it, and that of a training that has failed."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "nearest"]
+__all__ = ["ConfigError", "TrainingDiverged", "nearest"]
 
 
 class ConfigError(ValueError):
     """The user asked for something impossible. The message names the value, what is allowed, and the fix."""
+
+
+class TrainingDiverged(RuntimeError):
+    """So many steps were skipped that training would not recover. The message is the diagnosis; every rank has it.
+
+    Attributes:
+        report: the diagnosis, a :class:`~paramp.diagnosis.OverflowReport`.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

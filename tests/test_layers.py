@@ -28,6 +28,7 @@ ORDER = [
     "emulation",
     "autocast",
     "building",
+    "diagnosis",
     "scaler",
     "norms",
     "tensor",
@@ -38,11 +39,13 @@ ORDER = [
     "huggingface",
     "timeline",
     "pipeline",
+    "forensics",
     # L3: gradients and what the optimizer steps
     "grads",
     "masters",
     "remainders",
     "flat",
+    "histogram",
     "stepping",
     "optimizers",
     # L4: the engine
