@@ -109,7 +109,8 @@ class StepResult:
 class _Tally:
     """Counts of what happened on the device, which the host reads without stopping it.
 
-    Optimizer steps made, steps skipped, steps skipped in a row just now, and whether the loss scale is at its floor.
+    Optimizer steps made; steps skipped; those skipped in a row up to now; and of these, those that left the loss scale
+    at its floor.
     """
 
     SIZE = 4
@@ -120,15 +121,16 @@ class _Tally:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
-        """A step was made, or skipped for an ``overflow``, which leaves the scale ``at_floor``; each 0-dim bool."""
-        steps, skipped, in_a_row, _ = self._counts.unbind()
-        counts = [steps + ~overflow, skipped + overflow, (in_a_row + 1) * overflow, at_floor.long()]
-        self._publish(torch.stack(counts))
+        """A step was made, or skipped for an ``overflow``; the scale is now ``at_floor``. Both are 0-dim bool."""
+        self._counts[2:].mul_(overflow)
+        self._counts += torch.stack([~overflow, overflow, overflow, overflow & at_floor])
+        self._publish()
 
     def load(self, counts: Sequence[int]) -> None:
         """Go on from ``counts``, as :meth:`read` gave them; those left out at the end are 0."""
         rest = [0] * (self.SIZE - len(counts))
-        self._publish(torch.tensor([*counts, *rest], device=self._counts.device))
+        self._counts.copy_(torch.tensor([*counts, *rest]))
+        self._publish()
 
     def read(self) -> list[int]:
         """The counts, once the last :meth:`add` is through."""
@@ -136,8 +138,7 @@ class _Tally:
             self._copied.synchronize()
         return self._copy.tolist()
 
-    def _publish(self, counts: torch.Tensor) -> None:
-        self._counts.copy_(counts)
+    def _publish(self) -> None:
         self._copy.copy_(self._counts, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -459,7 +460,7 @@ class Engine:
         if most is None:
             return False
         _, _, in_a_row, at_floor = self._tally.read()
-        return in_a_row >= most - 1 or (in_a_row > 0 and bool(at_floor))
+        return in_a_row >= most - 1 or at_floor > 0
 
     def _stop(self) -> NoReturn:
         steps, skipped, in_a_row, at_floor = self._tally.read()

@@ -204,8 +204,7 @@ class Tracer:
 
     def see_loss(self, output: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
         """The criterion made ``value``, not scaled yet."""
-        self._look(self._handed_on(), [output], everything=True)
-        if flaw(output):
+        if self._look(self._handed_on(), [output], everything=True):
             self._met.add((self._call, self._microbatch, CRITERION))
         self._look(TARGET, [target], everything=True)
         self._look(CRITERION, [value], everything=True)
@@ -251,8 +250,8 @@ class Tracer:
         if self._kind not in FORWARDS:
             return
         outermost = len(self._running) == 1
-        self._look(self._running[-1], (args, kwargs), everything=outermost and self._stage == 0, received=True)
-        if any(self._counts(value) for value in tree_leaves((args, kwargs))):
+        everything = outermost and self._stage == 0
+        if self._look(self._running[-1], (args, kwargs), everything=everything, received=True):
             self._met.add((self._call, self._microbatch, name))
         self._running.append(name)
         self._bound()
@@ -365,13 +364,14 @@ class Tracer:
         module: nn.Module | None = None,
         everything: bool = False,
         received: bool = False,
-    ) -> None:
-        """Note in the forward what is not finite among ``values``, which ``name`` made."""
+    ) -> bool:
+        """Note in the forward what is not finite among ``values``, which ``name`` made; whether there is any."""
         self._looks += 1
         bad = next((value for value in tree_leaves(values) if self._counts(value, everything)), None)
         if bad is not None:
             self._met.add((self._call, self._microbatch, name))
             self._note("forward", name, bad, (self._looks, 0, 0), received=received, weight=_bad_weight(module))
+        return bad is not None
 
     def _check_sums(self) -> None:
         """Note a gradient that is not finite though every part of it was, so far."""
