@@ -7,8 +7,9 @@ before those of tensor parallelism reduce an output over ranks as well as after 
 **Backward.** Each node of autograd's graph gets a hook that sees the gradients that go in and come out, on DTensors the
 local parts. A node belongs to the innermost module that ran when it was made. autograd numbers the nodes in the order
 in which they are made (``Node._sequence_nr``), so that noting the number where each module begins and ends is enough.
-That holds for every schedule, also where the backward is split, with tied weights, and with activation checkpointing
-(the reentrant kind makes no graph inside; there the module that calls it is named).
+That holds for every schedule, also where the backward is split, with tied weights, and with activation checkpointing.
+Hooks on the parameters tell what is added to a gradient from what it adds up to; they alone see into the reentrant kind
+of checkpointing, whose graph is made in the backward.
 
 **Which is first** is decided by the order in which one process would compute, not by the clock: by call and microbatch,
 the forward before the backward, then stages in their order, then by the sequence of checks, which is the same on all
@@ -228,6 +229,9 @@ class Tracer:
                 if id(module._forward_hooks) not in done:
                     done.add(id(module._forward_hooks))
                     self._go_around(name or f"the model's {type(module).__name__}", module)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(functools.partial(self._arrived, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -340,6 +344,11 @@ class Tracer:
             operation=visit.operation,
         )
 
+    def _arrived(self, name: str, gradient: torch.Tensor) -> None:
+        """The hook of a parameter: what is added to its gradient."""
+        if (self._call, self._microbatch, self._stage, "backward") not in self.sightings and flaw(gradient):
+            self._note("backward", _owner(name), gradient, AFTER_NODES, parameter=name)
+
     # ---- noting
 
     def _batch(self) -> tuple[int, int, int]:
@@ -374,14 +383,14 @@ class Tracer:
         return bad is not None
 
     def _check_sums(self) -> None:
-        """Note a gradient that is not finite though every part of it was, so far."""
+        """Note a gradient that is not finite though every part of it was."""
         if any(key[-1] == "backward" for key in self.sightings):
             return
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and (kind := flaw(parameter.grad)):
-                first = (self._call, self._microbatch) == (0, 0)
-                during: During = "backward" if first else "sum over microbatches"
-                self._note(during, name.rpartition(".")[0], parameter.grad, AFTER_NODES, parameter=name, kind=kind)
+                self._note(
+                    "sum over microbatches", _owner(name), parameter.grad, AFTER_NODES, parameter=name, kind=kind
+                )
                 return
 
     def _note(
@@ -410,6 +419,11 @@ class Tracer:
         )
         met = during == "backward" and (call, microbatch, module) in self._met
         self.sightings[key] = Sighting(origin, position, received, met)
+
+
+def _owner(parameter: str) -> str:
+    """The name of the module that has a parameter."""
+    return parameter.rpartition(".")[0]
 
 
 def _bad_weight(module: nn.Module | None) -> str | None:
@@ -497,8 +511,7 @@ def _gathered(find: Callable[[], list[NonFiniteGradient]]) -> tuple[NonFiniteGra
 
 
 def _of_sum(found: NonFiniteGradient) -> Origin:
-    module = found.name.rpartition(".")[0]
-    return Origin("sum over ranks", module, found.place, found.kind, 0, None, found.largest, found.name)
+    return Origin("sum over ranks", _owner(found.name), found.place, found.kind, 0, None, found.largest, found.name)
 
 
 def stages_by_parameter(stages: Stages, places: Sequence[int]) -> dict[str, int]:

@@ -305,6 +305,60 @@ def test_a_loop_without_forward_backward_gets_a_report_on_gradients():
     assert "call forward_backward(x, y)" in str(report)
 
 
+def plant_in_weight(engine, name, microbatch):
+    """Spoil what one microbatch adds to the gradient of a parameter."""
+    calls = []
+
+    def hook(gradient):
+        calls.append(None)
+        return gradient * NAN if (len(calls) - 1) % engine._num_microbatches == microbatch else None
+
+    return engine.module.get_parameter(name).register_hook(hook)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
+@on_ranks(2)
+def test_the_gradient_of_a_weight_alone(world, schedule):
+    """In the split backward too, where gradients of weights are computed apart."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": FOUR | {"schedule": schedule}}}) as context:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        rank = 1 if schedule == "1f1b" else 0
+        for microbatch in (0, 2):
+            handle = plant_in_weight(engine, "2.bias", microbatch) if context.rank == rank else None
+            engine.forward_backward(torch.ones(8, 4), torch.ones(8, 4))
+            assert engine.step().overflow
+            report = engine.diagnose_overflow()
+            if handle is not None:
+                handle.remove()
+            origin = report.origin
+            assert (report.kind, origin.parameter, origin.module) == ("weight gradient", "2.bias", "2")
+            assert (origin.microbatch, origin.place.rank) == (microbatch, rank)
+            assert [found.name for found in report.gradients] == ["2.bias"]
+
+
+@pytest.mark.parametrize("kind", ["full backward hook", "hook of the output", "hook before the forward"])
+def test_whatever_hook_spoils_a_value(kind):
+    with paramp.launch_from_torch({"precision": SCALED}):
+        engine = gpt_engine(num_layers=2)
+        module = engine.module.get_submodule("blocks.1.norm2")
+        handle = {
+            "full backward hook": lambda: module.register_full_backward_hook(
+                lambda module, gradients, _: tuple(gradient * NAN for gradient in gradients)
+            ),
+            "hook of the output": lambda: module.register_forward_hook(
+                lambda module, inputs, output: output.register_hook(lambda gradient: gradient * NAN) and None
+            ),
+            "hook before the forward": lambda: module.register_forward_pre_hook(
+                lambda module, inputs: tuple(value * NAN for value in inputs)
+            ),
+        }[kind]()
+        assert window(engine).overflow
+        origin = engine.diagnose_overflow().origin
+        handle.remove()
+    assert (origin.module, origin.during) == ("blocks.1.norm2", "forward" if "forward" in kind else "backward")
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
@@ -315,12 +369,12 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize(("reentrant", "named"), [(False, "0.second.0"), (True, "0")])
-def test_activation_checkpointing(reentrant, named):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
     with paramp.launch_from_torch({"precision": "32-true"}):
         model = nn.Sequential(Checkpointed(reentrant), nn.Linear(4, 4))
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        for backward, name in ((True, named), (False, "0.second.0")):
+        for backward in (True, False):
             handle = model.get_submodule("0.second.0").register_forward_hook(
                 lambda module, inputs, output, backward=backward: Planted.apply(output, NAN, backward)
             )
@@ -328,7 +382,7 @@ def test_activation_checkpointing(reentrant, named):
             assert engine.step().overflow
             origin = engine.diagnose_overflow().origin
             handle.remove()
-            assert (origin.module, origin.during) == (name, "backward" if backward else "forward")
+            assert (origin.module, origin.during) == ("0.second.0", "backward" if backward else "forward")
 
 
 # ----------------------------------------------------------------------------------- training goes on as it would have
