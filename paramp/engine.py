@@ -477,10 +477,10 @@ class Engine:
         finite (:mod:`paramp.forensics`).
 
         Call it on every rank after :meth:`step`, before the next batch. It runs the batches of the step again with
-        hooks, which takes about as long as the step did (twice as long after an overflow in the backward), and leaves
-        gradients of zero. Everything else is as it was, random streams and running statistics included, so that
-        training goes on as if it had not been called. After a loop of ``engine(x)`` and ``backward`` the batches are
-        not known, and the report is on the gradients alone.
+        hooks, which takes a few times as long as the step did, and leaves gradients of zero. Everything else is as it
+        was, random streams and running statistics included, so that training goes on as if it had not been called.
+        After a loop of ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients
+        alone.
 
         Raises:
             RuntimeError: no step was taken since the last batch, or it was not skipped.
