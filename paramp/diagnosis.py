@@ -145,6 +145,8 @@ class OverflowReport:
     """None where the batch was not run again, or gave only finite values then."""
     note: str = ""
     """What could not be found out."""
+    scaled: bool = True
+    """Whether the gradients are known to carry the scale; a scaler may have divided them by it already."""
 
     @property
     def kind(self) -> Literal["forward", "backward", "weight gradient", "sum", "gradients", "unknown"]:
@@ -178,7 +180,8 @@ class OverflowReport:
             )
         if self.note:
             lines.append(self.note)
-        lines += [found.describe(self.scale) for found in sorted(self.gradients, key=self._distance)[:SHOWN]]
+        scale = self.scale if self.scaled else 1.0
+        lines += [found.describe(scale) for found in sorted(self.gradients, key=self._distance)[:SHOWN]]
         if len(self.gradients) > SHOWN:
             lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
         return "\n  ".join(lines) or "no gradient that is not finite was found"

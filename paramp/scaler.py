@@ -158,8 +158,9 @@ class DistributedGradScaler(GradScaler):
     ) -> OverflowReport:
         """Which gradients are not finite, and on which ranks: to be asked after a step that was skipped.
 
-        It looks at the gradients as they are, so call it before they are set to zero. Every rank of the group calls it.
-        Steps at which it is not called cost nothing.
+        It looks at the gradients as they are, unscaled or not, so call it before they are set to zero; and before
+        :meth:`update`, which moves the scale. Every rank of the group calls it. Steps at which it is not called cost
+        nothing.
 
         Args:
             named_parameters: this rank's, such as ``model.named_parameters()``.
@@ -167,7 +168,8 @@ class DistributedGradScaler(GradScaler):
         """
         context = context or current_context()
         found = gather_findings(find_gradients(named_parameters, context), self._group)
-        return OverflowReport(float(self.scale_tensor()), tuple(one for own in found for one in own))
+        gradients = tuple(one for own in found for one in own)
+        return OverflowReport(float(self.scale_tensor()), gradients, scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what the steps since the last update found; ``new_scale`` sets it instead."""
