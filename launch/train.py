@@ -30,7 +30,7 @@ from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, trai
 from paramp.environment import find_place, rank_by_any_variable
 from paramp.mesh import is_echo
 from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
-from paramp.plot import check_matplotlib, plot_timeline
+from paramp.plot import check_matplotlib, plot_histogram, plot_timeline
 from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
 from paramp.restarts import Checkpoints, StopRequest, accumulation_for, find
@@ -66,6 +66,8 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--checkpoint-dir": ("train.checkpoint_dir", str),
     "--checkpoint-every": ("train.checkpoint_every", int),
     "--resume": ("train.resume", str),
+    "--histogram": ("train.histogram", int),
+    "--trace-overflow": ("trace_overflow", bool),
 }
 
 NORMS: dict[str, list[Any]] = {
@@ -109,7 +111,7 @@ def report(error: Exception, launched: bool) -> int:
     rank = rank_by_any_variable()
     if is_echo(error) or (not launched and said_by_rank_0(str(error), rank)):
         return 2 if isinstance(error, mistakes) else 1
-    if isinstance(error, mistakes):
+    if isinstance(error, (*mistakes, paramp.TrainingDiverged)):
         print(f"error: {error}", file=sys.stderr)
     else:
         details = "".join(traceback.format_exception(error))
@@ -203,8 +205,9 @@ def train(context: paramp.ParallelContext) -> int:
     job = context.config.train
     if job.tensorboard:
         check_tensorboard()
-    if job.trace is not None:
-        check_matplotlib("train.trace")
+    for name in ("trace", "histogram"):
+        if getattr(job, name) is not None:
+            check_matplotlib(f"train.{name}")
     folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
     found = None if job.resume is None else find(job.resume, folder, say_on(context))
     accumulation = context.config.gradient_accumulation
@@ -284,9 +287,11 @@ def train(context: paramp.ParallelContext) -> int:
             start, data_seconds = time.perf_counter(), batches.seconds
             engine.train()
             with engine.recording() if step == job.trace else nullcontext() as timeline:
-                for x, y in batches.parts:
+                for part, (x, y) in enumerate(batches.parts):
                     engine.zero_grad()
                     engine.forward_backward(x, y, return_loss=False)
+                    if step == job.histogram and part == config.gradient_accumulation - 1:
+                        save_histogram(engine, Path(str(job.log_dir)), reporter)
                     result = engine.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
@@ -294,6 +299,8 @@ def train(context: paramp.ParallelContext) -> int:
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)  # or the optimizer's kernels would not be in the time
             seconds = time.perf_counter() - start + data_seconds
+            if config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
+                reporter.say(f"step {step} was skipped: {engine.diagnose_overflow()}")
             if step < job.steps:
                 batches.fetch(step + 1)
             memory, data_seconds, asked, failed = largest(
@@ -415,6 +422,17 @@ def save_trace(timeline: Timeline, folder: Path, reporter: Reporter) -> None:
     timeline.save(trace)
     plot_timeline(timeline, picture)
     reporter.say(f"{timeline.describe()}; {trace} and {picture.name}")
+
+
+def save_histogram(engine: paramp.Engine, folder: Path, reporter: Reporter) -> None:
+    """Write where the gradients lie as ``gradients.json`` and ``gradients.png``, and say it; on every rank."""
+    histogram = engine.gradient_histogram()
+    if not engine.context.is_main:
+        return
+    numbers, picture = set_aside(folder / "gradients.json"), set_aside(folder / "gradients.png")
+    histogram.save(numbers)
+    plot_histogram(histogram, picture)
+    reporter.say(f"{histogram.describe()}; {numbers} and {picture.name}")
 
 
 def check_same_data(context: paramp.ParallelContext, corpus: Corpus) -> None:

@@ -253,6 +253,9 @@ class TrainConfig:
     """Write scalars for TensorBoard too, to the folder ``tensorboard`` in ``log_dir``."""
     trace: int | None = None
     """A step whose timeline is written to ``log_dir``, as ``trace.json`` and ``trace.png``."""
+    histogram: int | None = None
+    """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
+    ``log_dir``."""
     peak_tflops: float | None = None
     """What one device can do, in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
     (:mod:`paramp.utilization`), and no utilisation where the device is not in it."""
@@ -286,18 +289,15 @@ class TrainConfig:
             self.tensorboard,
             "False, because there is no log_dir to write to; set it with --log-dir DIR",
         )
-        _require(
-            self.trace is None or 1 <= self.trace <= self.steps,
-            "trace",
-            self.trace,
-            f"a step from 1 to {self.steps}",
-        )
-        _require(
-            self.trace is None or self.log_dir is not None,
-            "trace",
-            self.trace,
-            "nothing, because there is no log_dir to write to; set it with --log-dir DIR",
-        )
+        for name in ("trace", "histogram"):
+            step = getattr(self, name)
+            _require(step is None or 1 <= step <= self.steps, name, step, f"a step from 1 to {self.steps}")
+            _require(
+                step is None or self.log_dir is not None,
+                name,
+                step,
+                "nothing, because there is no log_dir to write to; set it with --log-dir DIR",
+            )
         _require(
             self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
             "peak_tflops",
@@ -327,8 +327,8 @@ class Config:
     max_skipped_in_a_row: int | None = 50
     """Optimizer steps skipped one after the other from which on training stops, with a diagnosis. None: never."""
     trace_overflow: bool = False
-    """Run the batch of the first skipped step of a series again, and name the module, microbatch and pass that gave the
-    first value that is not finite (:mod:`paramp.forensics`)."""
+    """``launch/train.py`` runs the batch of the first skipped step of a series again, and names the module, microbatch
+    and pass that gave the first value that is not finite. A loop of your own calls ``engine.diagnose_overflow()``."""
     check_replicas_every: int | None = None
     """Steps after which weights, masters and loss scale are compared between the ranks that hold the same
     (:mod:`paramp.replicas`). None: never."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, NoReturn, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from torch.utils._pytree import tree_map_only
 from .autocast import widening
 from .checkpoint import problems_together, read, read_header_of
 from .config import Config, flatten
+from .diagnosis import OverflowReport, find_gradients
 from .emulation import emulate_fp16, has_native_fp16
-from .errors import CheckpointError
+from .errors import CheckpointError, TrainingDiverged
 from .flat import FlatWeights, Slot
+from .forensics import Tracer, Window, investigate, stages_by_parameter
 from .grads import clip_coefficient, count_zeros, norm_power
+from .histogram import GradientHistogram, histogram_of
 from .mesh import ParallelContext, TiedParameter
 from .pieces import Piece
 from .pipeline import Pipeline, Stages
@@ -120,29 +123,41 @@ class StepResult:
 
 
 class _Tally:
-    """Counts of what happened on the device, which the host reads without stopping it."""
+    """Counts of what happened on the device, which the host reads without stopping it.
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._counts = torch.zeros(size, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    Optimizer steps made; steps skipped; those skipped in a row up to now; and of these, those that left the loss scale
+    at its floor.
+    """
+
+    SIZE = 4
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(self.SIZE, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def add(self, happened: torch.Tensor) -> None:
-        self._counts += happened
-        self._copy.copy_(self._counts, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+    def add(self, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
+        """A step was made, or skipped for an ``overflow``; the scale is now ``at_floor``. Both are 0-dim bool."""
+        self._counts[2:].mul_(overflow)
+        self._counts += torch.stack([~overflow, overflow, overflow, overflow & at_floor])
+        self._publish()
 
     def load(self, counts: Sequence[int]) -> None:
-        """Go on from ``counts``, as :meth:`read` gave them."""
-        self._counts.copy_(torch.tensor(counts))
-        self.add(torch.zeros_like(self._counts))
+        """Go on from ``counts``, as :meth:`read` gave them; those left out at the end are 0."""
+        rest = [0] * (self.SIZE - len(counts))
+        self._counts.copy_(torch.tensor([*counts, *rest]))
+        self._publish()
 
     def read(self) -> list[int]:
         """The counts, once the last :meth:`add` is through."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.tolist()
+
+    def _publish(self) -> None:
+        self._copy.copy_(self._counts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class Engine:
@@ -176,7 +191,7 @@ class Engine:
         self.module: nn.Module = stages.module
         scaling = precision.scaling or LossScaling(enabled=False)
         self.scaler = DistributedGradScaler(context.device, **asdict(scaling))
-        self._tally = _Tally(2, context.device)
+        self._tally = _Tally(context.device)
         self._before_step: list[Callable[[], None]] = []
         self._criterion = criterion
         self._stage = stages
@@ -200,6 +215,8 @@ class Engine:
         self._tracked: dict[str, Stateful] = {}
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
+        self._window = Window(stages, context.device)
+        self._places = pipeline.stages_of(context.pp.rank)
         self._calls = 0  # of step() in this window
         self._spent = False  # the gradients belong to a window that has ended
         # of this window: sum of the losses, of their weights, and of those weights that are counts
@@ -233,7 +250,7 @@ class Engine:
                 pipeline on every rank, and the gradients of this window are to be dropped.
         """
         self._check_batch(x, y)
-        self._begin_window(y.numel() / self._num_microbatches)
+        self._begin_window(y.numel() / self._num_microbatches, (x, y))
         self._run(x, y, self._scaled_loss, backward=True)
         if return_loss:
             return self._window_loss()
@@ -285,7 +302,7 @@ class Engine:
             return self._added(output, target, totals) if forward_only else self._scaled_loss(output, target)
 
         if not forward_only:
-            self._begin_window(y.numel() / self._num_microbatches)
+            self._begin_window(y.numel() / self._num_microbatches, (x, y))
         with torch.set_grad_enabled(not forward_only):
             self._run(x, y, loss, backward=not forward_only)
         mean = self._mean_over_ranks(totals if forward_only else self._totals) if return_loss else None
@@ -301,11 +318,17 @@ class Engine:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         backward: bool,
+        reduce: bool = True,
     ) -> None:
-        """The batch in microbatches: forward, through ``loss`` on the last stage, and backward."""
+        """The batch in microbatches: forward, through ``loss`` on the last stage, and backward.
+
+        Args:
+            reduce: begin reductions over data ranks beside the window's last backward.
+        """
+        before_last_backward = self._before_last_backward if reduce else _do_nothing
         with self._computing():
             if self._pipeline is not None:
-                self._pipeline.run(x, y, loss, backward=backward, before_last_backward=self._before_last_backward)
+                self._pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
                 self._weights.end_last_backward()
                 return
             begin_call(self.observers)
@@ -317,7 +340,7 @@ class Engine:
                     value = loss(output, target.to(self.context.device))
                 if backward:
                     if index == self._num_microbatches - 1:
-                        self._before_last_backward()
+                        before_last_backward()
                     with span(self.observers, "backward", 0, index):
                         value.backward()
             self._weights.end_last_backward()
@@ -365,7 +388,7 @@ class Engine:
         Returns:
             The true loss, as :meth:`forward_backward` does.
         """
-        self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0)
+        self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         scaled = self._scale(loss)
         self._before_last_backward()
         with self._computing():
@@ -409,6 +432,8 @@ class Engine:
         if self._calls < self._accumulation:
             return StepResult(scale.double().reshape(1), stepping=False)
         self._calls, self._spent = 0, True
+        self._window.end(scale)
+        at_limit = self._at_limit()
         for prepare in self._before_step:
             prepare()
         found_inf = self._complete_gradients()
@@ -422,10 +447,13 @@ class Engine:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
         values = torch.stack([scale.double(), overflow.double(), norm, agreed.zeros, agreed.loss / agreed.weight])
         self.scaler.update_from_flag(overflow)
-        self._tally.add(torch.stack([~overflow, overflow]))
+        self._tally.add(overflow, self.scaler.at_floor())
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != (old := float(values[0])):
             print(f"paramp: the loss scale goes from {old:g} to {self.scaler.get_scale():g}", flush=True)
-        return StepResult(values, with_zeros=self.precision.log_num_zeros)
+        result = StepResult(values, with_zeros=self.precision.log_num_zeros)
+        if at_limit and result.overflow:
+            self._stop()
+        return result
 
     @property
     def num_steps(self) -> int:
@@ -436,6 +464,94 @@ class Engine:
     def num_skipped(self) -> int:
         """Optimizer steps skipped for an overflow so far."""
         return self._tally.read()[1]
+
+    @property
+    def num_skipped_in_a_row(self) -> int:
+        """Optimizer steps skipped one after the other, up to the last one."""
+        return self._tally.read()[2]
+
+    def _at_limit(self) -> bool:
+        """Whether training stops if the step to come is skipped too.
+
+        That is known from the steps before, so that the host waits for a step itself only where it comes to this.
+        """
+        most = self.context.config.max_skipped_in_a_row
+        if most is None:
+            return False
+        _, _, in_a_row, at_floor = self._tally.read()
+        return in_a_row >= most - 1 or at_floor > 0
+
+    def _stop(self) -> NoReturn:
+        steps, skipped, in_a_row, at_floor = self._tally.read()
+        report = self.diagnose_overflow()
+        floor = " with the loss scale at its floor" if at_floor else ""
+        raise TrainingDiverged(
+            f"training stopped after optimizer step {steps + skipped}, because {in_a_row} steps in a row were "
+            f"skipped{floor}: {report}",
+            report,
+        )
+
+    def diagnose_overflow(self) -> OverflowReport:
+        """Why the last step was skipped: the module, microbatch, pass and rank that gave the first value that is not
+        finite (:mod:`paramp.forensics`).
+
+        Call it on every rank after :meth:`step`, before the next batch. It runs the batches of the step again with
+        hooks, which takes a few times as long as the step did, and leaves gradients of zero. Everything else is as it
+        was, random streams and running statistics included, so that training goes on as if it had not been called.
+        After a loop of ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients
+        alone.
+
+        Raises:
+            RuntimeError: no step was taken since the last batch, or it was not skipped.
+        """
+        if self._window.scale is None or not self.num_skipped_in_a_row:
+            raise RuntimeError(
+                "diagnose_overflow: no step was skipped; call it after one that was, before the next batch"
+            )
+        stages = stages_by_parameter(self._stage, self._places)
+        try:
+            return investigate(
+                self._window,
+                self._run_again,
+                lambda: find_gradients(self.named_parameters(), self.context, stages),
+                self._complete_gradients,
+            )
+        finally:
+            self._drop_gradients()
+
+    def gradient_histogram(self) -> GradientHistogram:
+        """Where the scaled gradients lie in the range of the mode's compute dtype, by their binary exponents.
+
+        Call it on every rank between :meth:`forward_backward` and :meth:`step`.
+        """
+        return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
+
+    def _run_again(self, scale: torch.Tensor) -> Tracer:
+        """The batches of the last window, watched, at the loss scale ``scale``."""
+        tracer = Tracer(self._stage, self._places, self.context)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            value, _ = self._split(self.criterion(output, target))
+            tracer.see_loss(output, target, value)
+            scaled = value * scale / self._window_size
+            tracer.see_scaled(scaled)
+            return scaled
+
+        self._drop_gradients()
+        self.observers.append(tracer)
+        try:
+            with torch.enable_grad(), self._window.again() as calls, tracer:
+                for call in calls:
+                    self._run(call.x, call.y, loss, backward=True, reduce=False)
+        finally:
+            self.observers.remove(tracer)
+        return tracer
+
+    def _drop_gradients(self) -> None:
+        self._weights.zero_grad()
+        for tie in self._ties:
+            tie.summed = None
+        self._overflow.zero_()
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` before each optimizer step from now on."""
@@ -503,11 +619,9 @@ class Engine:
     def zero_grad(self) -> None:
         """Make all gradients zero; within an accumulation window this changes nothing, so a plain loop accumulates."""
         if self._calls == 0:
-            self._weights.zero_grad()
-            for tie in self._ties:
-                tie.summed = None
+            self._drop_gradients()
             self._totals.zero_()
-            self._overflow.zero_()
+            self._window.drop()
             self._spent = False
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -688,9 +802,10 @@ class Engine:
         if self._calls == self._accumulation - 1:
             self._weights.begin_last_backward()
 
-    def _begin_window(self, count: float) -> None:
+    def _begin_window(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         if self._spent:
             self.zero_grad()
+        self._window.add(batch)
         self._weights.begin_window()
         if self._count_unit is None:
             # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
@@ -825,6 +940,10 @@ def _message(error: Exception) -> str:
     if isinstance(error, ValueError) and text.startswith("criterion: "):
         return text
     return f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _plain_scalar(value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "ConfigError", "nearest"]
+__all__ = ["CheckpointError", "ConfigError", "TrainingDiverged", "nearest"]
 
 
 class ConfigError(ValueError):
@@ -14,6 +14,18 @@ class ConfigError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file or the tensor, and what to do."""
+
+
+class TrainingDiverged(RuntimeError):
+    """So many steps were skipped that training would not recover. The message is the diagnosis; every rank has it.
+
+    Attributes:
+        report: the diagnosis, a :class:`~paramp.diagnosis.OverflowReport`.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -471,6 +471,20 @@ class FlatWeights:
         parts = [(slot, self._buffer_of[slot]) for slot in self.slots if slot.own[0] < slot.own[1]]
         return [buffer.gradients[buffer.flat_range(slot)] for slot, buffer in parts], [slot.share for slot, _ in parts]
 
+    def arrived(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """Each gradient that this rank has before a step, as autograd left it, and what an element of it counts.
+
+        In sums over the world each element of the logical model counts once: over data ranks as an average, under ZeRO
+        as the rank that steps it has it.
+        """
+        for slot in self.slots:
+            gradient, buffer = slot.parameter.grad, self._buffer_of[slot]
+            if gradient is not slot.gradient:
+                if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
+                    yield gradient, slot.share / buffer.num_parts * slot.size / local(gradient).numel()
+            elif slot.version != slot.seen and slot.own[0] < slot.own[1]:
+                yield buffer.gradients[buffer.flat_range(slot)], slot.share
+
     # ----------------------------------------------------------------------------------------------------- the step
 
     def runs(self, absent: Sequence[Slot] = ()) -> list[Run]:

@@ -29,7 +29,7 @@ from .mesh import ParallelContext
 from .parcels import Parcel
 from .precision import ConfigError, Precision
 from .shards import wrap
-from .surgery import Joined
+from .surgery import Joined, keeping_buffers
 from .timeline import Observer, begin_call, span
 
 __all__ = ["Pipeline", "Stage", "Stages"]
@@ -356,11 +356,9 @@ class Pipeline:
     def _try(self, stage: Stage, received: Parcel | None, part: torch.Tensor) -> Parcel | torch.Tensor:
         """What ``stage`` returns, having received zeros; of the last one, the tensor on ``meta``."""
         random, stage.random = stage.random, nullcontext()
-        buffers = [(module, dict(module._buffers)) for module in stage.modules()]
-        values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            with keeping_buffers(stage), torch.random.fork_rng(devices=cuda), torch.enable_grad():
                 if received is None:
                     inputs = torch.zeros_like(part, device=stage.link_device)
                 else:
@@ -376,15 +374,6 @@ class Pipeline:
                 return (output.to_local() if isinstance(output, DTensor) else output).detach().to("meta")
         finally:
             stage.random = random
-            for module, own in buffers:  # the forward may have put others in their place
-                module._buffers.clear()
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    if buffer.shape == value.shape:
-                        buffer.copy_(value)
-                    else:  # resized in place
-                        buffer.data = value
 
 
 def _leave_out_backwards(schedule: Any) -> None:

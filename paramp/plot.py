@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from .histogram import GradientHistogram
 from .precision import ConfigError
 from .timeline import Span, Timeline
 
-__all__ = ["Run", "check_matplotlib", "draw", "draw_timeline", "plot", "plot_timeline", "read_run"]
+__all__ = [
+    "Run",
+    "check_matplotlib",
+    "draw",
+    "draw_histogram",
+    "draw_timeline",
+    "plot",
+    "plot_histogram",
+    "plot_timeline",
+    "read_run",
+]
 
 # Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -330,3 +342,47 @@ def _draw_span(axes: Any, row: int, item: Span, first: float, width: float, stag
     axes.barh(row, length * 1000, left=begin, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
     if item.microbatch is not None and length > NARROW * width:
         axes.text(begin + length * 500, row, str(item.microbatch), ha="center", va="center", fontsize=8, color="white")
+
+
+# ------------------------------------------------------------------------------------------- gradients by exponent
+
+
+def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
+    """Draw ``histogram`` into the file ``out``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    check_matplotlib("histogram")
+    draw_histogram(histogram).savefig(out, dpi=150)
+
+
+def draw_histogram(histogram: GradientHistogram) -> Any:
+    """The ``matplotlib`` figure of a histogram: a bar for each exponent, one for zeros, and the limits of the dtype."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    info = torch.finfo(histogram.dtype)
+    limits = {"smallest subnormal": info.smallest_normal * info.eps, "smallest normal": info.smallest_normal}
+    limits["largest"] = info.max
+    total = histogram.total or 1.0
+    exponents = np.array(sorted(histogram.counts), dtype=np.float64)
+    shares = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
+    axes.bar(exponents, shares, width=1.0, align="edge", color=COLOURS[0], edgecolor="white", linewidth=0.4)
+    places = [math.log2(limit) for limit in limits.values()]
+    left = min([*exponents, places[0] if histogram.dtype is torch.float16 else places[2]]) - 3
+    axes.bar([left], [histogram.zeros / total], width=1.0, align="edge", color=SECOND, label="zeros")
+    for (name, limit), place, line in zip(limits.items(), places, ("--", "-.", "-"), strict=True):
+        if place > left:
+            axes.axvline(place, color=SKIPPED, linewidth=1, linestyle=line, label=f"{name} ({limit:.3g})")
+    axes.set_title(histogram.describe(), loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("exponent of 2 of the scaled gradient")
+    axes.set_ylabel("share of the elements")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, frameon=False)
+    return figure

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["RandomStream", "derive_seed", "replicated_random", "sharded_random"]
+__all__ = ["RandomStream", "derive_seed", "random_states", "replicated_random", "set_random_states", "sharded_random"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -34,36 +34,33 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
+        self._device = device
         self._outer: list[torch.Tensor] | None = None
-        with torch.random.fork_rng(devices=self._devices):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            self._inner = self._states()
+            self.states = random_states(device)
+            """Where the stream stands, outside of it; setting them winds it there. Never changed in place."""
 
     def __enter__(self) -> None:
-        self._outer = self._states()
-        self._set(self._inner)
+        self._outer = random_states(self._device)
+        set_random_states(self.states, self._device)
 
     def __exit__(self, *_: object) -> None:
         assert self._outer is not None
-        self._inner = self._states()
-        self._set(self._outer)
+        self.states = random_states(self._device)
+        set_random_states(self._outer, self._device)
 
-    def state(self) -> list[torch.Tensor]:
-        """Where the stream stands, as uint8 tensors: that of the CPU, and on a GPU that of the GPU."""
-        return self._inner
 
-    def load_state(self, states: list[torch.Tensor]) -> None:
-        """Go on from what :meth:`state` gave."""
-        self._inner = states
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Where torch's default streams stand, that of the CPU and that of a GPU; no synchronisation."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
-    def _set(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
+    """Wind torch's default streams to where :func:`random_states` found them."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 TENSOR_PLACES: list[tuple[int, int, torch.device]] = []

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from .mesh import current_context
+from .diagnosis import OverflowReport, find_gradients, gather_findings
+from .mesh import ParallelContext, current_context
 from .shards import align_gradients, local, sum_tied_gradients
 
 __all__ = ["DistributedGradScaler", "dense_gradients", "unscale_and_check_"]
@@ -145,6 +146,30 @@ class DistributedGradScaler(GradScaler):
             # A sum and not a maximum: the flag is all that is reduced, and gloo's MAX drops NaN.
             dist.all_reduce(found_inf, group=self._group)
             found_inf.clamp_(max=1.0)
+
+    def at_floor(self) -> torch.Tensor:
+        """Whether a dynamic scale cannot back off any further, 0-dim bool on the device; no host synchronisation."""
+        if not self._enabled or self._scale is None or self._min_scale == self._max_scale is not None:
+            return torch.zeros_like(self._one, dtype=torch.bool)
+        return self._scale <= (self._min_scale or SMALLEST_SCALE)
+
+    def diagnose(
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], context: ParallelContext | None = None
+    ) -> OverflowReport:
+        """Which gradients are not finite, and on which ranks: to be asked after a step that was skipped.
+
+        It looks at the gradients as they are, unscaled or not, so call it before they are set to zero; and before
+        :meth:`update`, which moves the scale. Every rank of the group calls it. Steps at which it is not called cost
+        nothing.
+
+        Args:
+            named_parameters: this rank's, such as ``model.named_parameters()``.
+            context: says the ranks' coordinates. None: the current one, if any.
+        """
+        context = context or current_context()
+        found = gather_findings(find_gradients(named_parameters, context), self._group)
+        gradients = tuple(one for own in found for one in own)
+        return OverflowReport(float(self.scale_tensor()), gradients, scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what the steps since the last update found; ``new_scale`` sets it instead."""

@@ -36,7 +36,7 @@ from .flat import FlatWeights, Slot
 from .mesh import ParallelContext, TiedParameter
 from .pieces import Box, Piece, piece_of
 from .pipeline import Stages
-from .randomness import RandomStream, derive_seed
+from .randomness import RandomStream, derive_seed, random_states, set_random_states
 from .shards import local
 
 __all__ = ["TrainingState"]
@@ -182,7 +182,7 @@ class TrainingState:
     def _random(self) -> Iterator[Piece]:
         dp, tp = self.context.dp.rank, self.context.tp.rank
         for place, stream in self._streams():
-            for index, state in enumerate(stream.state()):
+            for index, state in enumerate(stream.states):
                 yield _whole_piece(f"{STAGE}{place}.{dp}.{index}", state, written=tp == 0)
         for index, state in enumerate(_default_streams(self.context.device)):
             yield _whole_piece(f"{self._place}.{index}", state)
@@ -210,12 +210,12 @@ class TrainingState:
         seed, dp = self.context.config.seed, self.context.dp.rank
         same_stages = layout["stages"] == self.context.config.parallel.pipeline.num_stages
         for place, stream in self._streams():
-            names = [f"{STAGE}{place}.{dp}.{index}" for index in range(len(stream.state()))]
+            names = [f"{STAGE}{place}.{dp}.{index}" for index in range(len(stream.states))]
             if same_stages and all(name in loaded for name in names):
-                stream.load_state([loaded[name] for name in names])
+                stream.states = [loaded[name] for name in names]
             else:
                 anew = RandomStream(derive_seed(seed, "activations", place, dp, num_steps), self.context.device)
-                stream.load_state(anew.state())
+                stream.states = anew.states
         names = [f"{self._place}.{index}" for index in range(len(_default_streams(self.context.device)))]
         if layout == self.layout() and all(name in loaded for name in names):
             _set_default_streams(self.context.device, [loaded[name] for name in names])
@@ -361,10 +361,9 @@ def _copied(piece: Piece) -> Piece:
 
 
 def _default_streams(device: torch.device) -> list[torch.Tensor]:
-    """The states of the default random streams, as uint8 tensors."""
-    python = json.dumps(encode([random.getstate(), list(np.random.get_state())])).encode()
-    states = [torch.get_rng_state(), torch.frombuffer(bytearray(python.ljust(PYTHON_STATE)), dtype=torch.uint8)]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    """The states of the default random streams, as uint8 tensors: torch's, and as JSON Python's and NumPy's."""
+    text = json.dumps(encode([random.getstate(), list(np.random.get_state())])).encode()
+    return [*random_states(device), torch.frombuffer(bytearray(text.ljust(PYTHON_STATE)), dtype=torch.uint8)]
 
 
 PYTHON_STATE = 2**15
@@ -372,9 +371,7 @@ PYTHON_STATE = 2**15
 
 
 def _set_default_streams(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    python, numpy = decode(json.loads(states[1].numpy().tobytes()))
+    set_random_states(states[:-1], device)
+    python, numpy = decode(json.loads(states[-1].numpy().tobytes()))
     random.setstate(python)
     np.random.set_state(tuple(numpy))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[2], device)

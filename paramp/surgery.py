@@ -20,6 +20,7 @@ __all__ = [
     "LeftOut",
     "cast_parameters",
     "keep_only",
+    "keeping_buffers",
     "keeping_ties",
     "names_outside",
     "replace_class",
@@ -173,6 +174,25 @@ def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+@contextmanager
+def keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers of ``module`` are what they were before, whatever a forward has done to them."""
+    buffers = [(submodule, dict(submodule._buffers)) for submodule in module.modules()]
+    values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
+    try:
+        yield
+    finally:
+        for submodule, own in buffers:  # the forward may have put others in their place
+            submodule._buffers.clear()
+            submodule._buffers.update(own)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:  # resized in place
+                    buffer.data = value
 
 
 @contextmanager

@@ -31,6 +31,7 @@ ORDER = [
     "emulation",
     "autocast",
     "building",
+    "diagnosis",
     "scaler",
     "norms",
     "tensor",
@@ -41,11 +42,13 @@ ORDER = [
     "huggingface",
     "timeline",
     "pipeline",
+    "forensics",
     # L3: gradients and what the optimizer steps
     "grads",
     "masters",
     "remainders",
     "flat",
+    "histogram",
     "stepping",
     "optimizers",
     # what is saved

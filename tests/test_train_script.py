@@ -115,8 +115,13 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
         "from paramp.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH, init_scale=2.0**40)\n"
         "train = dict(steps=3, batch_size=8, seq_len=32, eval_sequences=8, peak_tflops=2.0)\n"
     )
-    result = python("launch/train.py", "--config", str(config), "--log-dir", str(tmp_path), "--tensorboard")
+    flags = ("--tensorboard", "--trace-overflow", "--histogram", "2")
+    result = python("launch/train.py", "--config", str(config), "--log-dir", str(tmp_path), *flags)
     assert result.returncode == 0, result.stderr
+    assert result.stdout.count("was skipped: backward overflow in ") == 1  # the first of a series
+    assert "microbatch 0 on rank 0 (pp 0, dp 0, tp 0, stage 0) at a loss scale of 1.09951e+12" in result.stdout
+    assert json.loads((tmp_path / "gradients.json").read_text())["scale"] == 2.0**39
+    assert (tmp_path / "gradients.png").is_file()
     assert list((tmp_path / "tensorboard").iterdir())
     first = records(tmp_path)[0]
     assert first["skipped"] == 1
@@ -139,6 +144,7 @@ ALONE = {
     "a tokenizer that is not there": (["--data", "LICENSE", "--tokenizer", "none"], "tokenizer: no file 'none'"),
     "TensorBoard without a place": (["--tensorboard"], "log_dir"),
     "a trace without a place": (["--trace", "1"], "train.trace: got 1, expected nothing, because there is no log_dir"),
+    "a histogram after the last step": (["--histogram", "2"], "train.histogram: got 2, expected a step from 1 to 1"),
     "unknown key": (["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
     "unknown flag": (["--presicion", "32"], "--presicion: no such flag"),
     "a flag's value of the wrong type": (["--tp", "two"], "invalid int value: 'two'"),
@@ -192,6 +198,17 @@ def test_norms_are_those_asked_for(norms, kind, monkeypatch, capfd):
     code, errors = run_here([*SMALL, "--steps", "1", "--precision", "bf16-mixed", "--norms", norms], monkeypatch, capfd)
     assert code == 0, errors
     assert {type(module) for module in modules if isinstance(module, torch.nn.LayerNorm)} == {kind}
+
+
+def test_training_that_diverges_ends_with_the_diagnosis(tmp_path, monkeypatch, capfd):
+    config = tmp_path / "run.toml"
+    config.write_text('max_skipped_in_a_row = 2\n[precision]\nmode = "16-mixed"\ninit_scale = 1e30\n')
+    code, errors = run_here([*SMALL, "--steps", "3", "--config", str(config)], monkeypatch, capfd)
+    assert code == 1
+    assert errors.startswith(
+        "error: training stopped after optimizer step 2, because 2 steps in a row were skipped: backward overflow in "
+    )
+    assert "Traceback" not in errors
 
 
 @pytest.mark.timeout(150)
