@@ -11,6 +11,7 @@ from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
+from .errors import DataError
 from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "DataError",
     "DistributedGradScaler",
     "Engine",
     "FabricPrecision",
