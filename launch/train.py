@@ -92,6 +92,7 @@ def report(error: Exception, launched: bool) -> int:
     """Print what went wrong, once over all ranks; the exit code."""
     mistakes = (
         paramp.ConfigError,
+        paramp.DataError,
         paramp.LaunchError,
         FileNotFoundError,
         FileExistsError,
