@@ -24,10 +24,10 @@ import paramp
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
+from paramp.errors import key_name, nearest, one_line, shown
 from paramp.mesh import is_echo
 from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.plot import check_matplotlib, plot_timeline
-from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
 from paramp.timeline import Timeline
 from paramp.utilization import mfu, world_peak_flops
@@ -115,7 +115,7 @@ def configure(arguments: list[str]) -> Config:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise paramp.ConfigError(message)
+            raise paramp.ConfigError(one_line(message))
 
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (key, kind) in FLAGS.items():
@@ -132,7 +132,7 @@ def configure(arguments: list[str]) -> Config:
     if unknown:
         known = [*FLAGS, "--config", "--emulate-fp16", "--set"]
         raise paramp.ConfigError(
-            f"{unknown[0]}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
+            f"{key_name(unknown[0])}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
         )
     tree: dict[str, Any] = merge(DEFAULTS, read_file(given.config) if given.config else {})
     for key, _ in FLAGS.values():
@@ -143,7 +143,7 @@ def configure(arguments: list[str]) -> Config:
     for assignment in given.set:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise paramp.ConfigError(f"--set: got {assignment!r}, expected KEY=VALUE, such as train.lr=1e-3")
+            raise paramp.ConfigError(f"--set: got {shown(assignment)}, expected KEY=VALUE, such as train.lr=1e-3")
         tree = merge(tree, nested(key, plain_value(text)))
     return load(tree)
 
@@ -158,9 +158,10 @@ def nested(key: str, value: object) -> dict[str, Any]:
 def plain_value(text: str) -> Any:
     """``text`` as TOML reads a value (numbers, true, lists), or as it stands."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # numbers too long and brackets too deep for Python among them
         return None if text == "None" else text
+    return table["value"] if len(table) == 1 else text
 
 
 def processes_needed(config: Config) -> int:
