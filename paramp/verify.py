@@ -39,7 +39,7 @@ UNITS = 32.0
 """Rounding errors that a layer may be apart."""
 UNITS_FLOAT8 = 6.0
 """The same where linear layers multiply in float8."""
-UNITS_LOSS = 1.0
+UNITS_LOSS = 4.0
 """The same of a loss in reduced precision, which is an average; in fp32 and fp64 it is :data:`UNITS`."""
 FLOAT8_ROUNDING = 2.0**-4
 """Of e4m3."""
