@@ -28,7 +28,7 @@ from .algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from .config import Config, ParallelConfig, PipelineConfig, load, merge, read_file
 from .engine import Criterion
 from .environment import LaunchError, rank_by_any_variable
-from .errors import ConfigError, nearest
+from .errors import ConfigError, nearest, shown
 from .initialization import initialize
 from .launching import launch_from_environment
 from .mesh import ParallelContext, is_echo
@@ -42,6 +42,8 @@ RUNS = ("single", "sharded")
 INIT_SCALE = 2.0**10
 """From 2**16 or 2**32 a run of a few steps would skip most of them."""
 MOMENTUM = 0.9
+STANDARD_ERROR = 2
+"""Its descriptor, which is there whatever stands in the place of ``sys.stderr``."""
 ALGORITHMS: dict[str, list[Any]] = {
     "plain": [],
     "low-precision": [LowPrecisionLayerNorm()],
@@ -72,6 +74,9 @@ class Options:
     """Seconds that a run may take."""
 
     def __post_init__(self) -> None:
+        for name in ("model", "batches", "criterion", "plan"):
+            if getattr(self, name) is not None:
+                _check_target(getattr(self, name), name)
         for name in ("steps", "seq_len", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -140,15 +145,20 @@ def configure(options: Options, run: str) -> Config:
 # ------------------------------------------------------------------------------------------------ what the user names
 
 
+def _check_target(text: str, option: str) -> None:
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{option}: got {shown(text)}, expected module:attribute or path/to/file.py:attribute")
+
+
 def load_attribute(text: str, option: str) -> Any:
     """What ``module:attribute`` or ``path/to/file.py:attribute`` names.
 
     Raises:
         ConfigError: there is no such module, file or attribute.
     """
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise ConfigError(f"{option}: got {text!r}, expected module:attribute or path/to/file.py:attribute")
+    _check_target(text, option)
+    where, _, name = text.rpartition(":")
     module = _load_file(Path(where), option) if where.endswith(".py") else _import(where, option)
     found: Any = module
     for part in name.split("."):
@@ -172,11 +182,14 @@ def _import(name: str, option: str) -> Any:
 def _load_file(path: Path, option: str) -> Any:
     if not path.is_file():
         raise ConfigError(f"{option}: no file {str(path)!r}")
+    name = f"verified {path.resolve()}"  # like no other module's
+    if name in sys.modules:
+        return sys.modules[name]
     sys.path.insert(0, str(path.resolve().parent))  # as for a script
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -328,7 +341,7 @@ def _hash(*tensors: torch.Tensor) -> str:
 def main(folder: Path, run: str) -> int:
     """One rank of ``run``; the exit code: 2 for a mistake of the user's, 1 for any other failure."""
     options = Options(**json.loads((folder / "options.json").read_text(encoding="utf-8")))
-    faulthandler.dump_traceback_later(options.timeout, exit=True)
+    faulthandler.dump_traceback_later(options.timeout, exit=True, file=STANDARD_ERROR)
     torch.backends.cudnn.allow_tf32 = False
     launched = False
     try:

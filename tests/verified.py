@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 
 import torch
@@ -83,18 +82,15 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class WithoutBackwardAllReduce(ColwiseParallel):
-    """The gradients of its input, one of each rank's outputs, are not added up."""
+class HalfInputGradient(ColwiseParallel):
+    """What it hands back to its input is half of what it should be, on every rank."""
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
-        ((x, *_)) = inputs
-        return DTensor.from_local(_Own.apply(x), device_mesh, [Replicate()], run_check=False, grad_placements=None)
+        return DTensor.from_local(_Halving.apply(inputs[0]), device_mesh, [Replicate()], run_check=False)
 
 
-class _Own(torch.autograd.Function):
-    """Hands the gradient on as this rank's alone: what was added up of it is divided again among the ranks."""
-
+class _Halving(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
@@ -117,15 +113,24 @@ def normalized() -> nn.Sequential:
 
 NO_ALL_REDUCE = RIGHT | {"block2.down": WithoutAllReduce()}
 BIAS_ON_EACH_RANK = RIGHT | {"block1.down": BiasOnEachRank()}
-HALF_GRADIENT = RIGHT | {"block2.up": WithoutBackwardAllReduce()}
-
-_numbers = itertools.count()
+HALF_GRADIENT = RIGHT | {"block2.up": HalfInputGradient()}
 
 
 def unseeded() -> nn.Sequential:
-    """Another model each time it is built."""
-    torch.manual_seed(next(_numbers) + torch.distributed.get_world_size())
+    """Another model in each layout."""
+    torch.manual_seed(torch.distributed.get_world_size())
     return blocks()
+
+
+def batches_of_the_layout(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batches(step + 100 * torch.distributed.get_world_size())
+
+
+TWO_BATCHES = [batches(1), batches(2)]
+
+
+def uneven_batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batches(step)[0], batches(step)[1][1:]
 
 
 class Noisy(nn.Module):
