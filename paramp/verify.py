@@ -341,7 +341,7 @@ def _parameters(
     lost = len(single.losses) * stored  # of the weight's own size
     for what, values in (("gradient", lambda seen: seen.gradient), ("weights", _way)):
         expected = values(single)
-        largest: dict[str, float] = defaultdict(float)  # mean square of any parameter of a module
+        largest: dict[str, float] = defaultdict(float)  # root mean square of any parameter of a module
         for name in single.trained:
             largest[_owner(name)] = max(largest[_owner(name)], _rms(expected[name]))
         others = [values(seen) for seen in sharded if seen.start]

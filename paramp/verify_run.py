@@ -86,7 +86,7 @@ class Options:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected a finite number above 0")
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """What one rank of a run saw; its attributes are what is written."""
 
