@@ -16,7 +16,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +28,10 @@ from paramp.checkpoint import read_header_of
 from paramp.config import Config, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
+from paramp.errors import key_name, nearest, one_line, shown
 from paramp.mesh import is_echo
 from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.plot import check_matplotlib, plot_histogram, plot_timeline
-from paramp.precision import nearest
 from paramp.processes import said_by_rank_0, start_processes
 from paramp.restarts import Checkpoints, StopRequest, accumulation_for, find
 from paramp.timeline import Timeline
@@ -102,6 +102,7 @@ def report(error: Exception, launched: bool) -> int:
     mistakes = (
         paramp.CheckpointError,
         paramp.ConfigError,
+        paramp.DataError,
         paramp.LaunchError,
         FileNotFoundError,
         FileExistsError,
@@ -124,7 +125,7 @@ def configure(arguments: list[str]) -> Config:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise paramp.ConfigError(message)
+            raise paramp.ConfigError(one_line(message))
 
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (key, kind) in FLAGS.items():
@@ -141,7 +142,7 @@ def configure(arguments: list[str]) -> Config:
     if unknown:
         known = [*FLAGS, "--config", "--emulate-fp16", "--set"]
         raise paramp.ConfigError(
-            f"{unknown[0]}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
+            f"{key_name(unknown[0])}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
         )
     tree: dict[str, Any] = merge(DEFAULTS, read_file(given.config) if given.config else {})
     for key, _ in FLAGS.values():
@@ -152,7 +153,7 @@ def configure(arguments: list[str]) -> Config:
     for assignment in given.set:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise paramp.ConfigError(f"--set: got {assignment!r}, expected KEY=VALUE, such as train.lr=1e-3")
+            raise paramp.ConfigError(f"--set: got {shown(assignment)}, expected KEY=VALUE, such as train.lr=1e-3")
         tree = merge(tree, nested(key, plain_value(text)))
     return load(tree)
 
@@ -167,9 +168,10 @@ def nested(key: str, value: object) -> dict[str, Any]:
 def plain_value(text: str) -> Any:
     """``text`` as TOML reads a value (numbers, true, lists), or as it stands."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # numbers too long and brackets too deep for Python among them
         return None if text == "None" else text
+    return table["value"] if len(table) == 1 else text
 
 
 def processes_needed(config: Config) -> int:
@@ -178,25 +180,34 @@ def processes_needed(config: Config) -> int:
     return parallel.tensor.size * parallel.pipeline.size * (1 if parallel.data == "auto" else parallel.data)
 
 
-@dataclass
 class Position:
-    """Where a run is in its data: what its checkpoints hold of this script."""
+    """Where a run is in its data: what its checkpoints hold of this script.
 
-    data_sha256: str
-    accumulation: int
-    """That was asked for; with another number of data ranks than at first another one is in use."""
-    step: int = 0
-    """The last one that was made."""
+    Attributes:
+        step: the last one that was made.
+    """
+
+    def __init__(self, corpus: Corpus, accumulation: int) -> None:
+        """
+        Args:
+            accumulation: that was asked for; with another number of data ranks than at first another one is in use.
+        """
+        self._corpus = corpus
+        self._accumulation = accumulation
+        self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a checkpoint holds."""
+        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["data_sha256"] != self.data_sha256:
-            raise paramp.ConfigError(
-                f"train.data: got data of the hash {self.data_sha256[:12]}, expected the checkpoint's, "
-                f"{state['data_sha256'][:12]}; put back what the run was started with"
-            )
+        """Go on from there.
+
+        Raises:
+            ConfigError: the data is another now.
+        """
+        if (difference := self._corpus.difference(state["data"])) is not None:
+            raise paramp.ConfigError(f"train.data: {difference}; put back what the run was started with")
         self.step = state["step"]
 
 
@@ -256,7 +267,7 @@ def train(context: paramp.ParallelContext) -> int:
     )
     assert scheduler is not None
 
-    position = Position(corpus.sha256, accumulation)
+    position = Position(corpus, accumulation)
     engine.track("position", position)
     if found is not None:
         engine.load(found, check=False)
@@ -368,7 +379,7 @@ class Batches:
         try:
             count = self._context.config.gradient_accumulation
             self.parts = [rank_batch(self._context, self._corpus, step, part) for part in range(count)]
-        except (paramp.ConfigError, OSError) as error:
+        except (paramp.DataError, OSError) as error:
             self.failure = error
         self.seconds = time.perf_counter() - start
 
@@ -381,14 +392,14 @@ def complain_together(context: paramp.ParallelContext, failure: Exception | None
     """Raise the first rank's ``failure`` on every rank, if there is any.
 
     Raises:
-        ConfigError: with its message.
+        DataError: with its message.
     """
     (failed,) = largest(context, float(failure is not None))
     if not failed:
         return
     messages: list[Any] = [None] * context.world_size
     dist.all_gather_object(messages, failure and str(failure))
-    raise paramp.ConfigError(next(message for message in messages if message is not None)) from failure
+    raise paramp.DataError(next(message for message in messages if message is not None)) from failure
 
 
 def say_on(context: paramp.ParallelContext) -> Callable[[str], None]:
@@ -490,7 +501,7 @@ def evaluate(engine: paramp.Engine, corpus: Corpus) -> float:
             held_out_windows(corpus.held_out, job.seq_len, index * batch + context.dp.rank * size, size, rounds * batch)
             for index in range(rounds)
         ]
-    except (paramp.ConfigError, OSError) as error:
+    except (paramp.DataError, OSError) as error:
         failure = error
     complain_together(context, failure)
     losses = [float(engine.evaluate(x, y)) for x, y in windows]

@@ -1,4 +1,4 @@
-"""``python -m paramp COMMAND``: what can be done with a run beside training it."""
+"""``python -m paramp COMMAND``: what can be done beside training."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+from .config import merge
 from .doctor import doctor
 from .encoding import encode
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .exchange import describe, export_weights, import_weights, inspect
 from .plot import plot
-from .precision import ConfigError
 from .spellings import as_dtype
+from .verify import verify
+from .verify_run import ALGORITHMS, Options
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,7 +51,48 @@ def build_parser() -> Parser:
     command.add_argument("file", metavar="FILE", help="a .safetensors file")
     command.add_argument("--to", metavar="CKPT", required=True, help="the folder to make")
     command.set_defaults(run=run_import)
+    add_verify(
+        commands.add_parser("verify", help="compare a model on a layout with itself in one process, layer by layer")
+    )
     return parser
+
+
+LAYOUT = {
+    "--tp": (("parallel", "tensor", "size"), int),
+    "--pp": (("parallel", "pipeline", "size"), int),
+    "--dp": (("parallel", "data"), int),
+    "--zero": (("parallel", "zero"), int),
+    "--sequence-parallel": (("parallel", "sequence_parallel"), bool),
+    "--schedule": (("parallel", "pipeline", "schedule"), str),
+    "--stages-per-rank": (("parallel", "pipeline", "stages_per_rank"), int),
+    "--microbatches": (("parallel", "pipeline", "microbatches"), int),
+    "--precision": (("precision",), str),
+    "--seed": (("seed",), int),
+}
+"""Flag of ``verify`` -> the configuration key it sets, the type of its value."""
+
+
+def add_verify(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``verify``."""
+    command.add_argument(
+        "model", metavar="MODULE:ATTRIBUTE", help="a model, or a callable that builds it; or FILE.py:..."
+    )
+    for flag, (path, kind) in LAYOUT.items():
+        options: dict[str, Any] = {"action": "store_true", "default": None} if kind is bool else {"type": kind}
+        command.add_argument(flag, dest=".".join(path), help=f"sets {'.'.join(path)}", **options)
+    command.add_argument("--config", metavar="FILE", help="a .toml or .py file, for all other keys")
+    command.add_argument("--plan", metavar="MODULE:NAME", help="for tensor parallelism; default: the model's own")
+    command.add_argument("--batches", metavar="MODULE:NAME", help="step -> (inputs, targets); default: random tokens")
+    command.add_argument("--criterion", metavar="MODULE:NAME", help="default: the model's .loss, else cross-entropy")
+    command.add_argument("--norms", choices=ALGORITHMS, default=Options.norms)
+    command.add_argument("--steps", type=int, default=Options.steps)
+    command.add_argument("--batch-size", type=int, help="samples a step; default: two a microbatch")
+    command.add_argument("--seq-len", type=int, default=Options.seq_len, help="of random tokens")
+    command.add_argument("--lr", type=float, default=Options.lr, help="of SGD with momentum")
+    command.add_argument("--timeout", type=float, metavar="SECONDS", default=Options.timeout, help="of each run")
+    command.add_argument("--tolerance", type=float, metavar="UNITS", help="rounding errors that a layer may be apart")
+    command.add_argument("--json", metavar="FILE", help="write all that was found there, too")
+    command.set_defaults(run=run_verify)
 
 
 def run_plot(arguments: argparse.Namespace) -> None:
@@ -77,6 +121,25 @@ def run_export(arguments: argparse.Namespace) -> None:
 def run_import(arguments: argparse.Namespace) -> None:
     """Import, and print where to."""
     print(import_weights(arguments.file, arguments.to))
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print the comparison; the exit code."""
+    given = vars(arguments)
+    settings: dict[str, Any] = {}
+    for path, _ in LAYOUT.values():
+        if (value := given[".".join(path)]) is not None:
+            for part in reversed(path):
+                value = {part: value}
+            settings = merge(settings, value)
+    own = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
+    report = verify(Options(**own, settings=settings), arguments.tolerance)
+    if isinstance(report, int):
+        return report
+    print("\n".join(report.lines()))
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    return 0 if report.ok else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,10 @@
 
 A column of token ids is a few large buffers of integers, with the borders of the rows beside them. Rows one after the
 other are those buffers themselves: nothing is copied, and the memory does not grow with the data.
+
+Arrow maps its files, and a mapped file that shrinks under way ends the process with SIGBUS and no message. So the
+mapping only tells where in the file the buffers lie; from there on they are read like any token file
+(:class:`~paramp.tokens.FileTokens`). Text is taken from the mapping, once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 from .precision import ConfigError
 from .text import Piece
-from .tokens import ArrayTokens, ChainedTokens
+from .tokens import ArrayTokens, ChainedTokens, FileTokens, Tokens, TokenSource
 
 __all__ = ["column_of", "is_saved_dataset", "load_splits", "rows_of_text", "tokens_of"]
 
@@ -70,17 +74,50 @@ def column_of(dataset: Any, path: Path) -> str:
 
 
 def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
-    """The rows of ``input_ids`` one after the other, in the buffers of the Arrow table.
+    """The rows of ``input_ids`` one after the other, in the files of the Arrow table.
 
     Raises:
         ConfigError: they are not integers, or some are missing.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]
-
     if dataset._indices is not None:  # rows in another order than they lie; what was loaded from disk never is so
         dataset = dataset.flatten_indices()
-    parts = []
-    for chunk in dataset.data.column(TOKENS).chunks:
+    mapped = [_Mapped(Path(file["filename"])) for file in dataset.cache_files]
+    if sum(file.table.num_rows for file in mapped) != dataset.num_rows:  # a part of what lies there, or in memory
+        arrays = _arrays(dataset.data, path)
+        return ChainedTokens([ArrayTokens(array, f"column {TOKENS} of {str(path)!r}") for array in arrays])
+    return ChainedTokens([file.source(array) for file in mapped for array in _arrays(file.table, path)])
+
+
+class _Mapped:
+    """An Arrow file that ``datasets`` has written, and where it is mapped to."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        self.path = path
+        file = pa.memory_map(str(path))
+        self._address = file.read_buffer(1).address
+        self._size = file.size()
+        file.seek(0)
+        self.table = pa.ipc.open_stream(file).read_all()
+
+    def source(self, array: Tokens) -> TokenSource:
+        """``array``, a buffer of the table, read from the file; from memory if it was compressed there."""
+        offset = array.ctypes.data - self._address
+        if 0 <= offset <= self._size - array.nbytes:
+            return FileTokens(self.path, array.dtype, offset, len(array))
+        return ArrayTokens(array, f"column {TOKENS} of {str(self.path)!r}")
+
+
+def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
+    """The buffers of ``input_ids``, without what rows share out of them.
+
+    Raises:
+        ConfigError: they are not integers, or some are missing.
+    """
+    import pyarrow as pa
+
+    for chunk in table.column(TOKENS).chunks:
         while not pa.types.is_primitive(chunk.type):
             if not hasattr(chunk, "flatten") or pa.types.is_struct(chunk.type):
                 break
@@ -89,8 +126,7 @@ def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
             what = f"{chunk.null_count} missing values" if chunk.null_count else f"the type {chunk.type}"
             raise ConfigError(f"data: the column {TOKENS} of {str(path)!r} has {what}; expected lists of integers")
         if len(chunk):
-            parts.append(ArrayTokens(chunk.to_numpy(zero_copy_only=True), f"column {TOKENS} of {str(path)!r}"))
-    return ChainedTokens(parts)
+            yield chunk.to_numpy(zero_copy_only=True)
 
 
 def rows_of_text(dataset: Any, *, held_out: bool) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, nearest, one_line, shown
 from .precision import AMP_TYPE, STORAGE, Precision
 from .schedules import SCHEDULES, Schedule, canonical_name
 from .typed import build, convert, keys
@@ -41,7 +41,7 @@ DEFAULT_SEED = 1024
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise ConfigError(f"{name}: got {value!r}, expected {allowed}")
+        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,17 +421,18 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"config: no file {str(path)!r}")
+        raise FileNotFoundError(f"config: no file {shown(str(path))}")
     if path.suffix == ".toml":
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config: {str(path)!r} is not valid TOML: {error}") from None
+        except (ValueError, RecursionError) as error:  # numbers too long and brackets too deep for Python among them
+            raise ConfigError(f"config: {str(path)!r} is not valid TOML: {one_line(str(error))}") from None
     if path.suffix == ".py":
         try:
             names = runpy.run_path(str(path))
         except Exception as error:
-            raise ConfigError(f"config: {str(path)!r} does not run: {type(error).__name__}: {error}") from None
+            what = f"{type(error).__name__}: {one_line(str(error))}"
+            raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 return dict(names[name])
@@ -482,10 +483,17 @@ def flatten(config: Config) -> dict[str, Any]:
             for key, item in value.items():
                 yield from walk(item, str(key) if path == "user" else f"{path}.{key}")
         else:
-            yield path, list(value) if isinstance(value, tuple) else value
+            yield path, value
 
     def _spelled(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    plain = (str, int, float, bool, list, type(None))
-    return {key: value if isinstance(value, plain) else str(value) for key, value in walk(config, "")}
+    return {key: _plain(value) for key, value in walk(config, "")}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON knows it; what is odd, among the user's own keys, as a string."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    small = isinstance(value, int) and abs(value) < 2**63  # a bool, too
+    return value if small or isinstance(value, (str, float, type(None))) else one_line(shown(value))

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from .arrow import TOKENS, column_of, is_saved_dataset, load_splits, rows_of_text, tokens_of
-from .precision import ConfigError, nearest
+from .errors import ConfigError, DataError, nearest
 from .text import Bytes, Encoder, TextFile, Tokenizer, find_text, held_out_by_name, read_pieces, text_of, why_not_text
 from .tokens import (
     FLAT_DTYPES,
@@ -68,6 +68,32 @@ class Corpus:
     """What a token is: ``byte`` or ``token``."""
     notes: tuple[str, ...] = ()
     """What the user should know of what was found."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint keeps to see whether a later run reads the same data; plain values."""
+        return {
+            "training": len(self.training),
+            "held_out": len(self.held_out),
+            "unit": self.unit,
+            "vocab_size": self.vocab_size,
+            "sha256": self.sha256,
+        }
+
+    def difference(self, saved: Mapping[str, Any]) -> str | None:
+        """What is different now from the :meth:`identity` of an earlier run, in words; None if nothing is."""
+        words = {
+            "training": f"{self.unit}s to train on",
+            "held_out": f"{self.unit}s held out",
+            "unit": "unit",
+            "vocab_size": "size of the vocabulary",
+            "sha256": "SHA-256 of a sample of it",
+        }
+        different = [
+            f"{words[key]}: {str(saved.get(key))[:12]} then, {str(value)[:12]} now"
+            for key, value in self.identity().items()
+            if saved.get(key) != value
+        ]
+        return f"{self.name!r} is not the data of then ({'; '.join(different)})" if different else None
 
     def check_seq_len(self, seq_len: int) -> None:
         """Complain if a sequence does not fit into either part.
@@ -168,9 +194,12 @@ def load_corpus(
     size = next((number for number in vocabularies if number is not None), default_vocab_size)
     assert found.held_out is not None
     training, held_out = CheckedTokens(found.training, size), CheckedTokens(found.held_out, size)
-    for source in (training, held_out):
-        for _ in sample(source):  # reading is checking
-            pass
+    try:
+        for source in (training, held_out):
+            for _ in sample(source):  # reading is checking
+                pass
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     return Corpus(
         name=data,
         training=training,

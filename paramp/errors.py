@@ -5,7 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "ConfigError", "TrainingDiverged", "nearest"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "TrainingDiverged",
+    "key_name",
+    "nearest",
+    "one_line",
+    "shown",
+]
+
+LONGEST = 200
+"""Characters of a value in a message."""
 
 
 class ConfigError(ValueError):
@@ -28,7 +40,34 @@ class TrainingDiverged(RuntimeError):
         self.report = report
 
 
+class DataError(RuntimeError):
+    """Data that was right when it was opened cannot be read any more. The message names the file and the offset."""
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """``text`` for a message: its lines one after the other, odd characters escaped, cut after ``longest``."""
+    text = " ".join(line.strip() for line in text.splitlines())
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode()
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
+def shown(value: object) -> str:
+    """What a user gave, for a message: its ``repr``, in :func:`one_line`."""
+    try:
+        return one_line(repr(value))
+    except Exception as error:  # Python does not write out integers of thousands of digits, nor do all objects
+        return f"a value of the type {type(value).__name__} ({one_line(str(error))})"
+
+
+def key_name(key: object) -> str:
+    """A key for a message: as it is, or quoted where it would not be recognised as one."""
+    plain = isinstance(key, str) and key.isprintable() and key and " " not in key and len(key) <= LONGEST
+    return str(key) if plain else shown(key)
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
     """``" (did you mean 'tensor'?)"`` for the closest of ``known``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    text = word if isinstance(word, str) else shown(word)
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -18,11 +18,20 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, key_name, nearest, shown
 from .spellings import AMP_TYPE, Spelled, as_dtype, colossalai_options
 from .typed import convert
 
 __all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
+
+
+def _fp32(scale: float) -> bool:
+    """Whether ``scale`` is a normal number of float32."""
+    return SMALLEST <= scale <= LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +60,14 @@ class LossScaling:
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:
             if not condition:
-                raise ConfigError(f"{name}: got {getattr(self, name)!r}, expected {allowed}")
+                raise ConfigError(f"{name}: got {shown(getattr(self, name))}, expected {allowed}")
 
-        require(0 < self.init_scale < math.inf, "init_scale", "a finite number above 0")
+        require(_fp32(self.init_scale), "init_scale", SCALES)
         require(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
         require(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
         require(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
         require(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
-        require(self.min_scale is None or self.min_scale > 0, "min_scale", "a number above 0, or None")
+        require(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
         floor = self.min_scale or 0.0
         require(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
 
@@ -106,7 +115,8 @@ class ReduceDtypes:
         for axis in given:
             if axis not in axes:
                 raise ConfigError(
-                    f"reduce_dtype.{axis}: no such axis, expected one of {', '.join(axes)}{nearest(axis, axes)}"
+                    f"reduce_dtype.{key_name(axis)}: no such axis, expected one of {', '.join(axes)}"
+                    f"{nearest(axis, axes)}"
                 )
         return ReduceDtypes(
             **{
@@ -214,12 +224,12 @@ class Precision:
         if value is AMP_TYPE.APEX:
             return _parse_options({"mode": value})  # at its default level
         known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
-        raise ConfigError(f"precision: got {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
+        raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise ConfigError(f"{name}: got {value!r}, expected {allowed}")
+        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
@@ -302,7 +312,7 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         return _applied(colossalai_options(mode, given))
     if not isinstance(mode, (str, int)) or isinstance(mode, bool):
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
-        raise ConfigError(f"mode: got {mode!r}, expected one of {allowed}, or the name of a mode")
+        raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
     row = Precision.parse(mode)
     internal = {"transformer_engine"}  # is what the mode's name says
     if row.float8 is not None and not row.float8.transformer_engine:
@@ -314,7 +324,8 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         if name not in where:
             known = [*where, *STORAGE]
             raise ConfigError(
-                f"{name}: no such option of mode {row.name!r}, expected one of {', '.join(known)}{nearest(name, known)}"
+                f"{key_name(name)}: no such option of mode {row.name!r}, expected one of {', '.join(known)}"
+                f"{nearest(name, known)}"
             )
     for name, part in parts.items():
         hints = get_type_hints(type(part))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, key_name, nearest, shown
 from .typed import convert
 
 __all__ = ["AMP_TYPE", "OPT_LEVELS", "Properties", "Spelled", "apex_options", "apex_properties", "colossalai_options"]
@@ -106,7 +106,7 @@ def apex_properties(
     """
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise ConfigError(
-            f"opt_level: got {opt_level!r}, expected one of {', '.join(OPT_LEVELS)} (the letter O, not a zero)"
+            f"opt_level: got {shown(opt_level)}, expected one of {', '.join(OPT_LEVELS)} (the letter O, not a zero)"
         )
     given: dict[str, Any] = {}
     if cast_model_type not in (None, False):
@@ -121,7 +121,7 @@ def apex_properties(
         given["loss_scale"] = _as_scale(loss_scale)
 
     def refuse(name: str, reason: str) -> None:
-        raise ConfigError(f"{name}: got {given[name]!r} with opt_level {opt_level!r}; {reason}")
+        raise ConfigError(f"{name}: got {shown(given[name])} with opt_level {opt_level!r}; {reason}")
 
     if opt_level == "O1":
         if given.get("cast_model_type", torch.float32) is not torch.float32:
@@ -158,7 +158,7 @@ def apex_options(
         return Spelled(row="32-true", scaling=None)
     for name, value, least in (("num_losses", num_losses, 1), ("verbosity", verbosity, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name}: got {value!r}, expected an integer of {least} or more")
+            raise ConfigError(f"{name}: got {shown(value)}, expected an integer of {least} or more")
     weights = properties.cast_model_type or torch.float32
     changes: dict[str, Any] = {
         "weights": weights,
@@ -193,7 +193,7 @@ def as_dtype(name: str, value: object) -> torch.dtype:
         name_in_torch = value.removeprefix("torch.")
         found = getattr(torch, _SHORT_DTYPES.get(name_in_torch, name_in_torch), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise ConfigError(f"{name}: got {value!r}, expected a floating-point dtype such as torch.float16, or None")
+        raise ConfigError(f"{name}: got {shown(value)}, expected a floating-point dtype such as torch.float16, or None")
     return found
 
 
@@ -201,7 +201,7 @@ def _as_bool(name: str, value: object) -> bool:
     known = {"True": True, "False": False}
     found = known.get(value, value) if isinstance(value, str) else value
     if not isinstance(found, bool):
-        raise ConfigError(f"{name}: got {value!r}, expected True or False")
+        raise ConfigError(f"{name}: got {shown(value)}, expected True or False")
     return found
 
 
@@ -213,7 +213,7 @@ def _as_scale(value: object) -> float | str:
     except ValueError:
         scale = 0.0
     if not 0 < scale < float("inf"):
-        raise ConfigError(f"loss_scale: got {value!r}, expected 'dynamic' or a finite number above 0")
+        raise ConfigError(f"loss_scale: got {shown(value)}, expected 'dynamic' or a finite number above 0")
     return scale
 
 
@@ -270,7 +270,7 @@ def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> Spelled:
             others = [f"AMP_TYPE.{other.name}" for other, names in _OPTIONS.items() if name in names]
             elsewhere = f" (it belongs to {' and '.join(others)})" if others else ""
             raise ConfigError(
-                f"{name}: no such option of AMP_TYPE.{mode.name}, expected one of "
+                f"{key_name(name)}: no such option of AMP_TYPE.{mode.name}, expected one of "
                 f"{', '.join(_OPTIONS[mode])}{elsewhere}{nearest(name, _OPTIONS[mode])}"
             )
     if mode is AMP_TYPE.APEX:

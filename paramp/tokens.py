@@ -6,6 +6,11 @@ SIGBUS and no message, and every page touched counts as this process's memory un
 keeps the memory constant at any size, a read that comes back short is an error that names the file and the offset, and
 there is no position that processes forked from this one could move.
 
+A file is held open, so that it may be deleted, or another put in its place under its name: what was opened is read on,
+unchanged. One that is written to meanwhile is an error (:class:`FileState`), for nothing says any more that two reads
+come from the same data. So is one that is no longer the same where a source is opened anew, as by the workers of a
+``DataLoader``.
+
 Two kinds of token files are known here. A flat ``.bin`` (nanoGPT's form) is one array of uint16 or uint32. Megatron's
 pair is a ``.bin`` of sequences one after the other and an ``.idx``, little-endian throughout::
 
@@ -31,21 +36,25 @@ import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .precision import ConfigError
+from .errors import ConfigError, DataError
 
 __all__ = [
     "ArrayTokens",
     "ChainedTokens",
     "CheckedTokens",
+    "FileState",
     "FileTokens",
     "SlicedTokens",
     "TokenSource",
+    "Tokens",
     "fingerprint",
     "open_flat",
     "open_indexed",
@@ -102,6 +111,38 @@ class ArrayTokens(TokenSource):
         return f"{self.name}, token {index}"
 
 
+@dataclass(frozen=True)
+class FileState:
+    """What tells whether a file is still as it was."""
+
+    size: int
+    modified: int
+    """When it was last written to, in nanoseconds since 1970."""
+    inode: int
+    """Another file under the same name has another."""
+
+    @staticmethod
+    def of(descriptor: int) -> FileState:
+        """That of an open file.
+
+        Raises:
+            OSError: it is out of reach.
+        """
+        status = os.fstat(descriptor)
+        return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def difference(self, now: FileState) -> str | None:
+        """What is different ``now``, in words; None if nothing is."""
+        if now.size != self.size:
+            return f"it had {self.size} bytes when it was opened and has {now.size} now"
+        if now.inode != self.inode:
+            return "it was replaced by another file since it was opened"
+        if now.modified != self.modified:
+            when = datetime.fromtimestamp(now.modified / 1e9)
+            return f"it was written to since it was opened, at {when:%Y-%m-%d %H:%M:%S}"
+        return None
+
+
 class FileTokens(TokenSource):
     """``count`` tokens of ``dtype`` in a file, from the byte ``offset`` on; without ``count``, all up to its end.
 
@@ -116,11 +157,12 @@ class FileTokens(TokenSource):
         self.offset = offset
         self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self._descriptor)
+        self._state = FileState.of(self._descriptor)
         if count is None:
-            count, rest = divmod(os.fstat(self._descriptor).st_size - offset, self.dtype.itemsize)
+            count, rest = divmod(self._state.size - offset, self.dtype.itemsize)
             if rest:
                 raise ConfigError(
-                    f"data: {str(self.path)!r} has {os.fstat(self._descriptor).st_size} bytes, no multiple of the "
+                    f"data: {str(self.path)!r} has {self._state.size} bytes, no multiple of the "
                     f"{self.dtype.itemsize} of {self.dtype.name}; set train.data_dtype to what it was written in, or "
                     "write it again if it was cut short"
                 )
@@ -130,26 +172,66 @@ class FileTokens(TokenSource):
         return self._count
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.dtype, self.offset, self._count)
+        return _reopen, (type(self), self.path, self.dtype, self.offset, self._count, self._state)
 
     def read(self, start: int, count: int) -> Tokens:
-        position = self.offset + start * self.dtype.itemsize
+        """As :class:`TokenSource`.
+
+        Raises:
+            DataError: the file has become shorter, was written to since it was opened, or is out of reach.
+        """
+        begin = position = self.offset + start * self.dtype.itemsize
         wanted = count * self.dtype.itemsize
         parts: list[bytes] = []
-        while wanted:  # the system may return less than asked for, at most 2 GiB at once
-            part = os.pread(self._descriptor, wanted, position)
-            if not part:
-                raise ConfigError(
-                    f"data: {str(self.path)!r} ends at byte {position}, where {wanted} more are expected; "
-                    "it has become shorter since it was opened: write it again, and start again"
-                )
-            parts.append(part)
-            position += len(part)
-            wanted -= len(part)
+        try:
+            while wanted:  # the system may return less than asked for, at most 2 GiB at once
+                part = os.pread(self._descriptor, wanted, position)
+                if not part:
+                    raise DataError(
+                        f"data: {str(self.path)!r} ends at byte {position}, where {wanted} more are expected; "
+                        "it has become shorter since it was opened: write it again, and start again"
+                    )
+                parts.append(part)
+                position += len(part)
+                wanted -= len(part)
+            self._check_state(begin)  # after the read, so that what was written during it is seen
+        except OSError as error:
+            raise DataError(
+                f"data: {str(self.path)!r} cannot be read at byte {position}: {error.strerror or error}; "
+                "see to its disk, and start again"
+            ) from error
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=self.dtype)
+
+    def _check_state(self, position: int) -> None:
+        difference = self._state.difference(FileState.of(self._descriptor))
+        if difference is not None:
+            raise DataError(
+                f"data: {str(self.path)!r} was changed under way, as a read at byte {position} shows: {difference}; "
+                "put back what it was, and start again"
+            )
 
     def place(self, index: int) -> str:
         return f"{str(self.path)!r} at byte {self.offset + index * self.dtype.itemsize}"
+
+
+def _reopen(
+    kind: type[FileTokens], path: Path, dtype: np.dtype[Any], offset: int, count: int, state: FileState
+) -> FileTokens:
+    """What was pickled, in this process.
+
+    Raises:
+        DataError: the file is missing, or not the one that it was.
+    """
+    try:
+        tokens = kind(path, dtype, offset, count)
+    except OSError as error:
+        raise DataError(
+            f"data: {str(path)!r} cannot be opened again, to be read from byte {offset} on: {error.strerror or error}; "
+            "put it back, and start again"
+        ) from error
+    tokens._state = state
+    tokens._check_state(offset)
+    return tokens
 
 
 class ChainedTokens(TokenSource):
@@ -213,12 +295,12 @@ class CheckedTokens(TokenSource):
         """As the source does.
 
         Raises:
-            ConfigError: a token is negative, or not below ``vocab_size``.
+            DataError: a token is negative, or not below ``vocab_size``.
         """
         tokens = self.source.read(start, count)
         if count and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             first = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
-            raise ConfigError(
+            raise DataError(
                 f"data: {self.source.place(start + first)} is {int(tokens[first])}, expected 0 to "
                 f"{self.vocab_size - 1}, the vocabulary's {self.vocab_size} tokens; set train.vocab_size or "
                 "train.tokenizer to the one it was made with, or train.data_dtype if it is not "

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, key_name, nearest, shown
 
 __all__ = ["build", "convert", "keys"]
 
@@ -34,7 +34,7 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
     hints, known = typing.get_type_hints(cls), keys(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
+        where = f"{path}.{key_name(key)}" if path else key_name(key)
         if key not in known:
             allowed = [*known, *also]
             raise ConfigError(f"{where}: no such key, expected one of {', '.join(allowed)}{nearest(key, allowed)}")
@@ -65,7 +65,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         if isinstance(value, int) and not isinstance(value, bool) and "size" in keys(hint):
             value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: got {value!r}, expected a table with {', '.join(keys(hint))}")
+            raise ConfigError(f"{path}: got {shown(value)}, expected a table with {', '.join(keys(hint))}")
         return build(hint, value, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -75,7 +75,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
             except ConfigError:
                 continue
     elif origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in arguments):
+        if any(type(value) is type(choice) and value == choice for choice in arguments):
             return value
     elif origin is tuple:
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
@@ -87,11 +87,21 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         if value is None:
             return None
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _fits(value):
             return float(value)
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if not -(2**63) <= value < 2**63:
+                raise ConfigError(f"{path}: got {shown(value)}, expected an integer that 64 bits hold")
+            return value
+    elif isinstance(value, hint):
         return value
-    raise ConfigError(f"{path}: got {value!r}, expected {_describe(hint)}")
+    raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(hint)}")
+
+
+def _fits(number: float) -> bool:
+    """Whether a float can be ``number``."""
+    return abs(number) < 10**308 if isinstance(number, int) else not math.isnan(number)
 
 
 def _describe(hint: Any) -> str:

@@ -1,5 +1,8 @@
 import dataclasses
+import json
+import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -256,6 +259,35 @@ def test_errors_name_path_value_and_what_is_allowed(tree, message):
         load(tree)
 
 
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
+        ({"": 1}, r"'': no such key"),
+        ({None: 1}, r"None: no such key"),
+        ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
+        ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
+        ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
+        (
+            {"seed": 10**5000},
+            r"seed: got a value of the type int \(.*digits.*\), expected an integer that 64",
+        ),
+        ({"seed": 2**63}, r"seed: got 9223372036854775808, expected an integer that 64 bits hold"),
+        ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
+        ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
+        ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
+        ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
+        ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
+    ],
+)
+def test_errors_are_one_short_line_whatever_is_given(tree, message):
+    with pytest.raises(paramp.ConfigError) as caught:
+        load(tree)
+    assert re.match(message, str(caught.value).removeprefix("parallel.")), caught.value
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
 def test_toml_and_python_files_give_the_same(tmp_path):
     toml = tmp_path / "run.toml"
     toml.write_text('LAYERS = 3\nprecision = "16-naive"\n[parallel]\ntensor = 2\n[parallel.pipeline]\nsize = 2\n')
@@ -312,6 +344,15 @@ def test_flatten_gives_plain_values():
     assert flat["parallel.tensor.size"] == 2
     assert flat["NAME"] == "x"
     assert flat["precision"] == "32-true"
+
+
+def test_flatten_gives_plain_values_of_odd_ones_too():
+    own = [torch.zeros(1), (1, torch.float16), "x"]
+    flat = flatten(load({"OWN": own, "BIG": 10**5000, "TABLE": {"inner": {1, 2}}, "LONG": object}))
+    assert json.loads(json.dumps(flat)) == flat
+    assert flat["OWN"] == ["tensor([0.])", [1, "torch.float16"], "x"]
+    assert flat["TABLE.inner"] == "{1, 2}"
+    assert flat["BIG"].startswith("a value of the type int (")
 
 
 def test_the_configuration_is_frozen_and_names_what_it_has():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramp import ConfigError
+from paramp import ConfigError, DataError
 from paramp.data import (
     Corpus,
     bigram_loss,
@@ -21,7 +21,7 @@ from paramp.data import (
     training_windows,
 )
 from paramp.text import TextFile, Tokenizer, find_text, read_pieces
-from paramp.tokens import ArrayTokens, ChainedTokens
+from paramp.tokens import ArrayTokens, ChainedTokens, FileTokens
 
 
 def tiny_corpus(text: bytes, held_out: bytes) -> Corpus:
@@ -310,12 +310,40 @@ def test_a_saved_dataset_of_tokens_is_read_where_it_lies(tmp_path, capfd):
 
     loaded = datasets.load_from_disk(str(tmp_path / "tokens"))
     found = tokens_of(loaded, tmp_path)
-    assert all(not part.array.flags.owndata and not part.array.flags.writeable for part in found.parts)
+    assert everything(found) == flat
+    assert all(isinstance(part, FileTokens) for part in found.parts)
     part = tokens_of(loaded.select(range(1500, 1510)), tmp_path)  # a slice of the buffers
+    assert all(not each.array.flags.owndata and not each.array.flags.writeable for each in part.parts)
     assert everything(part) == [token for row in rows[1500:1510] for token in row]
     order = [5, 2900, 17]
     mixed = tokens_of(dataset.select(order), tmp_path)  # rows in another order than they lie
     assert everything(mixed) == [token for index in order for token in rows[index]]
+
+
+def test_a_saved_dataset_that_is_cut_short_under_way(tmp_path):
+    """A mapping of it would end this process with SIGBUS."""
+    save_dataset(tmp_path / "tokens", {"input_ids": [list(range(1000))] * 50})
+    corpus = load_corpus(str(tmp_path / "tokens"), vocab_size=1000)
+    (file,) = (tmp_path / "tokens").glob("*.arrow")
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(DataError, match=rf"{file.name}' ends at byte {file.stat().st_size}, where \d+ more"):
+        everything(corpus.training)
+
+
+def test_what_differs_from_the_data_of_an_earlier_run(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("some text " * 20)
+    earlier = load_corpus(str(path))
+    saved = json.loads(json.dumps(earlier.identity()))
+    assert load_corpus(str(path)).difference(saved) is None
+    path.write_text("same size " * 20)
+    changed = load_corpus(str(path))
+    assert changed.difference(saved) == (
+        f"{str(path)!r} is not the data of then (SHA-256 of a sample of it: {earlier.sha256[:12]} then, "
+        f"{changed.sha256[:12]} now)"
+    )
+    path.write_text("some text " * 21)
+    assert "bytes to train on: 190 then, 200 now; SHA-256" in load_corpus(str(path)).difference(saved)
 
 
 def test_saved_splits_and_text(tmp_path):
@@ -341,7 +369,7 @@ def test_saved_datasets_that_are_of_no_use(tmp_path):
     with pytest.raises(ConfigError, match="has 1 missing values; expected lists of integers"):
         load_corpus(str(tmp_path / "missing"))
     save_dataset(tmp_path / "negative", {"input_ids": [[1, -3, 2] * 50]})
-    with pytest.raises(ConfigError, match=r"column input_ids of .*negative', token 1 is -3, expected 0 to 9"):
+    with pytest.raises(ConfigError, match=r"negative/.*\.arrow' at byte \d+ is -3, expected 0 to 9"):
         load_corpus(str(tmp_path / "negative"), vocab_size=10)
     save_dataset(tmp_path / "splits", None, one={"text": ["a"]}, two={"text": ["b"]})
     with pytest.raises(ConfigError, match="splits' has the splits one, two; expected train"):
@@ -405,7 +433,7 @@ def test_tokens_outside_the_vocabulary_are_found_at_opening_or_when_read(tmp_pat
     tokens.tofile(path)
     corpus = load_corpus(str(path))  # the sample does not see it
     assert training_windows(corpus.training, 10, 1, 0, 0, 8)[0].sum() == 0
-    with pytest.raises(ConfigError, match=r"t.bin' at byte 10000 is 300, expected 0 to 255"):
+    with pytest.raises(DataError, match=r"t.bin' at byte 10000 is 300, expected 0 to 255"):
         training_windows(corpus.training, 300_000, 1, 0, 0, 40)
 
 

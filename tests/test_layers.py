@@ -83,6 +83,9 @@ ORDER = [
     "functional",
     "algorithms",
     "apex",
+    "witness",
+    "verify_run",
+    "verify",
     "",
     "__main__",
 ]

@@ -110,7 +110,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
     assert (log / "train.log").read_text().count("step 6/6") == 2
     other = python(*command[:-4], "--data", "LICENSE")
     assert other.returncode == 2
-    assert "train.data: got data of the hash" in other.stderr
+    assert "train.data: 'LICENSE' is not the data of then (" in other.stderr
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(tmp_path):

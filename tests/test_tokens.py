@@ -1,5 +1,6 @@
 """Token sources and token files, and what is said of those that are damaged."""
 
+import errno
 import os
 import pickle
 import struct
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from commands import python
 
-from paramp import ConfigError
+from paramp import ConfigError, DataError
 from paramp.tokens import (
     ArrayTokens,
     ChainedTokens,
@@ -83,7 +84,94 @@ def test_a_file_that_became_shorter(tmp_path):
     path.write_bytes(bytes(200))
     source = open_flat(path, "uint16")
     os.truncate(path, 100)
-    with pytest.raises(ConfigError, match=r"t.bin' ends at byte 100, where 20 more are expected"):
+    with pytest.raises(DataError, match=r"t.bin' ends at byte 100, where 20 more are expected"):
+        source.read(40, 20)
+
+
+def modify(path, how):
+    """Change a file of 200 bytes; its time of modification moves on even where the disk's clock is coarse."""
+    if how == "written to":
+        with path.open("r+b") as file:
+            file.write(b"\7")
+    elif how == "longer":
+        with path.open("ab") as file:
+            file.write(b"\7")
+    elif how == "replaced":
+        other = path.with_suffix(".new")
+        other.write_bytes(bytes(200))
+        os.utime(other, ns=(0, path.stat().st_mtime_ns))
+        os.replace(other, path)
+        return
+    else:
+        path.unlink()
+        return
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "written to",
+            r"t.bin' was changed under way, as a read at byte 80 shows: it was written to since .* at \d{4}-",
+        ),
+        (
+            "longer",
+            r"t.bin' was changed .* byte 80 shows: it had 200 bytes when it was opened and has 201 now",
+        ),
+    ],
+)
+def test_a_file_that_was_changed_while_it_is_read(tmp_path, how, message):
+    path = tmp_path / "t.bin"
+    path.write_bytes(bytes(200))
+    source = open_flat(path, "uint16")
+    assert source.read(40, 20).tolist() == [0] * 20
+    modify(path, how)
+    with pytest.raises(DataError, match=message):
+        source.read(40, 20)
+
+
+@pytest.mark.parametrize("how", ["replaced", "missing"])
+def test_a_file_that_is_gone_from_under_its_name_is_read_on(tmp_path, how):
+    path = tmp_path / "t.bin"
+    path.write_bytes(bytes(200))
+    source = open_flat(path, "uint16")
+    modify(path, how)
+    assert source.read(40, 20).tolist() == [0] * 20
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("written to", r"t.bin' was changed under way, as a read at byte 0 shows: it was written to"),
+        ("longer", r"it had 200 bytes when it was opened and has 201 now; put back"),
+        ("replaced", r"it was replaced by another file since it was opened"),
+        (
+            "missing",
+            r"t.bin' cannot be opened again, to be read from byte 0 on: No such file or directory; put",
+        ),
+    ],
+)
+def test_a_worker_that_opens_the_file_anew_sees_that_it_is_another(tmp_path, how, message):
+    path = tmp_path / "t.bin"
+    path.write_bytes(bytes(200))
+    pickled = pickle.dumps(SlicedTokens(open_flat(path, "uint16"), 3, 50))
+    assert pickle.loads(pickled).read(0, 2).tolist() == [0, 0]
+    modify(path, how)
+    with pytest.raises(DataError, match=message):
+        pickle.loads(pickled)
+
+
+def test_a_disk_that_fails(tmp_path, monkeypatch):
+    path = tmp_path / "t.bin"
+    path.write_bytes(bytes(200))
+    source = open_flat(path, "uint16")
+
+    def pread(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(DataError, match=r"t.bin' cannot be read at byte 80: Input/output error; see to its disk"):
         source.read(40, 20)
 
 
@@ -95,7 +183,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path, bad, t
     path.write_bytes(numbers.tobytes())
     source = SlicedTokens(CheckedTokens(SlicedTokens(FileTokens(path, "<i2"), 5, 95), 500), 5, 90)
     assert source.read(0, 60).tolist() == [0] * 60
-    with pytest.raises(ConfigError, match=rf"t.bin' at byte 140 is {token}, expected 0 to 499, .* train.vocab_size"):
+    with pytest.raises(DataError, match=rf"t.bin' at byte 140 is {token}, expected 0 to 499, .* train.vocab_size"):
         source.read(50, 20)
 
 

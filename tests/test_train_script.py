@@ -32,6 +32,13 @@ def single(tmp_path_factory):
     return records(folder)
 
 
+@pytest.mark.parametrize("text", ["[" * 3000, "9" * 5000, "1\nseed = 2", "'", ""])
+def test_a_setting_that_is_no_value_of_toml_is_text(text):
+    config = runpy.run_path(str(ROOT / "launch/train.py"), run_name="train")["configure"](["--set", f"OWN={text}"])
+    assert text == config.OWN
+    assert config.seed == 1024
+
+
 def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_path, single):
     """``torchrun launch/train.py --tp 2 --pp 2``, exactly so, and with metrics."""
     arguments = ["--tp", "2", "--pp", "2", *SMALL, "--precision", "32-true", "--log-dir", str(tmp_path), "--trace", "2"]

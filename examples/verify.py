@@ -1,0 +1,49 @@
+"""Models for `python -m paramp verify`, each with what it needs.
+
+python -m paramp verify examples/verify.py:build_gpt --tp 2 --pp 2 --precision 16-mixed
+
+A GPT has its own plan and loss, and its first layer says what it takes. The other model has to be told:
+
+python -m paramp verify examples/verify.py:build_blocks --plan examples/verify.py:PLAN \
+    --batches examples/verify.py:batches --criterion torch.nn.functional:mse_loss --tp 2 --precision bf16-mixed
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from paramp.models import GPT
+
+
+def build_gpt() -> GPT:
+    """A small one, quick to verify."""
+    return GPT.preset("tiny", num_layers=2, width=64, max_seq_len=16)
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism shares out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build_blocks() -> nn.Module:
+    """Four blocks, between which a pipeline cuts."""
+    return nn.Sequential(OrderedDict((f"block{index}", Block()) for index in range(4)))
+
+
+PLAN = {"block*.up": "colwise", "block*.down": "rowwise"}
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of all data ranks together."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, dims=1)
