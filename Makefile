@@ -4,13 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 
-.PHONY: train test matrix lint format types benchmark docs clean
+.PHONY: train test chaos matrix lint format types benchmark docs clean
 
 train: $(VENV)/installed
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
 
 test: $(VENV)/installed
 	$(RUN)/python -m pytest -q $(ARGS)
+
+# Twenty runs with killed ranks, thousands of random configurations: about half an hour.
+chaos: $(VENV)/installed
+	PARAMP_FULL=1 $(RUN)/python -m pytest -q tests/test_chaos.py tests/test_fuzz.py tests/test_manifest.py $(ARGS)
 
 matrix: $(VENV)/installed
 	$(RUN)/python -m pytest -q tests/test_matrix.py tests/test_schedules.py --write-matrix

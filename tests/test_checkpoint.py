@@ -1,14 +1,18 @@
 """Checkpoints: the run that resumes against the run that never stopped, in the same layout and in others."""
 
 import functools
+import tempfile
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from matrix import from_small_scale
-from pool import run_on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import ROUNDING, UNITS_LOSS, batches, rank_slice, small_gpt
 
 import paramp
+from paramp.errors import CheckpointError
 
 LAYOUTS = {
     "1": (1, {}),
@@ -138,3 +142,122 @@ def test_any_layout_goes_on_from_what_another_saved(saved, layout):
         assert abs(loss - expected) / expected < UNITS_LOSS * ROUNDING[torch.float16]
         assert norm == pytest.approx(expected_norm, rel=0.02)
         assert exact == expected_exact
+
+
+def shared_folder():
+    """A folder that all ranks know, and that is deleted with the test's process."""
+    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+    torch.distributed.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def linear_engine(seed=0, make=torch.optim.AdamW, size=6, model=None):
+    torch.manual_seed(seed)
+    model = model or torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.Tanh(), torch.nn.Linear(size, size))
+    return paramp.initialize(model, make(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)[0]
+
+
+def step(engine, seed=0):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + 10 * engine.context.dp.rank))
+    engine.forward_backward(x, x)
+    engine.step()
+    engine.zero_grad()
+
+
+@on_ranks(2)
+def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
+    held, write = threading.Event(), paramp.saving.write
+
+    def slow_write(*arguments):
+        assert held.wait(60)
+        write(*arguments)
+
+    with paramp.launch_from_torch({"precision": "16-naive"}):
+        folder = shared_folder()
+        engine = linear_engine()
+        step(engine)
+        paramp.saving.write = slow_write
+        try:
+            engine.save(folder / "saved", wait=False)
+            expected = engine.full_state_dict()
+            for seed in range(3):
+                step(engine, seed)
+            assert not (folder / "saved").exists()
+            held.set()
+            engine.finish_saving()
+        finally:
+            paramp.saving.write = write
+        assert not torch.equal(engine.full_state_dict()["0.weight"], expected["0.weight"])
+        other = linear_engine(1)
+        other.load(folder / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in other.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_leaving_the_context_waits_for_what_is_being_saved(world):
+    with paramp.launch_from_torch({}):
+        folder = shared_folder()
+        linear_engine().save(folder / "saved", wait=False)
+    assert paramp.checkpoint.problems(folder / "saved") == []
+
+
+@on_ranks(2)
+def test_running_statistics_and_frozen_weights_come_back_on_each_data_rank(world):
+    def model():
+        layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6))
+        layers[0].requires_grad_(False)
+        return layers
+
+    with paramp.launch_from_torch({"precision": "O2"}):
+        folder = shared_folder()
+        engine = linear_engine(model=model())
+        for seed in range(3):
+            step(engine, seed)
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        means = [torch.empty(6) for _ in range(2)]
+        torch.distributed.all_gather(means, expected["1.running_mean"])
+        assert not torch.equal(*means)
+        engine.save(folder / "saved")
+        other = linear_engine(1, model=model())
+        other.load(folder / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in other.module.state_dict().items())
+
+
+@on_ranks(2)
+def test_weights_alone_leave_the_rest(world):
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        folder = shared_folder()
+        engine = linear_engine()
+        step(engine)
+        engine.save(folder / "saved")
+        other = linear_engine(1, make=torch.optim.SGD)
+        with pytest.raises(CheckpointError, match="optimizer: got SGD, expected the checkpoint's AdamW"):
+            other.load(folder / "saved")
+        other.load(folder / "saved", weights_only=True)
+        assert other.num_steps == 0
+        weights = engine.full_state_dict()
+        assert all(torch.equal(value, weights[name]) for name, value in other.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_checkpoints_of_other_models_are_refused_everywhere(world):
+    with paramp.launch_from_torch({"gradient_accumulation": 2}) as context:
+        folder = shared_folder()
+        engine = linear_engine()
+        engine.save(folder / "saved")
+        longer = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+        with pytest.raises(CheckpointError, match=r"1\.bias of the model is missing in the checkpoint, and 3 others"):
+            linear_engine(model=longer).load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"2\.bias is in the checkpoint and not in the model, and 1 others"):
+            linear_engine(model=torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())).load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"weight has the shape \(6, 6\) in .*, expected \(8, 8\)"):
+            linear_engine(size=8).load(folder / "saved")
+        step(engine)
+        with pytest.raises(CheckpointError, match="got a call after 1 of 2 accumulation steps"):
+            engine.save(folder / "saved")
+        odd = type("Odd", (), {"state_dict": lambda self: {"hook": print}, "load_state_dict": print})()
+        engine.track("odd", odd)
+        step(engine)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.tracked\.odd\.hook: got builtin_function_or_method"):
+            engine.save(folder / "saved")
+        assert context.world_size == 2
