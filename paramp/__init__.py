@@ -11,6 +11,7 @@ from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
+from .errors import ReplicaDrift
 from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
@@ -31,6 +32,7 @@ __all__ = [
     "LossScaling",
     "ParallelContext",
     "Precision",
+    "ReplicaDrift",
     "StepResult",
     "__version__",
     "algorithms",

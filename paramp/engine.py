@@ -28,6 +28,7 @@ from .grads import clip_coefficient, count_zeros, norm_power
 from .mesh import ParallelContext, TiedParameter
 from .pipeline import Pipeline, Stages
 from .precision import ConfigError, LossScaling, Precision
+from .replicas import Difference, Replicas
 from .scaler import DistributedGradScaler
 from .stepping import choose_step
 from .tensor import vocab_parallel_loss
@@ -173,6 +174,8 @@ class Engine:
             not has_native_fp16(context.device) if config.emulate_fp16 == "auto" else config.emulate_fp16
         )
         self._update = choose_step(optimizer, weights)
+        self._replicas = Replicas(self.module, weights, ties, optimizer, self.scaler, context)
+        self._windows = 0  # ended so far, with a step or without
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self._calls = 0  # of step() in this window
@@ -378,6 +381,9 @@ class Engine:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
+
+        Raises:
+            ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
         """
         scale = self.scaler.scale_tensor()
         self._calls += 1
@@ -400,7 +406,27 @@ class Engine:
         self._tally.add(torch.stack([~overflow, overflow]))
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != (old := float(values[0])):
             print(f"paramp: the loss scale goes from {old:g} to {self.scaler.get_scale():g}", flush=True)
+        self._check_replicas_in_turn()
         return StepResult(values, with_zeros=self.precision.log_num_zeros)
+
+    def check_replicas(self) -> list[Difference]:
+        """Compare what several ranks hold: weights, masters, optimizer state and the loss scale, bit for bit.
+
+        Every rank calls it, and gets the same answer: nothing if all is well. It changes nothing. With
+        ``check_replicas_every`` in the configuration, :meth:`step` compares by itself, and stops or repairs.
+        """
+        return self._replicas.check()
+
+    def _check_replicas_in_turn(self) -> None:
+        """Compare after every so many optimizer steps, made or skipped.
+
+        Raises:
+            ReplicaDrift: there is a difference, and it is not to be repaired.
+        """
+        config = self.context.config
+        self._windows += 1
+        if config.check_replicas_every is not None and self._windows % config.check_replicas_every == 0:
+            self._replicas.stop_or_repair(repair=config.repair_replicas)
 
     @property
     def num_steps(self) -> int:

@@ -1,15 +1,19 @@
-"""The error that users see for a mistake of theirs, and the hint in it."""
+"""The errors that users see: for a mistake of theirs, with the hint in it, and for replicas that have parted."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "nearest"]
+__all__ = ["ConfigError", "ReplicaDrift", "nearest"]
 
 
 class ConfigError(ValueError):
     """The user asked for something impossible. The message names the value, what is allowed, and the fix."""
+
+
+class ReplicaDrift(RuntimeError):
+    """Ranks that should hold the same weights, masters or loss scale do not. The message names what, and the ranks."""
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

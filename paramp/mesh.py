@@ -37,6 +37,8 @@ ECHO = "_paramp_echo"
 """The mark of an exception that only follows from another rank's."""
 PIPELINE_AXIS = "pp"
 """The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
+DATA_AXIS = "dp"
+"""The axis over which ZeRO shards what the optimizer keeps."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ ORDER = [
     "flat",
     "stepping",
     "optimizers",
+    "replicas",
     # L4: the engine
     "engine",
     "initialization",
