@@ -164,7 +164,7 @@ class Engine:
         self._names = names  # of all parameters of the whole model
         self._shapes = shapes  # of whole parameters, as the model has them
         self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         """Told what this rank does: each forward and backward, and the step."""
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.num_microbatches
@@ -307,7 +307,7 @@ class Engine:
         takes; in evaluation it is gathered.
         """
         if self._pipeline is None:
-            with self._computing():
+            with self.context.phase("forward"), self._computing():
                 output = self._stage(*args, **kwargs)
             if self._stage.training:
                 return output
@@ -346,7 +346,7 @@ class Engine:
         self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0)
         scaled = self._scale(loss)
         self._before_last_backward()
-        with self._computing():
+        with self.context.phase("backward"), self._computing():
             scaled.backward()
         self._weights.end_last_backward()
         return self._window_loss()
@@ -359,7 +359,8 @@ class Engine:
         was_training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         try:
-            self._run(x, y, lambda output, target: self._added(output, target, totals), backward=False)
+            with self.context.phase("evaluation"):
+                self._run(x, y, lambda output, target: self._added(output, target, totals), backward=False)
         finally:
             for module, training in was_training.items():  # some may have been frozen in evaluation mode
                 module.training = training

@@ -161,11 +161,8 @@ class Replicas:
 
     def _stage_of(self, rank: int) -> int:
         """The place of ``rank`` on the pipeline axis."""
-        return self._place(rank)[PIPELINE_AXIS]
-
-    def _place(self, rank: int) -> dict[str, int]:
         place = (self._context.mesh.mesh == rank).nonzero()[0].tolist()
-        return dict(zip(self._names, place, strict=True))
+        return int(place[self._names.index(PIPELINE_AXIS)])
 
     def _groups(self, sharing: Sharing) -> torch.Tensor:
         """The ranks that hold the same, a row for each such group, the lowest rank first."""
@@ -254,10 +251,7 @@ class Replicas:
 
     def _told(self, ranks: Sequence[int]) -> str:
         """The ranks with their places on the mesh, if there are few."""
-        told = []
-        for rank in ranks[:NAMED]:
-            place = ", ".join(f"{name} {index}" for name, index in self._place(rank).items())
-            told.append(f"rank {rank} ({place})")
+        told = [self._context.name_of(rank) for rank in ranks[:NAMED]]
         if len(ranks) > NAMED:
             told.append(f"{len(ranks) - NAMED} more")
         return ", ".join(told)

@@ -20,6 +20,8 @@ ORDER = [
     # L1: who is where, what a rank holds
     "surgery",
     "randomness",
+    "whereabouts",
+    "heartbeat",
     "mesh",
     "launching",
     "shards",
