@@ -393,14 +393,16 @@ def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None
             _write("".join(traceback.format_exception(error)))
         _exit()
 
+    if error is None:
+        yield
+        return
     timer = threading.Timer(SECONDS_OF_GRACE, give_up)
-    timer.daemon = True
-    if error is not None:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()  # a thread that still runs when the interpreter ends may abort the process
 
 
 def _beat(rank: int) -> str:
