@@ -14,7 +14,7 @@ which that was stopped.
 A rank is silent when its beat has not changed for the time-out on the reader's own clock; clocks of two machines are
 never compared. Where the store itself falls silent, a second thread notices, and the machine that hosts it is meant.
 
-The main thread says where it is by writing on its slate, which takes about a microsecond and no lock.
+The main thread says where it is by writing on its slate, which takes a microsecond or two and no lock.
 """
 
 from __future__ import annotations
