@@ -461,8 +461,7 @@ class Engine:
         found_inf = self._overflow.clone()
         self._overflow.zero_()
         self._weights.collect(found_inf)
-        if self.context.dp.size > 1:
-            self._weights.reduce_over_data()
+        self._weights.reduce()
         return found_inf
 
     def _agree(self, found_inf: torch.Tensor) -> _Agreed:

@@ -242,9 +242,12 @@ def test_nothing_is_found_in_healthy_training(world, precision, parallel, option
 
 @on_ranks(8)
 def test_nothing_is_found_where_sums_have_an_order(world):
-    """Four data ranks, whose sums depend on a gradient's place in its buffer, and a tied embedding on two stages."""
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "check_replicas_every": 1, **CONFIG}) as context:
-        train(build(context), 2)
+    """Four data ranks, whose sums depend on a gradient's place in its buffer, and a tied embedding on two stages, in
+    buffers of other sizes."""
+    for zero in (0, 1):
+        parallel = {"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}
+        with paramp.launch_from_torch({"parallel": parallel, "check_replicas_every": 1, **CONFIG}) as context:
+            train(build(context), 2)
 
 
 def test_a_world_of_one_has_nothing_to_compare():
