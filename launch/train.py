@@ -377,8 +377,9 @@ class Batches:
         """Read what ``step`` needs."""
         start = time.perf_counter()
         try:
-            count = self._context.config.gradient_accumulation
-            self.parts = [rank_batch(self._context, self._corpus, step, part) for part in range(count)]
+            with self._context.phase("data"):
+                count = self._context.config.gradient_accumulation
+                self.parts = [rank_batch(self._context, self._corpus, step, part) for part in range(count)]
         except (paramp.DataError, OSError) as error:
             self.failure = error
         self.seconds = time.perf_counter() - start

@@ -11,7 +11,7 @@ from .building import init_module
 from .config import Config, ConfigError
 from .engine import Engine, StepResult
 from .environment import LaunchError
-from .errors import CheckpointError, DataError, TrainingDiverged
+from .errors import CheckpointError, DataError, ReplicaDrift, TrainingDiverged
 from .fabric import FabricPrecision
 from .grads import clip_grad_norm_
 from .initialization import initialize
@@ -34,6 +34,7 @@ __all__ = [
     "LossScaling",
     "ParallelContext",
     "Precision",
+    "ReplicaDrift",
     "StepResult",
     "TrainingDiverged",
     "__version__",

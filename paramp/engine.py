@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .autocast import widening
-from .checkpoint import problems_together, read, read_header_of
+from .checkpoint import Header, problems_together, read, read_header_of
 from .config import Config, flatten
 from .diagnosis import OverflowReport, find_gradients
 from .emulation import emulate_fp16, has_native_fp16
@@ -36,6 +36,7 @@ from .mesh import ParallelContext, TiedParameter
 from .pieces import Piece
 from .pipeline import Pipeline, Stages
 from .precision import ConfigError, LossScaling, Precision
+from .replicas import Difference, Replicas
 from .saving import Saver
 from .scaler import DistributedGradScaler
 from .state import TrainingState
@@ -200,7 +201,7 @@ class Engine:
         self._names = list(first_names)  # of all parameters of the whole model
         self._shapes = shapes  # of whole parameters, as the model has them
         self._overflow = overflow  # 0-dim; modules that hide an overflow from their gradients raise it (float8)
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         """Told what this rank does: each forward and backward, and the step."""
         pipeline = config.parallel.pipeline
         self._num_microbatches = pipeline.num_microbatches
@@ -213,6 +214,8 @@ class Engine:
         self._state = TrainingState(self.module, stages, weights, optimizer, ties, context, first_names, shapes)
         self._saver = Saver(context)
         self._tracked: dict[str, Stateful] = {}
+        self._replicas = Replicas(self.module, weights, ties, optimizer, self.scaler, context)
+        self._windows = 0  # ended so far, with a step or without
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self._window = Window(stages, context.device)
@@ -352,7 +355,7 @@ class Engine:
         takes; in evaluation it is gathered.
         """
         if self._pipeline is None:
-            with self._computing():
+            with self.context.phase("forward"), self._computing():
                 output = self._stage(*args, **kwargs)
             if self._stage.training:
                 return output
@@ -391,7 +394,7 @@ class Engine:
         self._begin_window(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         scaled = self._scale(loss)
         self._before_last_backward()
-        with self._computing():
+        with self.context.phase("backward"), self._computing():
             scaled.backward()
         self._weights.end_last_backward()
         return self._window_loss()
@@ -404,7 +407,8 @@ class Engine:
         was_training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         try:
-            self._run(x, y, lambda output, target: self._added(output, target, totals), backward=False)
+            with self.context.phase("evaluation"):
+                self._run(x, y, lambda output, target: self._added(output, target, totals), backward=False)
         finally:
             for module, training in was_training.items():  # some may have been frozen in evaluation mode
                 module.training = training
@@ -426,6 +430,9 @@ class Engine:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
+
+        Raises:
+            ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
         """
         scale = self.scaler.scale_tensor()
         self._calls += 1
@@ -450,10 +457,30 @@ class Engine:
         self._tally.add(overflow, self.scaler.at_floor())
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != (old := float(values[0])):
             print(f"paramp: the loss scale goes from {old:g} to {self.scaler.get_scale():g}", flush=True)
+        self._check_replicas_in_turn()
         result = StepResult(values, with_zeros=self.precision.log_num_zeros)
         if at_limit and result.overflow:
             self._stop()
         return result
+
+    def check_replicas(self) -> list[Difference]:
+        """Compare what several ranks hold: weights, masters, optimizer state and the loss scale, bit for bit.
+
+        Every rank calls it, and gets the same answer: nothing if all is well. It changes nothing. With
+        ``check_replicas_every`` in the configuration, :meth:`step` compares by itself, and stops or repairs.
+        """
+        return self._replicas.check()
+
+    def _check_replicas_in_turn(self) -> None:
+        """Compare after every so many optimizer steps, made or skipped.
+
+        Raises:
+            ReplicaDrift: there is a difference, and it is not to be repaired.
+        """
+        config = self.context.config
+        self._windows += 1
+        if config.check_replicas_every is not None and self._windows % config.check_replicas_every == 0:
+            self._replicas.stop_or_repair(repair=config.repair_replicas)
 
     @property
     def num_steps(self) -> int:
@@ -575,8 +602,7 @@ class Engine:
         found_inf = self._overflow.clone()
         self._overflow.zero_()
         self._weights.collect(found_inf)
-        if self.context.dp.size > 1:
-            self._weights.reduce_over_data()
+        self._weights.reduce()
         return found_inf
 
     def _agree(self, found_inf: torch.Tensor) -> _Agreed:
@@ -711,7 +737,8 @@ class Engine:
             CheckpointError: on every rank: something cannot be saved or written, or gradients are being accumulated;
                 without ``wait`` by the next call.
         """
-        self._saver.save(path, self._what_to_save, wait=wait, then=then)
+        with self.context.phase("checkpoint"):
+            self._saver.save(path, self._what_to_save, wait=wait, then=then)
 
     def finish_saving(self) -> None:
         """Wait until what :meth:`save` began is written. Every rank calls it.
@@ -719,7 +746,8 @@ class Engine:
         Raises:
             CheckpointError: on every rank, if it failed.
         """
-        self._saver.finish()
+        with self.context.phase("checkpoint"):
+            self._saver.finish()
 
     def load(self, path: str | Path, *, weights_only: bool = False, check: bool = True) -> None:
         """Take up the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
@@ -734,13 +762,17 @@ class Engine:
         Raises:
             CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
         """
-        self._saver.finish()
-        group = self._saver.group
-        damage = problems_together(path, group) if check else []
-        if damage:
-            raise CheckpointError(damage[0])
-        header = self._state.by_first_names(read_header_of(path))
-        fill = functools.partial(read, path, header=header, group=group)
+        with self.context.phase("checkpoint"):
+            self._saver.finish()
+            group = self._saver.group
+            damage = problems_together(path, group) if check else []
+            if damage:
+                raise CheckpointError(damage[0])
+            header = self._state.by_first_names(read_header_of(path))
+            self._take_up(header, functools.partial(read, path, header=header, group=group), weights_only=weights_only)
+
+    def _take_up(self, header: Header, fill: Callable[[list[Piece]], None], *, weights_only: bool) -> None:
+        """Load what ``header`` says is there; ``fill`` fills pieces from it."""
         self._state.check_model(header)
         everything = not weights_only and not header.only_weights
         if everything:

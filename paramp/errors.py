@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "ReplicaDrift",
     "TrainingDiverged",
     "key_name",
     "nearest",
@@ -42,6 +43,10 @@ class TrainingDiverged(RuntimeError):
 
 class DataError(RuntimeError):
     """Data that was right when it was opened cannot be read any more. The message names the file and the offset."""
+
+
+class ReplicaDrift(RuntimeError):
+    """Ranks that should hold the same weights, masters or loss scale do not. The message names what, and the ranks."""
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:

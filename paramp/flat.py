@@ -395,7 +395,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def collect(self, found_inf: torch.Tensor) -> None:
-        """Bring every gradient into its buffer, complete over tensor and pipeline ranks.
+        """Bring every gradient into its buffer, complete over tensor ranks.
 
         Args:
             found_inf: set to 1 if an element was not finite that is left out here. (Those that stay are judged later.)
@@ -424,7 +424,6 @@ class FlatWeights:
         for slot in elsewhere:
             if slot.parameter.grad is not None or slot.parameter in self._tied:
                 slot.parameter.grad = slot.gradient
-        sum_tied_gradients(self._context, self.parameters, self._precision.reduce_dtypes.pp)
         self._without = [slot for slot in self.slots if slot.parameter not in self._tied and slot.version == slot.seen]
 
     def absent(self) -> list[Slot]:
@@ -441,13 +440,24 @@ class FlatWeights:
         return self._presence[1]
 
     @torch.no_grad()
-    def reduce_over_data(self) -> None:
-        """Sum the gradients over data ranks: one all-reduce for each buffer. Under ZeRO one reduce-scatter for each
-        that the backward has not seen to, which leaves this rank with the sums of its own part."""
-        for buffer in self.buffers:
-            if buffer.num_parts == 1:
-                sum_([buffer.gradients], self._context.dp.group, self._precision.reduce_dtypes.dp)
+    def reduce(self) -> None:
+        """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
+
+        One all-reduce for each buffer. Under ZeRO one reduce-scatter for each that the backward has not seen to, which
+        leaves this rank with the sums of its own part.
+
+        A sum over data ranks is made in an order that depends on the place in the buffer, which is another on each
+        stage. The sum over stages has to be the last one, or copies of a tied parameter would part by rounding.
+        """
+        dtypes, data = self._precision.reduce_dtypes, self._context.dp
+        tied = [slot.local_gradient for slot in self.slots if slot.parameter in self._tied]
+        whole = [buffer.gradients for buffer in self.buffers] if self.early is None else tied
+        for gradients in whole:
+            sum_([gradients], data.group, dtypes.dp)
+        sum_tied_gradients(self._context, self.parameters, dtypes.pp)
         if self.early is not None:
+            if tied and data.rank > 0:  # what is complete counts once in what is still to be summed
+                torch._foreach_zero_(tied)
             self.early.reduce_the_rest()
 
     def begin_last_backward(self) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .config import DEFAULT_SEED, Config, flatten, load
 from .environment import LaunchError, Place, find_place, mpi_place, slurm_place, torchrun_place
+from .heartbeat import Heartbeat
 from .mesh import ParallelContext, report_once
 from .network import choose_interface, exchange, find_store, host_store, join_store, meet, own_hosts
 from .precision import ConfigError
@@ -198,8 +199,12 @@ def _join(
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
         store = _shared_store(place)
+    heartbeat = None
     if owns_world or dist.get_backend() != "fake":  # of a fake process group's ranks, which plan, only this one runs
         store = meet(store, rank, world_size)
+        if owns_world and world_size > 1 and config.hang_timeout is not None:
+            host = "the launcher" if _agent_listens(place) else ""
+            heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, config.hang_timeout, host=host)
         _agree_on_config(store, config, rank, world_size)
     if owns_world:
         backend = backend or _agree_on_backend(store, device, rank, world_size)
@@ -209,7 +214,13 @@ def _join(
     if world_size > 1:
         report_once()
     return ParallelContext(
-        config, rank=rank, world_size=world_size, local_rank=place.local_rank, device=device, owns_world=owns_world
+        config,
+        rank=rank,
+        world_size=world_size,
+        local_rank=place.local_rank,
+        device=device,
+        owns_world=owns_world,
+        heartbeat=heartbeat,
     )
 
 
@@ -223,11 +234,14 @@ def _shared_store(place: Place) -> Store:
         return HashStore()
     key = (place.host, place.port, place.rank)
     if key not in _stores:
-        # torchrun's agent listens itself, and outlives its workers.
-        agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-        listens = place.rank == 0 and not agent_listens
+        listens = place.rank == 0 and not _agent_listens(place)
         _stores[key] = host_store(place.port) if listens else join_store(place.host, place.port)
     return _stores[key]
+
+
+def _agent_listens(place: Place) -> bool:
+    """Whether torchrun's agent hosts the store, which then outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
 
 
 _mpi_world: tuple[Place, TCPStore] | None = None

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
@@ -26,6 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # missing in 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
+from .heartbeat import Heartbeat, ending_in_time
 from .randomness import TENSOR_PLACES, RandomStream, derive_seed
 
 __all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
@@ -37,6 +39,8 @@ ECHO = "_paramp_echo"
 """The mark of an exception that only follows from another rank's."""
 PIPELINE_AXIS = "pp"
 """The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
+DATA_AXIS = "dp"
+"""The axis over which ZeRO shards what the optimizer keeps."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,19 @@ class ParallelContext:
         pp, dp, tp: an :class:`Axis` each.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
+        heartbeat: tells the other ranks where this one is, and watches them; None where nothing does.
     """
 
     def __init__(
-        self, config: Config, *, rank: int, world_size: int, local_rank: int, device: torch.device, owns_world: bool
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        device: torch.device,
+        owns_world: bool,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         parallel = config.parallel
         sizes = (parallel.pipeline.size, parallel.data_size(world_size), parallel.tensor.size)
@@ -103,6 +116,9 @@ class ParallelContext:
         TENSOR_PLACES.append((self.tp.rank, self.tp.size, device))
         # The same on every rank: a model built from here on is the same everywhere.
         torch.manual_seed(config.seed)
+        self.heartbeat = heartbeat
+        if heartbeat is not None:
+            heartbeat.start(self.name_of)
         _contexts.append(self)
 
     def _axis(self, name: str) -> Axis:
@@ -135,6 +151,18 @@ class ParallelContext:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
 
+    def name_of(self, rank: int) -> str:
+        """A rank with its place on the mesh: ``rank 2 (pp 1, dp 0, tp 0)``."""
+        place = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        return f"rank {rank} ({', '.join(f'{name} {index}' for name, index in zip(AXES, place, strict=True))})"
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context around what this rank does outside of the engine, such as ``data`` or ``checkpoint``.
+
+        If the job hangs, the other ranks' logs say that this one was there (:mod:`paramp.heartbeat`).
+        """
+        return nullcontext() if self.heartbeat is None else self.heartbeat.span(name)
+
     def activation_stream(self, stage: int | None = None) -> RandomStream:
         """The stream that dropout draws from: another in each stage and on each data rank, equal over ``tp``.
 
@@ -157,6 +185,7 @@ class ParallelContext:
     def _destroy(self) -> None:
         place = _contexts.index(self)
         del _contexts[place], TENSOR_PLACES[place]
+        self._stop_heartbeat()
         self.ties.clear()
         _forget_sharding_decisions()
         if not dist.is_initialized():
@@ -179,16 +208,31 @@ class ParallelContext:
     ) -> None:
         failed = isinstance(error, Exception) and self.world_size > 1
         store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
-        if store is not None and self._follows_another(error, store):
-            cast(BaseException, error).__dict__[ECHO] = True
+        quiet = store is not None and self._follows_another(error, store)
+        quiet = self._stop_heartbeat(error) or quiet
+        if quiet and error is not None:
+            error.__dict__[ECHO] = True
         try:
-            self.close()
+            with ending_in_time(error if failed else None, quiet=quiet):
+                self.close()
         except RuntimeError as problem:  # a broken group cannot be closed in order; the process ends anyway
             if error is None:
                 raise
             warnings.warn(f"the process groups were not closed in order: {problem}", stacklevel=2)
         if store is not None and self.rank == 0:
             self._stay_for_the_others(store)
+
+    def _stop_heartbeat(self, error: BaseException | None = None) -> bool:
+        """Tell the other ranks that this one leaves, because of ``error`` if it is one.
+
+        Returns:
+            Whether this rank was about to end because another had fallen silent.
+        """
+        if self.heartbeat is None:
+            return False
+        heartbeat, self.heartbeat = self.heartbeat, None
+        heartbeat.stop(failed=error is not None and not (isinstance(error, SystemExit) and not error.code))
+        return heartbeat.ending
 
     def _follows_another(self, error: BaseException | None, store: Store) -> bool:
         """Whether another rank failed before this one.
@@ -282,6 +326,8 @@ def _close_all() -> None:
     if not hasattr(sys, "last_value"):
         while _contexts:
             _contexts[-1].close()
+    for context in _contexts:
+        context._stop_heartbeat(sys.last_value)
 
 
 def get_context() -> ParallelContext:

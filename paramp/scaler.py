@@ -140,6 +140,12 @@ class DistributedGradScaler(GradScaler):
         """The scale, a copy, 0-dim float32 on the device; 1 where losses are not scaled. No host synchronisation."""
         return self._scale.clone() if self._enabled and self._scale is not None else self._one.clone()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that changes from step to step, on the device, sharing storage; nothing where losses are not scaled."""
+        if not self._enabled:
+            return []
+        return [*self._check_scale_growth_tracker("tensors"), self._overflow_tracker]
+
     def agree_(self, found_inf: torch.Tensor) -> None:
         """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:

@@ -26,6 +26,7 @@ __all__ = [
     "mark_tied_sums",
     "num_replicas",
     "own_part",
+    "replicated_axes",
     "start_reducing_parts",
     "sum_",
     "sum_tied_gradients",
@@ -119,6 +120,20 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     for name, size in axes.items():
         replicas *= 1 if name == PIPELINE_AXIS else size
     return replicas
+
+
+def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
+    """The axes of the context's mesh along which ranks hold the same part of ``tensor``.
+
+    Those along which a DTensor is not sharded; but for ``pp``, where each rank has parameters of its own.
+    """
+    sharded = {PIPELINE_AXIS}
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        sharded.update(
+            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
+        )
+    return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
 
 
 def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -248,6 +263,9 @@ def start_reducing_parts(
     return finish
 
 
-def gather_parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``whole`` with every rank's part of it, of which ``own``, a view, is this rank's; one all-gather."""
+def gather_parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill ``whole`` with the part ``own`` of every rank of ``group`` (None: the world); one all-gather.
+
+    ``own`` may be a view of its place in ``whole``.
+    """
     _all_gather(whole, own, group=group)

@@ -305,6 +305,18 @@ def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
             assert all(0 <= row["least_bubble"] <= row["median_bubble"] < 1 for row in rows.values())
 
 
+@on_ranks(2)
+def test_comparing_replicas_is_held_against_a_step(world):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table.json"
+        sizes = ["--layers", "1", "--width", "12", "--seq-len", "4", "--batch-size", "1", "--rounds", "1"]
+        benchmark("replicas").main([*sizes, "--precision", "32-true", "--json", str(path)])
+        if world.rank == 0:
+            (row,) = json.loads(path.read_text())["rows"]
+            assert row["layout"] == "tensor 1 x data 2"
+            assert row["share"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -23,6 +23,8 @@ ORDER = [
     # L1: who is where, what a rank holds
     "surgery",
     "randomness",
+    "whereabouts",
+    "heartbeat",
     "mesh",
     "launching",
     "shards",
@@ -51,6 +53,7 @@ ORDER = [
     "histogram",
     "stepping",
     "optimizers",
+    "replicas",
     # what is saved
     "pieces",
     "checkpoint",
