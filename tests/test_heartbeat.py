@@ -202,6 +202,18 @@ def test_who_is_silent_is_named_by_all(monkeypatch):
         )
 
 
+def test_ranks_that_were_lost_together_are_named_together(monkeypatch):
+    ranks = Ranks(4, monkeypatch)
+    ranks.all[0]._interval = 1.0
+    ranks.seconds(3)
+    ranks.seconds(1, 1)
+    assert ranks.seconds(11, 1, 3) == {0, 2}
+    assert (
+        "rank 1 has been silent for 11 s; it was last seen in setup, step 1; rank 3 has been silent for 10 s"
+        in (ranks.written[0])
+    )
+
+
 def test_a_silent_leader_is_named_too(monkeypatch):
     ranks = Ranks(3, monkeypatch)
     ranks.seconds(3)

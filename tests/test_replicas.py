@@ -158,6 +158,18 @@ def test_a_master_on_one_rank(world, masters, zero):
         assert engine.check_replicas() == []
 
 
+@on_ranks(2)
+def test_a_repaired_weight_is_its_master_rounded(world):
+    """The lowest rank's weight is the wrong one, but its master is right."""
+    with paramp.launch_from_torch({"precision": "bf16-naive", "parallel": {"data": 2}, **CONFIG}) as context:
+        engine = build(context)
+        right = local(parameter(engine, "norm.weight")[1]).detach().clone()
+        if world.rank == 0:
+            flip(local(parameter(engine, "norm.weight")[1]))
+        assert_found(engine, "weight", "norm.weight", (1,), (0,))
+        assert torch.equal(local(parameter(engine, "norm.weight")[1]), right)
+
+
 @on_ranks(4)
 def test_the_optimizers_state_and_the_scale(world):
     with paramp.launch_from_torch({"precision": "16-mixed", "parallel": {"pipeline": 2}, **CONFIG}) as context:
