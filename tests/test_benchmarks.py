@@ -317,6 +317,15 @@ def test_comparing_replicas_is_held_against_a_step(world):
             assert row["share"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
 
 
+def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    benchmark("checkpoints").main(["--tensors", "2", "--width", "8", "--rounds", "1", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert found["bytes"] == 2 * (3 * 64 * 4 + 4)
+    assert found["stall"] == pytest.approx(found["seconds"]["save, wait=False"] / found["seconds"]["copy"])
+    assert "torch.save" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,11 +7,10 @@ import os
 import random
 
 import pytest
-from victims import TINY, Run, torchrun_command, weights_at
+from victims import FULL, TINY, Run, torchrun_command, weights_at
 
 LAYOUTS = {"pp2-tp2": ["--tp", "2", "--pp", "2"], "dp2-tp2": ["--tp", "2", "--dp", "2"]}
 STEPS, EVERY = 24, 3
-FULL = bool(os.environ.get("PARAMP_FULL"))
 RUNS = [(layout, number) for number in range(10) for layout in LAYOUTS] if FULL else [("pp2-tp2", 1)]
 
 
