@@ -220,7 +220,7 @@ def train(context: paramp.ParallelContext) -> int:
         if getattr(job, name) is not None:
             check_matplotlib(f"train.{name}")
     folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
-    found = None if job.resume is None else find(job.resume, folder, say_on(context))
+    found = find(job.resume, folder, say_on(context))
     accumulation = context.config.gradient_accumulation
     if found is not None:
         keep_global_batch(context, found)

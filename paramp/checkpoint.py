@@ -52,6 +52,7 @@ from torch.futures import Future
 from . import manifest
 from .encoding import decode
 from .errors import CheckpointError
+from .manifest import HEADER
 from .pieces import Box, Piece
 from .tensorfile import Entry, Written, read_header, read_rows, write_tensors
 
@@ -69,7 +70,6 @@ __all__ = [
     "write_alone",
 ]
 
-HEADER = "checkpoint.json"
 MODEL = "model."
 """What the names of weights and buffers begin with."""
 Result = TypeVar("Result")

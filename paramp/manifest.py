@@ -23,6 +23,7 @@ from .errors import CheckpointError
 from .tensorfile import Written
 
 __all__ = [
+    "HEADER",
     "MANIFEST",
     "checkpoints_in",
     "damage",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+HEADER = "checkpoint.json"
 FORMAT = "paramp checkpoint"
 PARTIAL = ".partial-"
 REPLACED = ".replaced"
@@ -51,13 +53,21 @@ def new_partial(path: Path) -> Path:
     Raises:
         CheckpointError: something else than a checkpoint lies at ``path``.
     """
-    if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not _may_be_replaced(path):
         raise CheckpointError(
             f"{str(path)!r} is there already and no checkpoint, so it is not replaced; choose another path"
         )
     partial = path.with_name(f"{path.name}{PARTIAL}{os.urandom(4).hex()}")
     partial.mkdir(parents=True)
     return partial
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether ``path`` is an empty folder or a checkpoint, or what damage has left of one."""
+    if not path.is_dir():
+        return False
+    names = [child.name for child in path.iterdir()]
+    return not names or any(name in (MANIFEST, HEADER) or name.startswith("rank-") for name in names)
 
 
 def remove_partials(path: Path, keep: Path | None = None) -> None:

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,48 +67,75 @@ class Checkpoints:
             Where to.
         """
         path = manifest.step_folder(self.folder, step)
-        engine.save(path, wait=wait, then=self._thin_out if engine.context.is_main else None)
+        then = functools.partial(self._thin_out, step) if engine.context.is_main else None
+        engine.save(path, wait=wait, then=then)
         return path
 
-    def _thin_out(self) -> None:
-        for number, (step, path) in enumerate(manifest.checkpoints_in(self.folder)):
-            for_good = self.keep_every is not None and step % self.keep_every == 0
-            if number >= self.keep_last and not for_good:
+    def _thin_out(self, saved: int) -> None:
+        before = [(step, path) for step, path in manifest.checkpoints_in(self.folder) if step <= saved]
+        for step, path in before[self.keep_last :]:
+            if self.keep_every is None or step % self.keep_every:
                 manifest.remove(path)
 
 
-def find(resume: str, folder: Path | None, say: Callable[[str], None] = print) -> Path | None:
+def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = print) -> Path | None:
     """The checkpoint to go on from; the same on every rank, all of which call it.
 
     Args:
-        resume: ``auto`` for the newest whole one in ``folder``, else the path of one.
+        resume: ``auto`` for the newest whole one in ``folder``, the path of one, or None for none.
+        folder: where the run will save; None: nowhere.
         say: told which were passed over, and why.
 
     Returns:
-        None if there is none yet in ``folder``.
+        None where the run is to start from the beginning.
 
     Raises:
         CheckpointError: on every rank: the one asked for is not whole, or none of several is.
-        ConfigError: ``auto`` without a folder.
+        ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would begin with, among which
+            its own would get lost; or ``auto`` without a folder.
     """
     group = dist.group.WORLD
     assert group is not None
-    if resume != "auto":
+    if resume == "auto" and folder is None:
+        raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
+    if resume == "auto" and folder is not None:
+        return _newest(folder, group, say)
+    if resume is not None:
         damage = problems_together(resume, group)
         if damage:
             raise CheckpointError(damage[0])
-        return Path(resume)
-    if folder is None:
-        raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
+    found = None if resume is None else Path(resume)
+    later = [] if folder is None else _later_than(found, folder, group)
+    if later:
+        raise ConfigError(
+            f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; go on from there "
+            "with --resume auto, or choose another folder"
+        )
+    return found
+
+
+def _newest(folder: Path, group: dist.ProcessGroup, say: Callable[[str], None]) -> Path | None:
     found, skipped = newest_whole(folder, group)
     for reason in skipped:
         say(f"resume: passed over: {reason}")
-    if found is None and any(True for _ in manifest.checkpoints_in(folder)):
+    if found is None and _later_than(None, folder, group):
         raise CheckpointError(
             f"none of the checkpoints in {str(folder)!r} is whole ({skipped[0]}); move them away to start anew, or put "
             "a whole one there"
         )
     return found
+
+
+def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> list[str]:
+    """The names of the checkpoints in ``folder`` of later steps than ``found``, if that is one of them, else of all."""
+    names: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        there = manifest.checkpoints_in(folder)
+        start = next((step for step, path in there if found is not None and path.resolve() == found.resolve()), -1)
+        names = [[path.name for step, path in there if step > start]]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    later: list[str] = names[0]
+    return later
 
 
 def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:

@@ -2,6 +2,8 @@
 
 import random
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from reference import batches, small_gpt
 import paramp
 from paramp import manifest
 from paramp.checkpoint import problems
-from paramp.errors import CheckpointError
+from paramp.errors import CheckpointError, ConfigError
 from paramp.restarts import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
@@ -157,6 +159,42 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@on_ranks(2)
+def test_a_run_does_not_begin_among_later_checkpoints(world):
+    """Its own would be older, and be passed over or thinned out."""
+    with paramp.launch_from_torch({}):
+        folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+        torch.distributed.broadcast_object_list(folders)
+        folder = Path(folders[0])
+        assert find(None, folder) is None
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoints = Checkpoints(folder, keep_last=2)
+        for step in (10, 20):
+            checkpoints.save(engine, step, wait=True)
+        with pytest.raises(ConfigError, match=r"has checkpoints of an earlier run, up to step-00000020; go on from"):
+            find(None, folder)
+        with pytest.raises(ConfigError, match=r"up to step-00000020"):
+            find(str(folder / "step-00000010"), folder)
+        assert find(str(folder / "step-00000020"), folder) == folder / "step-00000020"
+        assert find(str(folder / "step-00000010"), None) == folder / "step-00000010"
+        for step in (1, 2, 3):
+            checkpoints.save(engine, step, wait=True)
+        torch.distributed.barrier()  # the first rank thins out when it has saved
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["step-00000002", "step-00000003", "step-00000010", "step-00000020"]
+
+
+def test_the_remains_of_a_checkpoint_are_replaced(pair, tmp_path):
+    path = shutil.copytree(pair / "step-00000001", tmp_path / "saved")
+    (path / "manifest.json").unlink()
+    with paramp.launch_from_torch({}):
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.save(path)
+    assert not problems(path)
+
+
 def test_something_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
@@ -172,9 +210,6 @@ def test_something_else_is_not_replaced(tmp_path):
 
 @on_ranks(2)
 def test_a_rank_that_cannot_write_is_every_ranks_error(world):
-    import tempfile
-    from pathlib import Path
-
     with paramp.launch_from_torch({}) as context, tempfile.TemporaryDirectory() as folder:
         model = torch.nn.Linear(2, 2)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
