@@ -164,7 +164,7 @@ def step(engine, seed=0):
     engine.zero_grad()
 
 
-@on_ranks(2)
+@on_ranks(2, cuda=True)
 def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
     held, write = threading.Event(), paramp.saving.write
 
@@ -201,7 +201,7 @@ def test_leaving_the_context_waits_for_what_is_being_saved(world):
     assert paramp.checkpoint.problems(folder / "saved") == []
 
 
-@on_ranks(2)
+@on_ranks(2, cuda=True)
 def test_running_statistics_and_frozen_weights_come_back_on_each_data_rank(world):
     def model():
         layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6))
