@@ -40,7 +40,7 @@ def in_peace(tmp_path_factory):
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, number):
     chance = random.Random(f"{layout} {number}")
     folder, victim = tmp_path / "checkpoints", chance.randrange(4)
-    saves = chance.randrange(1, STEPS // EVERY)
+    saves = chance.randrange(1, STEPS // EVERY - 2)
     during_a_save = number % 2 == (layout == "dp2-tp2")  # in half of the runs
 
     def reached():
@@ -53,10 +53,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, num
             assert run.wait_for(lambda: any(folder.glob("*.partial-*")), pause=0.0005), run.log.read_text()
             os.kill(ranks[victim], 9)
         else:
-            moment = chance.uniform(0.0, 1.0)
-            run.wait_for(lambda: False, seconds=moment)
-            assert run.kill(victim) or run.process.poll() is not None
+            run.wait_for(lambda: False, seconds=chance.uniform(0.0, 0.5))
+            assert run.kill(victim)
         assert run.finish() == 0, run.log.read_text()
-        if during_a_save:
-            assert "resumed from" in run.log.read_text() or saves == 1
     assert weights_at(folder / f"step-{STEPS:08d}") == in_peace(layout)
