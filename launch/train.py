@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import paramp
 from paramp.checkpoint import read_header_of
-from paramp.config import Config, flatten, load, merge, read_file
+from paramp.config import Config, TrainConfig, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
 from paramp.errors import key_name, nearest, one_line, shown
@@ -288,6 +288,7 @@ def train(context: paramp.ParallelContext) -> int:
         announce(reporter, context, corpus, num_parameters)
         if found is not None:
             reporter.say(f"resumed from {found}, after step {position.step}")
+            say_what_stays(found, job, reporter)
         baseline = ""
         if context.is_main and corpus.unit == "byte":
             baseline = f" (a byte-bigram model: {bigram_loss(corpus):.4f})"
@@ -353,7 +354,8 @@ def train(context: paramp.ParallelContext) -> int:
                 )
             batches.check()
             if asked:
-                reporter.say(f"stopped after step {step} by signal {int(asked)}; --resume auto goes on from there")
+                rest = "nothing was saved" if checkpoints is None else "--resume auto goes on from there"
+                reporter.say(f"stopped after step {step} by signal {int(asked)}; {rest}")
                 return 128 + int(asked)
         engine.finish_saving()
     return 0
@@ -406,6 +408,18 @@ def complain_together(context: paramp.ParallelContext, failure: Exception | None
 def say_on(context: paramp.ParallelContext) -> Callable[[str], None]:
     """``print`` on the main rank."""
     return functools.partial(print, flush=True) if context.is_main else lambda text: None
+
+
+def say_what_stays(found: Path, job: TrainConfig, reporter: Reporter) -> None:
+    """Say which settings of the checkpoint hold where others were asked for, and if there is nothing left to do."""
+    header = read_header_of(found)
+    for name in ("lr", "weight_decay"):
+        asked = getattr(job, name)
+        before = header.values.get("config", {}).get(f"train.{name}", asked)
+        if before != asked:
+            reporter.say(f"train.{name} stays {before}, as the checkpoint's optimizer has it; {asked} is not used")
+    if header.values.get("tracked", {}).get("position", {}).get("step", 0) >= job.steps:
+        reporter.say(f"nothing is left to do up to step {job.steps}")
 
 
 def keep_global_batch(context: paramp.ParallelContext, found: Path) -> None:

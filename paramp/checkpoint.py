@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ from .encoding import decode
 from .errors import CheckpointError
 from .manifest import HEADER
 from .pieces import Box, Piece
-from .tensorfile import Entry, Written, read_header, read_rows, write_tensors
+from .tensorfile import DTYPES, Entry, Written, read_header, read_rows, write_tensors
 
 __all__ = [
     "MODEL",
@@ -121,12 +122,11 @@ def write(
         CheckpointError: on every rank, naming the first problem of any.
     """
     writer = _Writer(Path(path), values)
+    planner = _SavePlanner(pieces, failure, str(path))
     _translated(
         "written",
         path,
-        lambda: state_dict_saver.save(
-            {}, storage_writer=writer, planner=_SavePlanner(pieces, failure), process_group=group
-        ),
+        lambda: state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group),
     )
 
 
@@ -146,8 +146,9 @@ def _translated(what: str, path: str | Path, action: Callable[[], Result]) -> Re
 class _SavePlanner(SavePlanner):
     """Plans to write the boxes of ``pieces``, each by one rank."""
 
-    def __init__(self, pieces: Sequence[Piece], failure: CheckpointError | None) -> None:
+    def __init__(self, pieces: Sequence[Piece], failure: CheckpointError | None, path: str) -> None:
         self._failure = failure
+        self._path = path
         self._boxes: dict[MetadataIndex, tuple[Piece, Box]] = {
             MetadataIndex(piece.name, box.offsets): (piece, box) for piece in pieces for box in piece.boxes
         }
@@ -158,9 +159,16 @@ class _SavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         if self._failure is not None:
             raise self._failure
-        return SavePlan([_write_item(index, piece, box) for index, (piece, box) in self._boxes.items()])
+        items = [_write_item(index, piece, box) for index, (piece, box) in self._boxes.items()]
+        return SavePlan(items, planner_data=self._path)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        for rank, plan in enumerate(all_plans):
+            if plan.planner_data != self._path:
+                raise CheckpointError(
+                    f"path: got {self._path!r} on rank 0 and {plan.planner_data!r} on rank {rank}; give every rank the "
+                    "same, for instance by broadcasting what is made of the time"
+                )
         seen: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:  # what several ranks hold alike, such as a buffer in several stages, is the first one's
@@ -353,20 +361,62 @@ def read_header_of(path: str | Path) -> Header:
         OSError: it cannot be read.
     """
     file = Path(path) / HEADER
+    files = manifest.listed(Path(path))
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        tensors = {
-            name: StoredTensor(
-                name,
-                getattr(torch, item["dtype"]),
-                tuple(item["shape"]),
-                tuple((tuple(offsets), tuple(sizes), name_) for offsets, sizes, name_ in item["chunks"]),
-            )
-            for name, item in content["tensors"].items()
-        }
-        return Header(decode(content["values"]), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = {name: _stored(name, item, files) for name, item in content["tensors"].items()}
+        values = decode(content["values"])
+        _check_values(values)
+        return Header(values, tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is no header of a checkpoint: {type(error).__name__}: {error}") from None
+
+
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+def _stored(name: str, item: Mapping[str, Any], files: Mapping[str, Written]) -> StoredTensor:
+    """A tensor as the header has it.
+
+    Raises:
+        ValueError: its boxes do not make it up, or lie in files that are none of ``files``.
+    """
+    shape = tuple(int(size) for size in item["shape"])
+    chunks = tuple((tuple(offsets), tuple(sizes), file) for offsets, sizes, file in item["chunks"])
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(0 <= low <= low + size <= whole for low, size, whole in zip(offsets, sizes, shape, strict=True))
+        for offsets, sizes, _ in chunks
+    )
+    held = sum(math.prod(sizes) for _, sizes, _ in chunks)
+    if not inside or held != math.prod(shape) or len({offsets for offsets, _, _ in chunks}) != len(chunks):
+        raise ValueError(f"the parts of {name} do not make it up")
+    if not all(file in files for _, _, file in chunks):
+        raise ValueError(f"a part of {name} lies in a file that is not in the manifest")
+    return StoredTensor(name, DTYPE_NAMES[item["dtype"]], shape, chunks)
+
+
+VALUES: dict[str, type] = {
+    "layout": dict,
+    "config": dict,
+    "counts": list,
+    "scaler": dict,
+    "optimizer": str,
+    "groups": list,
+    "tracked": dict,
+}
+"""What a run's checkpoint says beside its tensors."""
+
+
+def _check_values(values: Any) -> None:
+    """Look at what a run's checkpoint says beside its tensors.
+
+    Raises:
+        ValueError: something is missing, or of another type.
+    """
+    for name, kind in VALUES.items() if "layout" in values else ():
+        if not isinstance(values.get(name), kind):
+            raise ValueError(f"its {name!r} is {type(values.get(name)).__name__}, expected {kind.__name__}")
 
 
 def read(path: str | Path, pieces: Sequence[Piece], header: Header, group: dist.ProcessGroup) -> None:
@@ -480,7 +530,8 @@ class _Reader(StorageReader):
     def _read(self, item: ReadItem) -> torch.Tensor:
         index = item.storage_index
         file = self._files(index.fqn)[tuple(index.offset or ())]
-        entry: Entry = self._entries(file)[_key(replace(index, fqn=self._header.tensors[index.fqn].name))]
+        stored = self._header.tensors[index.fqn]
+        entry = _entry(self._path / file, self._entries(file), stored, index)
         ranges = list(zip(item.storage_offsets, item.lengths, strict=True))
         value = read_rows(self._path / file, entry, *ranges[0]) if ranges else read_rows(self._path / file, entry)
         for dim, (offset, length) in enumerate(ranges[1:], start=1):
@@ -492,12 +543,25 @@ class _Reader(StorageReader):
         return False  # only for those who ask for it by name
 
 
+def _entry(path: Path, entries: Mapping[str, Entry], stored: StoredTensor, index: MetadataIndex) -> Entry:
+    """Where a box of ``stored`` lies in the file at ``path``.
+
+    Raises:
+        CheckpointError: it does not lie there as the header says.
+    """
+    entry = entries.get(_key(replace(index, fqn=stored.name)))
+    sizes = next(sizes for offsets, sizes, _ in stored.chunks if offsets == tuple(index.offset or ()))
+    if entry is None or (entry.dtype, entry.shape) != (stored.dtype, sizes):
+        raise CheckpointError(f"{str(path)!r} does not hold {stored.name} as {HEADER} says; take another checkpoint")
+    return entry
+
+
 def read_tensor(path: Path, header: Header, name: str) -> torch.Tensor:
     """The whole of one tensor, on the CPU."""
     stored = header.tensors[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for offsets, sizes, file in stored.chunks:
-        entry = read_header(path / file)[0][_key(MetadataIndex(stored.name, offsets))]
+        entry = _entry(path / file, read_header(path / file)[0], stored, MetadataIndex(name, offsets))
         target = whole
         for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
             target = target.narrow(dim, offset, length)

@@ -277,6 +277,8 @@ class TrainConfig:
             self.checkpoint_every,
             "nothing, because there is no checkpoint_dir to write to; set it with --checkpoint-dir DIR",
         )
+        for name in ("checkpoint_dir", "resume"):
+            _require(getattr(self, name) != "", name, getattr(self, name), "a path")
         _require(
             self.resume != "auto" or self.checkpoint_dir is not None,
             "resume",

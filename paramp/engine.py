@@ -40,7 +40,7 @@ from .replicas import Difference, Replicas
 from .saving import Saver
 from .scaler import DistributedGradScaler
 from .state import TrainingState
-from .stepping import choose_step
+from .stepping import FusedStep, choose_step
 from .tensor import vocab_parallel_loss
 from .timeline import Observer, Timeline, begin_call, observed, recording, span
 
@@ -779,7 +779,7 @@ class Engine:
             self._state.check_optimizer(header)
         self._state.load_model(fill, header)
         if everything:
-            self._state.load_optimizer(fill, header)
+            self._state.load_optimizer(fill, header, begins_at_zero=isinstance(self._update, FusedStep))
             self._update.state_loaded()
             self._load_values(header.values)
             self._state.load_random(fill, header, self.num_steps)
@@ -787,10 +787,10 @@ class Engine:
         self.zero_grad()
 
     def _what_to_save(self) -> tuple[Sequence[Piece], Mapping[str, Any]]:
-        if self._calls:
+        if self._calls or self._window.is_open:
             raise CheckpointError(
-                f"save: got a call after {self._calls} of {self._accumulation} accumulation steps, whose gradients are "
-                "not saved; save after the step that ends them"
+                f"save: got a call with gradients that wait for a step, after {self._calls} of {self._accumulation} "
+                "accumulation steps; they are not saved: save after the step that takes them"
             )
         values = {
             "layout": self._state.layout(),
@@ -800,6 +800,7 @@ class Engine:
             "scaler": self.scaler.state_dict(),
             "optimizer": type(self.optimizer).__name__,
             "groups": self._state.groups(),
+            "numbers": self._state.numbers(),
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
         return self._state.pieces(), values
@@ -808,10 +809,29 @@ class Engine:
         self._tally.load(values["counts"])
         self._count_unit = values["count_unit"]
         if values["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(values["scaler"])
-        for name, thing in self._tracked.items():
-            if name in values["tracked"]:
-                thing.load_state_dict(values["tracked"][name])
+            self._load_scaler(values["scaler"], same_mode=values["config"].get("precision") == self.precision.name)
+        failure: Exception | None = None
+        try:
+            for name, thing in self._tracked.items():
+                if name in values["tracked"]:
+                    thing.load_state_dict(values["tracked"][name])
+        except Exception as error:
+            failure = error
+        failures: list[Any] = [None] * self.context.world_size
+        dist.all_gather_object(failures, failure and f"{type(failure).__name__}: {failure}", group=self._saver.group)
+        if failure is not None:
+            raise failure
+        if any(failures):
+            raise CheckpointError(f"load: another rank failed: {next(message for message in failures if message)}")
+
+    def _load_scaler(self, state: dict[str, Any], *, same_mode: bool) -> None:
+        """Take up a scaler's state; in another mode only where the scale stands, if it moves in both."""
+        own = self.scaler.state_dict()
+        if same_mode:
+            self.scaler.load_state_dict(state)
+        elif all(one["min_scale"] is None or one["min_scale"] != one["max_scale"] for one in (own, state)):
+            where = ("scale", "_growth_tracker", "_overflow_tracker")
+            self.scaler.load_state_dict(own | {key: state[key] for key in where})
 
     # ------------------------------------------------------------------------------------------------- inner parts
 

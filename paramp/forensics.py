@@ -102,6 +102,11 @@ class Window:
             streams = [stream.states for stream in self._streams]
             self.calls.append(Call(*batch, random_states(self._device), streams))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are gradients of it that no step has taken."""
+        return self.scale is None and (self.calls is None or len(self.calls) > 0)
+
     def drop(self) -> None:
         """The gradients of an unfinished window were dropped."""
         if self.scale is None:

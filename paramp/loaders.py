@@ -157,9 +157,10 @@ class Position:
         if self._dealer is not None:
             self._dealer.skip = skip * self._dealt_at_once
         batches = iterate()
-        if self._dealer is None:
-            for _ in itertools.islice(batches, skip):
-                pass
+        if self._dealer is None and skip:
+            with torch.random.fork_rng(devices=[]):  # what was drawn for these was drawn before
+                for _ in itertools.islice(batches, skip):
+                    pass
         self._current = _Given(batches, epoch, skip)
         return self._current
 
@@ -172,6 +173,8 @@ class Position:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let the next iteration go on from ``state``, of this number of data ranks or another."""
+        if self._current is not None:
+            self._current.stale = True
         self._current, self._next = None, state["epoch"]
         if self._dealer is not None:
             self._dealer.set_epoch(state["epoch"])
@@ -191,11 +194,14 @@ class _Given:
         self._batches = batches
         self.epoch = epoch
         self.given = given
+        self.stale = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self.stale:
+            raise RuntimeError("loader: this iteration was begun before a checkpoint was loaded; begin another one")
         try:
             batch = next(self._batches)
         except StopIteration:

@@ -10,6 +10,7 @@ for its content.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ FORMAT = "paramp checkpoint"
 PARTIAL = ".partial-"
 REPLACED = ".replaced"
 STEP = re.compile(r"step-(\d+)")
+OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
+PLAIN_NAME = re.compile(r"\w[\w.-]*")
 CHUNK = 2**22
 
 
@@ -63,16 +66,20 @@ def new_partial(path: Path) -> Path:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether ``path`` is an empty folder or a checkpoint, or what damage has left of one."""
-    if not path.is_dir():
+    """Whether ``path`` is an empty folder or a checkpoint, or what damage has left of one, and has nothing else."""
+    if not path.is_dir() or not all(OWN_FILE.fullmatch(child.name) for child in path.iterdir()):
         return False
-    names = [child.name for child in path.iterdir()]
-    return not names or any(name in (MANIFEST, HEADER) or name.startswith("rank-") for name in names)
+    try:
+        return bool(json.loads((path / MANIFEST).read_bytes())["format"] == FORMAT)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):  # damaged; that of a web page would be whole
+        return (path / HEADER).is_file()
 
 
 def remove_partials(path: Path, keep: Path | None = None) -> None:
     """Delete what attempts to write ``path`` have left, but ``keep``."""
-    for left in path.parent.glob(f"{path.name}{PARTIAL}*"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*"):
         if left != keep:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -116,10 +123,11 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
 
 def finish_replacing(path: Path) -> None:
     """If replacing ``path`` was cut short after the old one had moved away, bring it back."""
-    replaced = path.with_name(path.name + REPLACED)
-    if replaced.is_dir() and not path.exists():
-        with contextlib.suppress(OSError):  # another rank was quicker
-            replaced.rename(path)
+    if path.name:
+        with contextlib.suppress(OSError):  # there is nothing to bring back, or another rank was quicker
+            replaced = path.with_name(path.name + REPLACED)
+            if replaced.is_dir() and not path.exists():
+                replaced.rename(path)
 
 
 def _sync(folder: Path) -> None:
@@ -162,8 +170,8 @@ def listed(path: Path) -> dict[str, Written]:
                 f"{str(file)!r} is of version {body['version']}, expected 1; update paramp to read it"
             )
         files = {name: Written(item["bytes"], item["sha256"]) for name, item in body["files"].items()}
-        whole = _manifest(files) == data
-    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = _manifest(files) == data and all(PLAIN_NAME.fullmatch(name) for name in files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointError(f"{str(file)!r} is damaged: it is not what was written; take another checkpoint")
@@ -175,6 +183,8 @@ def damage(path: Path, name: str, written: Written) -> str | None:
     file = path / name
     try:
         size = file.stat().st_size
+        if not file.is_file():
+            return f"{str(file)!r} is no file"
         if size != written.size:
             return f"{str(file)!r} has {size} bytes, of {written.size} that were written"
         digest = hashlib.sha256()

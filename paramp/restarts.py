@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import signal
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +77,10 @@ class Checkpoints:
         before = [(step, path) for step, path in manifest.checkpoints_in(self.folder) if step <= saved]
         for step, path in before[self.keep_last :]:
             if self.keep_every is None or step % self.keep_every:
-                manifest.remove(path)
+                try:
+                    manifest.remove(path)
+                except OSError as error:
+                    warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
 
 def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = print) -> Path | None:
@@ -96,6 +101,8 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
     """
     group = dist.group.WORLD
     assert group is not None
+    if folder is not None:
+        _check_writable(folder, group)
     if resume == "auto" and folder is None:
         raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
     if resume == "auto" and folder is not None:
@@ -112,6 +119,25 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
             "with --resume auto, or choose another folder"
         )
     return found
+
+
+def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
+    """Try to write to ``folder``, which is made if need be, before a run has something to save.
+
+    Raises:
+        ConfigError: on every rank, if that cannot be done.
+    """
+    problem: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            problem = [f"checkpoint_dir: {str(folder)!r} cannot be written to: {error.strerror}; choose another folder"]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0] is not None:
+        raise ConfigError(problem[0])
 
 
 def _newest(folder: Path, group: dist.ProcessGroup, say: Callable[[str], None]) -> Path | None:

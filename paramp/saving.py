@@ -62,7 +62,7 @@ class Saver:
             CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
         """
         self.finish()
-        group = self.group
+        path, group = Path(path).resolve(), self.group
         pieces: Sequence[Piece] = ()
         values: Any = None
         failure: CheckpointError | None = None
@@ -72,6 +72,9 @@ class Saver:
             values = encode(dict(plain), "checkpoint")
         except CheckpointError as error:  # told to all in the collective that plans the writing
             failure = error
+        except Exception as error:  # of a state_dict() of the user's
+            failure = CheckpointError(f"save: {type(error).__name__}: {error}")
+            failure.__cause__ = error
         if not wait:
             pieces = self._stage(pieces)
 

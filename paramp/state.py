@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from .checkpoint import MODEL, Header
 from .encoding import decode, encode
 from .errors import CheckpointError
-from .flat import FlatWeights, Slot
+from .flat import NO_GROUP, FlatWeights, Slot
 from .mesh import ParallelContext, TiedParameter
 from .pieces import Box, Piece, piece_of
 from .pipeline import Stages
@@ -44,6 +44,10 @@ __all__ = ["TrainingState"]
 OPTIMIZER, DATA, STAGE, RANK = "optimizer.", "data.", "random.stage.", "random.rank."
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a param group that say how to step, not what the step is."""
+STATE_OPTIONS = ("amsgrad", "momentum", "nesterov", "centered")
+"""Options of a param group on which depends what state there is."""
+EXTRA_STATE = "_extra_state"
+"""How ``state_dict`` calls what a module's ``get_extra_state`` gives."""
 PYTHON_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -147,8 +151,23 @@ class TrainingState:
 
     def _own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not _is_opaque(name):
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                self._check_extra_state(name, value)
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 yield name, value.detach()
+
+    def _check_extra_state(self, name: str, value: Any) -> None:
+        """Refuse what a module makes itself, but for Transformer Engine's: a pickle of scales that it finds again.
+
+        Raises:
+            CheckpointError: naming it.
+        """
+        module = self.module.get_submodule(name.rpartition(".")[0])
+        if value is not None and not type(module).__module__.startswith("transformer_engine"):
+            raise CheckpointError(
+                f"{name}: {type(module).__name__} has a get_extra_state(), which a checkpoint does not hold; make it "
+                "buffers, or save it with engine.track(name, thing)"
+            )
 
     def _optimizer(self) -> Iterator[Piece]:
         for slot, stepped in self._with_state():
@@ -156,7 +175,20 @@ class TrainingState:
                 yield self._state_piece(slot, stepped, key, value)
 
     def _with_state(self) -> Iterator[tuple[Slot, nn.Parameter]]:
-        return ((slot, stepped) for slot, stepped, _ in self.weights.pairs() if slot.own[0] < slot.own[1])
+        return (
+            (slot, stepped)
+            for slot, stepped, _ in self.weights.pairs()
+            if slot.own[0] < slot.own[1] and slot.group != NO_GROUP
+        )
+
+    def numbers(self) -> dict[str, str]:
+        """The kind of each state that the optimizer keeps as a number of Python's."""
+        return {
+            key: type(value).__name__
+            for _, stepped in self._with_state()
+            for key, value in self.optimizer.state.get(stepped, {}).items()
+            if type(value) in PYTHON_NUMBERS
+        }
 
     def _state_piece(self, slot: Slot, stepped: nn.Parameter, key: str, value: Any) -> Piece:
         name = f"{OPTIMIZER}{self.first_names[slot.name]}.{key}"
@@ -274,13 +306,33 @@ class TrainingState:
             self._piece_of(slot, self._name(slot), copies[slot] if slot in copies else self.weights.exact(slot))
             for slot in self._stepped_here()
         ]
-        read([*pieces, *self._frozen(), *self._stored_buffers(header)])
+        # Reading fills elements in order; where they lie in another one, a copy of them.
+        untrained = [(name, value, value.contiguous()) for name, value in self._untrained()]
+        read([*pieces, *(self._stored(name, value, header) for name, _, value in untrained)])
+        for name, value, filled in untrained:
+            if filled is not value:
+                self._put_back(name, value, filled)
         self.weights.take_masters(copies)
 
-    def _stored_buffers(self, header: Header) -> Iterator[Piece]:
-        for name, buffer in self._own_buffers():
-            own = f"{DATA}{self.context.dp.rank}.{name}"
-            yield piece_of(own if own in header.tensors else f"{MODEL}{name}", buffer, local(buffer))
+    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of frozen weights and buffers, by this rank's names."""
+        for name, value in [*self.weights.frozen, *self._own_buffers()]:
+            yield name, local(value).detach()
+
+    def _stored(self, name: str, values: torch.Tensor, header: Header) -> Piece:
+        """What is to be read for a frozen weight or a buffer, into ``values``."""
+        frozen = dict(self.weights.frozen)
+        if name in frozen:
+            return piece_of(f"{MODEL}{self.first_names[name]}", frozen[name], values, shape=self.shapes[name])
+        own = f"{DATA}{self.context.dp.rank}.{name}"
+        return piece_of(own if own in header.tensors else f"{MODEL}{name}", self.module.get_buffer(name), values)
+
+    def _put_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
+        if torch._debug_has_internal_overlap(value) == 0:
+            value.copy_(filled)
+            return
+        owner, _, leaf = name.rpartition(".")
+        self.module.get_submodule(owner)._buffers[leaf] = filled  # elements of the old one share memory
 
     def check_optimizer(self, header: Header) -> None:
         """Compare the checkpoint's optimizer with this one.
@@ -299,9 +351,20 @@ class TrainingState:
                 f"optimizer: it has {len(self.optimizer.param_groups)} param groups, the checkpoint's had "
                 f"{len(groups)}; make the same groups, or load with weights_only=True"
             )
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            for key in STATE_OPTIONS:
+                if bool(saved.get(key)) != bool(group.get(key)):
+                    raise CheckpointError(
+                        f"optimizer: got {key}={group.get(key)!r}, expected the checkpoint's {saved.get(key)!r}: "
+                        "other state is kept for it; set the same, or load with weights_only=True"
+                    )
 
-    def load_optimizer(self, read: Callable[[list[Piece]], None], header: Header) -> None:
-        """Fill what the optimizer keeps, and set its groups' options."""
+    def load_optimizer(self, read: Callable[[list[Piece]], None], header: Header, *, begins_at_zero: bool) -> None:
+        """Fill what the optimizer keeps, and set its groups' options.
+
+        Args:
+            begins_at_zero: the state that was not there yet is zero; else it is left to the optimizer to make it.
+        """
         groups = header.values["groups"]
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
@@ -315,27 +378,34 @@ class TrainingState:
                 parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(parameter, []).append(key)
         pieces: list[Piece] = []
+        kinds = {kind.__name__: kind for kind in PYTHON_NUMBERS}
+        python = {key: kinds[name] for key, name in header.values.get("numbers", {}).items()}
         numbers: list[tuple[dict[str, Any], str, type]] = []
         for slot, stepped in self._with_state():
             state = self.optimizer.state[stepped]
             own = self.first_names[slot.name]
             for key in set(state) - set(keys.get(own, ())):  # saved before its first step
-                state[key] = state[key].zero_() if isinstance(state[key], torch.Tensor) else type(state[key])()
+                if begins_at_zero:
+                    state[key].zero_()
+                else:
+                    del state[key]
             for key in keys.get(own, ()):
-                if type(state.get(key)) in PYTHON_NUMBERS:
-                    numbers.append((state, key, type(state[key])))
+                if key in python:
+                    numbers.append((state, key, python[key]))
                 if not isinstance(state.get(key), torch.Tensor):
                     state[key] = self._room(stepped, slot, key, header)
                 pieces.append(self._state_piece(slot, stepped, key, state[key]))
         read(pieces)
-        for state, key, python in numbers:
-            state[key] = python(state[key].item())
+        for state, key, kind in numbers:
+            state[key] = kind(state[key].item())
 
     def _room(self, stepped: nn.Parameter, slot: Slot, key: str, header: Header) -> torch.Tensor:
         """Where to put a state that the optimizer does not have yet; ``step`` where torch's own would have it."""
         stored = header.tensors[f"{OPTIMIZER}{self.first_names[slot.name]}.{key}"]
         if stored.shape == tuple(self.shapes[slot.name]) and stored.shape:
-            return torch.zeros_like(stepped.detach(), dtype=stored.dtype)
+            # An optimizer keeps state in the dtype of what it steps, which another mode may have changed.
+            same = header.tensors[self._name(slot)].dtype is stepped.dtype or not stored.dtype.is_floating_point
+            return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
         group = next(
             group for group in self.optimizer.param_groups if any(member is stepped for member in group["params"])
         )
@@ -345,11 +415,6 @@ class TrainingState:
 
 def _and_others(names: set[str]) -> str:
     return f", and {len(names) - 1} others" if len(names) > 1 else ""
-
-
-def _is_opaque(name: str) -> bool:
-    """Whether an entry of a state dict is Transformer Engine's own, pickled: its scales, which it finds again."""
-    return name.endswith("_extra_state")
 
 
 def _whole_piece(name: str, value: torch.Tensor, *, written: bool = True) -> Piece:

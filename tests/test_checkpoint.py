@@ -253,7 +253,7 @@ def test_checkpoints_of_other_models_are_refused_everywhere(world):
         with pytest.raises(CheckpointError, match=r"weight has the shape \(6, 6\) in .*, expected \(8, 8\)"):
             linear_engine(size=8).load(folder / "saved")
         step(engine)
-        with pytest.raises(CheckpointError, match="got a call after 1 of 2 accumulation steps"):
+        with pytest.raises(CheckpointError, match="gradients that wait for a step, after 1 of 2 accumulation steps"):
             engine.save(folder / "saved")
         odd = type("Odd", (), {"state_dict": lambda self: {"hook": print}, "load_state_dict": print})()
         engine.track("odd", odd)
@@ -261,3 +261,137 @@ def test_checkpoints_of_other_models_are_refused_everywhere(world):
         with pytest.raises(CheckpointError, match=r"checkpoint\.tracked\.odd\.hook: got builtin_function_or_method"):
             engine.save(folder / "saved")
         assert context.world_size == 2
+
+
+class Odd(torch.nn.Module):
+    """Untrained tensors whose elements do not lie in order, or are one."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+        self.turned = torch.nn.Parameter(torch.full((4, 8), value).cumsum(0).t(), requires_grad=False)
+        self.register_buffer("image", torch.full((1, 2, 3, 3), value).cumsum(1).to(memory_format=torch.channels_last))
+        self.register_buffer("spread", torch.full((4, 1), value).expand(4, 8))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_untrained_tensors_of_any_memory_format_come_back(tmp_path):
+    with paramp.launch_from_torch({}):
+        engine = linear_engine(model=Odd(1.0))
+        engine.save(tmp_path / "saved")
+        other = linear_engine(model=Odd(2.0))
+        other.load(tmp_path / "saved")
+        expected, found = engine.module.state_dict(), other.module.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class CountsItself(torch.optim.SGD):
+    """Keeps a number of Python's, on which its steps depend."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] * 0.999 ** state["count"])
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, CountsItself])
+@pytest.mark.parametrize("before", [0, 2])
+def test_state_that_does_not_begin_at_zero(tmp_path, make, before):
+    """Also into an engine that has other state already."""
+    with paramp.launch_from_torch({}):
+        engine, other = linear_engine(make=make), linear_engine(1, make=make)
+        for seed in range(before):
+            step(engine, seed)
+        engine.save(tmp_path / "saved")
+        for seed in range(3):
+            step(other, 5 + seed)
+        fresh = linear_engine(2, make=make)
+        for loaded in (other, fresh):
+            loaded.load(tmp_path / "saved")
+        for seed in range(2):
+            for one in (engine, other, fresh):
+                step(one, seed)
+        expected = engine.full_state_dict()
+        for one in (other, fresh):
+            assert all(torch.equal(value, expected[name]) for name, value in one.full_state_dict().items())
+
+
+def test_an_optimizers_state_follows_the_dtype_of_another_mode(tmp_path):
+    with paramp.launch_from_torch({"precision": "bf16-naive"}):
+        engine = linear_engine(make=torch.optim.NAdam)
+        step(engine)
+        engine.save(tmp_path / "saved")
+    with paramp.launch_from_torch({"precision": "bf16-true"}):
+        other = linear_engine(make=torch.optim.NAdam)
+        other.load(tmp_path / "saved")
+        step(other)
+        assert other.num_steps == 2
+
+
+@pytest.mark.parametrize(("saved", "loaded", "scale"), [("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0)])
+def test_a_scaler_keeps_its_modes_settings(tmp_path, saved, loaded, scale):
+    with paramp.launch_from_torch({"precision": saved}):
+        linear_engine(make=torch.optim.SGD).save(tmp_path / "saved")
+    with paramp.launch_from_torch({"precision": loaded}):
+        engine = linear_engine(make=torch.optim.SGD)
+        before = engine.scaler.state_dict()
+        engine.load(tmp_path / "saved")
+        assert engine.scaler.state_dict() == before
+        assert engine.scaler.get_scale() == scale
+
+
+def test_what_an_optimizer_does_not_hold_has_no_state(tmp_path):
+    with paramp.launch_from_torch({}):
+        engine = linear_engine()
+        step(engine)
+        engine.save(tmp_path / "saved")
+        other = linear_engine(make=lambda parameters, lr: torch.optim.AdamW(list(parameters)[:2], lr=lr))
+        other.load(tmp_path / "saved")
+        step(other)
+        with pytest.raises(CheckpointError, match="got amsgrad=True, expected the checkpoint's False"):
+            linear_engine(make=functools.partial(torch.optim.AdamW, amsgrad=True)).load(tmp_path / "saved")
+
+
+class Extra(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"steps": 5}
+
+    def set_extra_state(self, state):
+        raise AssertionError
+
+
+def test_a_modules_extra_state_is_refused_rather_than_lost(tmp_path):
+    with paramp.launch_from_torch({}), pytest.raises(CheckpointError, match=r"Extra has a get_extra_state\(\)"):
+        linear_engine(model=torch.nn.Sequential(Extra(6, 6))).save(tmp_path / "saved")
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_on_all(world):
+    class Tracked:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def state_dict(self):
+            return {"a": [][0]} if self.fails == "save" else {"a": 1}
+
+        def load_state_dict(self, state):
+            if self.fails == "load":
+                raise ValueError("not this")
+
+    with paramp.launch_from_torch({}) as context:
+        folder = shared_folder()
+        engine = linear_engine()
+        mine = context.rank == 1
+        engine.track("thing", Tracked("save" if mine else ""))
+        with pytest.raises(CheckpointError, match="save: IndexError: list index out of range"):
+            engine.save(folder / "saved")
+        engine.track("thing", Tracked("load" if mine else ""))
+        engine.save(folder / "saved")
+        with pytest.raises(ValueError if mine else CheckpointError, match="not this"):
+            engine.load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"path: got '.*/0' on rank 0 and '.*/1' on rank 1"):
+            engine.save(folder / str(context.rank))

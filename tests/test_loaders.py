@@ -414,3 +414,22 @@ def test_another_number_of_data_ranks_goes_on_after_the_same_samples():
     odd = on_all(lambda: DataLoader(Numbers(24), batch_size=5, shuffle=True), 2)
     with pytest.warns(UserWarning, match="had read 16 samples of its epoch, no multiple of the 10"):
         odd[0].load_state_dict(before[0].state_dict())
+
+
+def test_an_iteration_begun_before_a_load_is_refused():
+    (loader,) = on_all(RESUMED["shuffled"], 1)
+    batches = iter(loader)
+    loader.load_state_dict({"epoch": 3, "given": 4})
+    with pytest.raises(RuntimeError, match="was begun before a checkpoint was loaded"):
+        next(batches)
+
+
+def test_skipping_batches_draws_no_random_numbers():
+    (loader,) = on_all(RESUMED["a sampler that deals by itself"], 1)
+    loader.load_state_dict({"epoch": 0, "given": 6})
+    torch.manual_seed(1)
+    batches = iter(loader)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    assert after == torch.rand(())
+    next(batches)

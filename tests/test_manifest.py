@@ -1,5 +1,6 @@
 """Folders that are whole or not there, and every kind of damage to one."""
 
+import json
 import random
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from paramp import manifest
 from paramp.checkpoint import problems
 from paramp.errors import CheckpointError, ConfigError
 from paramp.restarts import Checkpoints, find
+from paramp.tensorfile import Written
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
 """A pickle that runs a command."""
@@ -210,7 +212,10 @@ def test_something_else_is_not_replaced(tmp_path):
 
 @on_ranks(2)
 def test_a_rank_that_cannot_write_is_every_ranks_error(world):
-    with paramp.launch_from_torch({}) as context, tempfile.TemporaryDirectory() as folder:
+    with paramp.launch_from_torch({}) as context:
+        folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+        torch.distributed.broadcast_object_list(folders)
+        (folder,) = folders
         model = torch.nn.Linear(2, 2)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         blocked = Path(folder) / "file"
@@ -224,3 +229,70 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(world):
             engine.optimizer.state[next(engine.module.parameters())] = {"odd": object()}
         with pytest.raises(CheckpointError, match=r"optimizer.weight.odd: the optimizer keeps a object there"):
             engine.save(Path(folder) / "checkpoint")
+
+
+def test_a_folder_with_another_manifest_is_not_replaced(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "manifest.json").write_text('{"name": "a web page"}')
+    for folder in (tmp_path, alone):
+        with pytest.raises(CheckpointError, match="is there already and no checkpoint"):
+            manifest.new_partial(folder)
+
+
+def rewrite(path, change):
+    """Change a checkpoint's header, and give it a manifest that fits."""
+    header = json.loads((path / "checkpoint.json").read_text())
+    change(header)
+    files = manifest.listed(path)
+    files["checkpoint.json"] = manifest.write_json(path / "checkpoint.json", header)
+    (path / "manifest.json").write_bytes(manifest._manifest(files))
+
+
+def some_tensor(header):
+    return next(item for name, item in header["tensors"].items() if name.startswith("model.") and item["shape"])
+
+
+FORGED = {
+    "no parts": lambda header: some_tensor(header).update(chunks=[]),
+    "half a part": lambda header: some_tensor(header)["chunks"][0][1].__setitem__(0, 1),
+    "a file elsewhere": lambda header: some_tensor(header)["chunks"][0].__setitem__(2, "../step-00000001/rank-00000"),
+    "a dtype that is none": lambda header: some_tensor(header).update(dtype="manual_seed"),
+    "a shape below zero": lambda header: some_tensor(header).update(shape=[-1]),
+    "no scaler": lambda header: header["values"].pop("scaler"),
+    "a layout that is a number": lambda header: header["values"].update(layout=3),
+    "no tensors": lambda header: header.pop("tensors"),
+    "another dtype": lambda header: some_tensor(header).update(dtype="int32"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_a_forged_checkpoint_says_is_refused(pair, tmp_path, name):
+    path = shutil.copytree(pair / "step-00000002", tmp_path / "forged")
+    rewrite(path, FORGED[name])
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        with pytest.raises(CheckpointError, match=r"is no header of a checkpoint|does not hold .* as checkpoint\.json"):
+            engine.load(path)
+
+
+@pytest.mark.parametrize("name", ["../other", "/dev/zero", ".hidden", "a/b", ""])
+def test_a_manifest_names_files_of_its_folder_only(pair, tmp_path, name):
+    path = shutil.copytree(pair / "step-00000002", tmp_path / "forged")
+    files = manifest.listed(path) | {name: Written(0, "0" * 64)}
+    (path / "manifest.json").write_bytes(manifest._manifest(files))
+    (found,) = problems(path)
+    assert "manifest.json' is damaged" in found
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with paramp.launch_from_torch({}):
+        for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(ConfigError, match=r"checkpoint_dir: .* cannot be written to: "):
+                find(None, folder)
+        for path in ("", "/", "x" * 300, str(tmp_path / "none")):
+            with pytest.raises(CheckpointError):
+                find(path, None)
