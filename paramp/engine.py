@@ -510,7 +510,11 @@ class Engine:
 
     def _stop(self) -> NoReturn:
         steps, skipped, in_a_row, at_floor = self._tally.read()
-        report = self.diagnose_overflow()
+        report: OverflowReport | str
+        try:
+            report = self.diagnose_overflow()
+        except Exception as error:  # the stop has to come all the same, and on every rank
+            report = f"no diagnosis could be made: {type(error).__name__}: {error}"
         floor = " with the loss scale at its floor" if at_floor else ""
         raise TrainingDiverged(
             f"training stopped after optimizer step {steps + skipped}, because {in_a_row} steps in a row were "
@@ -569,7 +573,10 @@ class Engine:
         try:
             with torch.enable_grad(), self._window.again() as calls, tracer:
                 for call in calls:
+                    tracer.see_batch(call.x)
                     self._run(call.x, call.y, loss, backward=True, reduce=False)
+                    if self._pipeline is not None and self._pipeline.failure is not None:
+                        tracer.failure = _message(self._pipeline.failure)
         finally:
             self.observers.remove(tracer)
         return tracer

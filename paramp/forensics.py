@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,7 @@ from .surgery import keeping_buffers
 __all__ = ["Tracer", "Window", "find_origin", "investigate", "stages_by_parameter"]
 
 BATCH = "the batch"
+CAST = "the cast of the batch to the compute dtype"
 CRITERION = "the criterion"
 TARGET = "the target"
 FORWARDS = ("forward", "loss")
@@ -188,6 +190,9 @@ class Tracer:
         self._looks = 0
         self._running: list[str] = []  # what runs now, the innermost last
         self._bounds: tuple[list[int], list[str]] = ([], [])  # numbers of nodes, and what ran from there on
+        self._given_finite = False  # the batch, before it was cast
+        self.failure: str | None = None
+        """What the criterion raised, where a pipeline went on without it."""
         self._met: set[tuple[int, int, str]] = set()  # call, microbatch and what met a value that is not finite
         self.sightings: dict[tuple[int, int, int, str], Sighting] = {}
         self.failed: set[tuple[int | None, int, int | None]] = set()
@@ -230,6 +235,8 @@ class Tracer:
         for stage in self._stages.values():
             self._handles.append(stage.register_forward_hook(self._after_stage))
             for name, module in stage.module.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what is around it is named
+                    continue
                 # What leads to the modules of several stages is there in copies, which share their hooks.
                 if id(module._forward_hooks) not in done:
                     done.add(id(module._forward_hooks))
@@ -359,7 +366,13 @@ class Tracer:
     def _batch(self) -> tuple[int, int, int]:
         return self._context.dp.rank, self._call, self._microbatch
 
+    def see_batch(self, batch: torch.Tensor) -> None:
+        """What the next call is given, before anything is cast."""
+        self._given_finite = flaw(batch) is None
+
     def _received(self) -> str:
+        if self._stage == 0 and self._given_finite:
+            return CAST
         return BATCH if self._stage == 0 else f"what stage {self._stage} received"
 
     def _handed_on(self) -> str:
@@ -492,7 +505,8 @@ def investigate(
             "call forward_backward(x, y)"
         )
         return OverflowReport(scale, of_step, note=note)
-    origin = find_origin(run(window.scale))
+    tracer = run(window.scale)
+    origin = find_origin(tracer)
     gradients = _gathered(find)
     if origin is None and not gradients:
         add_up()
@@ -502,7 +516,12 @@ def investigate(
         helped = scale > 1 and find_origin(run(torch.ones_like(window.scale))) is None
         origin = replace(origin, helped_by_scale=helped)
     note = ""
-    if origin is None:
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, tracer.failure)
+    if any(failures):
+        gradients = gradients or of_step
+        note = f"run again, it failed: {next(failure for failure in failures if failure)}"
+    elif origin is None:
         gradients = gradients or of_step
         note = (
             "run again, the batch gave finite values: the gradients or weights were changed by hand, the batch was "

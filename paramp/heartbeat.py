@@ -227,9 +227,9 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(2 * self._patience)  # a store that does not answer holds up a thread for good
         self._threads = []
-        self._hide()
+        self.hide()
 
-    def _hide(self, *others: int) -> None:
+    def hide(self, *others: int) -> None:
         """Remove the name of this rank's slate, and of others. Who has found it can go on reading."""
         for rank in (self._rank, *others):
             Slate.path(self._launch, rank).unlink(missing_ok=True)
@@ -257,7 +257,7 @@ class Heartbeat:
         if self._neighbour is not None:
             self._store.set(_sight(self._neighbour), Beat(0, *self._slates[self._neighbour].read()).encode())
         if self._shown and self._store.add("looked", 0) == self._world_size:
-            self._hide()
+            self.hide()
             self._shown = False
         verdict = self._read()
         self._answers += 1
@@ -328,7 +328,7 @@ class Heartbeat:
             self._failed_since = now
         elif now - self._failed_since > SECONDS_OF_GRACE:
             self.ending = True
-            self._hide()
+            self.hide()
             _exit()
 
     def _obituary(self, rank: int, seconds: float, beat: Beat) -> str:
@@ -347,7 +347,7 @@ class Heartbeat:
         """Say why, and end this process, when every rank has had the time to say so too."""
         self.ending = True
         _write(f"paramp: {text}; ending {self._name_of(self._rank)}, which was {self._at}\n")
-        self._hide(0, *self._slates)  # a rank that is stopped cannot
+        self.hide(0, *self._slates)  # a rank that is stopped cannot
         # A launcher ends all ranks when the first one ends.
         time.sleep(self._patience)
         _exit()

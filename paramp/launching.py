@@ -205,23 +205,29 @@ def _join(
         if owns_world and world_size > 1 and config.hang_timeout is not None:
             host = "the launcher" if _agent_listens(place) else ""
             heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, config.hang_timeout, host=host)
-        _agree_on_config(store, config, rank, world_size)
-    if owns_world:
-        backend = backend or _agree_on_backend(store, device, rank, world_size)
-        if world_size > 1 and "gloo" in backend:
-            choose_interface(store, place.host or "localhost", rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    if world_size > 1:
-        report_once()
-    return ParallelContext(
-        config,
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        device=device,
-        owns_world=owns_world,
-        heartbeat=heartbeat,
-    )
+    try:
+        if store is not None and (owns_world or dist.get_backend() != "fake"):
+            _agree_on_config(store, config, rank, world_size)
+        if owns_world:
+            backend = backend or _agree_on_backend(store, device, rank, world_size)
+            if world_size > 1 and "gloo" in backend:
+                choose_interface(store, place.host or "localhost", rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        if world_size > 1:
+            report_once()
+        return ParallelContext(
+            config,
+            rank=rank,
+            world_size=world_size,
+            local_rank=place.local_rank,
+            device=device,
+            owns_world=owns_world,
+            heartbeat=heartbeat,
+        )
+    except BaseException:
+        if heartbeat is not None:
+            heartbeat.hide()
+        raise
 
 
 _stores: dict[tuple[str, int, int], TCPStore] = {}

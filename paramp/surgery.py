@@ -179,12 +179,14 @@ def _prefixes(name: str) -> list[str]:
 @contextmanager
 def keeping_buffers(module: nn.Module) -> Iterator[None]:
     """Afterwards the buffers of ``module`` are what they were before, whatever a forward has done to them."""
-    buffers = [(submodule, dict(submodule._buffers)) for submodule in module.modules()]
+    buffers = [(submodule, dict(submodule._buffers.items())) for submodule in module.modules()]
     values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
     try:
         yield
     finally:
         for submodule, own in buffers:  # the forward may have put others in their place
+            if isinstance(submodule, torch.jit.ScriptModule):  # not in this one's
+                continue
             submodule._buffers.clear()
             submodule._buffers.update(own)
         with torch.no_grad():

@@ -187,9 +187,10 @@ class FileTokens(TokenSource):
             while wanted:  # the system may return less than asked for, at most 2 GiB at once
                 part = os.pread(self._descriptor, wanted, position)
                 if not part:
+                    size = os.fstat(self._descriptor).st_size
                     raise DataError(
-                        f"data: {str(self.path)!r} ends at byte {position}, where {wanted} more are expected; "
-                        "it has become shorter since it was opened: write it again, and start again"
+                        f"data: {str(self.path)!r} ends at byte {size}, where a read goes on to byte "
+                        f"{position + wanted}; it has become shorter since it was opened: write it again, and start again"
                     )
                 parts.append(part)
                 position += len(part)

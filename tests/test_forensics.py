@@ -1,5 +1,8 @@
 """What is said of a skipped step: every place where a value that is not finite was planted is named."""
 
+import math
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -568,3 +571,35 @@ def test_a_scaler_without_processes():
     assert [str(found.place) for found in scaler.diagnose(model.named_parameters()).gradients] == ["rank 0"]
     assert not dist.is_initialized()
     assert local(model.weight.grad).isinf().all()
+
+
+def skipped_linear(model, x, **config):
+    """An engine whose only step was skipped."""
+    engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+    engine.forward_backward(x, torch.full_like(x, config.pop("target", 0.0)))
+    assert engine.step().overflow
+    return engine
+
+
+def test_a_finite_batch_that_leaves_the_range_of_fp16_is_not_called_infinite():
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        model = torch.nn.Linear(4, 4)
+        assert "the cast of the batch to the compute dtype produced inf" in str(
+            skipped_linear(model, torch.full((2, 4), 1e5)).diagnose_overflow()
+        )
+        assert "the batch produced inf" in str(
+            skipped_linear(torch.nn.Linear(4, 4), torch.full((2, 4), math.inf)).diagnose_overflow()
+        )
+
+
+def test_scripted_modules_are_looked_around():
+    with paramp.launch_from_torch({"max_skipped_in_a_row": 2}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.jit.script(torch.nn.Linear(4, 4)))
+        engine = skipped_linear(model, torch.ones(2, 4), target=math.nan)
+        assert "the target produced NaN" in str(engine.diagnose_overflow())
+        x = torch.ones(2, 4)
+        engine.forward_backward(x, x * math.nan)
+        with pytest.raises(paramp.TrainingDiverged, match="2 steps in a row were skipped"):
+            engine.step()

@@ -3,9 +3,10 @@
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
-from commands import run
+from commands import run, torchrun
 from torch.distributed import HashStore
 
 from paramp import heartbeat as module
@@ -314,3 +315,16 @@ def test_an_error_is_told_although_closing_takes_for_ever(monkeypatch, quiet):
     with ending_in_time(ValueError("disk full"), quiet=quiet):
         assert ended.wait(20)
     assert [text.strip() for text in written] == ([] if quiet else ["ValueError: disk full"])
+
+
+def test_a_launch_that_fails_leaves_no_slate(tmp_path):
+    """Ranks that were given different configurations."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, paramp\nwith paramp.launch_from_torch({'seed': int(os.environ['RANK'])}):\n    pass\n"
+    )
+    before = {path.name for path in Path("/dev/shm").glob("paramp-*")}
+    result = torchrun(2, str(script))
+    assert result.returncode != 0
+    assert "seed: rank 0 has 0, but rank 1 has 1" in result.stderr
+    assert {path.name for path in Path("/dev/shm").glob("paramp-*")} <= before
