@@ -190,7 +190,8 @@ class FileTokens(TokenSource):
                     size = os.fstat(self._descriptor).st_size
                     raise DataError(
                         f"data: {str(self.path)!r} ends at byte {size}, where a read goes on to byte "
-                        f"{position + wanted}; it has become shorter since it was opened: write it again, and start again"
+                        f"{position + wanted}; it has become shorter since it was opened: write it again, and start "
+                        "again"
                     )
                 parts.append(part)
                 position += len(part)
