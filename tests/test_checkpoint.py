@@ -67,20 +67,24 @@ def config(layout, precision, **others):
     } | others
 
 
-def run_and_save(world, layout, precision, path, optimizer="AdamW", wait=True, dropout=0.0, masters=None):
+def run_and_save(world, layout, precision, path, optimizer="AdamW", wait=True, dropout=0.0, masters=None, num_layers=4):
     """What a run that saves in the middle goes on with, and its weights in the end."""
     with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
-        engine, scheduler = start(context, optimizer=getattr(torch.optim, optimizer), dropout=dropout)
+        engine, scheduler = start(
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, num_layers=num_layers
+        )
         train(engine, scheduler, BEFORE, overflow_at=(1,))
         engine.save(path, wait=wait)
         after = train(engine, scheduler, AFTER, first=BEFORE)
         return after, engine.full_state_dict(), engine.scaler.state_dict(), (engine.num_steps, engine.num_skipped)
 
 
-def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, masters=None):
+def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, masters=None, num_layers=4):
     """The same of a run that loads."""
     with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
-        engine, scheduler = start(context, optimizer=getattr(torch.optim, optimizer), dropout=dropout)
+        engine, scheduler = start(
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, num_layers=num_layers
+        )
         train(engine, scheduler, 1, first=20)  # what it has done before does not matter
         engine.load(path)
         saved = engine.scaler.state_dict()
@@ -395,3 +399,44 @@ def test_what_fails_on_one_rank_fails_on_all(world):
             engine.load(folder / "saved")
         with pytest.raises(CheckpointError, match=r"path: got '.*/0' on rank 0 and '.*/1' on rank 1"):
             engine.save(folder / str(context.rank))
+
+
+class Sometimes(torch.nn.Module):
+    """A layer that some steps leave out, so that its weights have been stepped less often than others."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.use = True
+
+    def forward(self, x):
+        return self.always(x) + (self.sometimes(x) if self.use else 0.0)
+
+
+def test_weights_that_were_stepped_less_often_stay_so(tmp_path):
+    def go_on(engine):
+        for seed in range(3):
+            step(engine, seed)
+        return engine.full_state_dict()
+
+    with paramp.launch_from_torch({}):
+        engine = linear_engine(model=Sometimes())
+        for seed, use in enumerate((True, False, False, True)):
+            engine.module.use = use
+            step(engine, seed)
+        engine.save(tmp_path / "saved")
+        expected = go_on(engine)
+        other = linear_engine(model=Sometimes())
+        other.load(tmp_path / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in go_on(other).items())
+
+
+def test_a_tied_weight_is_written_by_one_of_its_stages(tmp_path):
+    """Under ZeRO the stages cut their copies up at different places."""
+    path = str(tmp_path / "saved")
+    options = {"precision": "16-naive", "path": path, "num_layers": 3}
+    went_on = on("pp2·dp2 + zero1", "run_and_save", **options)
+    resumed = on("pp2·dp2 + zero1", "run_resumed", **options)
+    assert resumed[0] == went_on[0]
+    resharded = on("tp4", "run_resumed", **options)
+    assert [loss for loss, *_ in resharded[0]] == pytest.approx([loss for loss, *_ in went_on[0]], rel=0.01)
