@@ -460,7 +460,8 @@ def _parameters(
                 continue
             least = largest[_owner(name)] * math.sqrt(expected[name].numel())
             least = max(least, float(expected[name].norm(dtype=torch.float64)))
-            least += lost / unit * float(single.start[name].norm(dtype=torch.float64))
+            allowed = LATER if what == "weights" else unit  # so that what is lost alone stays within it
+            least += lost / allowed * float(single.start[name].norm(dtype=torch.float64))
             yield name, what, max(_relative(other[name], expected[name], least) for other in others) / unit
 
 
