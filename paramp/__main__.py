@@ -126,6 +126,10 @@ def run_import(arguments: argparse.Namespace) -> None:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the comparison; the exit code."""
     given = vars(arguments)
+    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+        raise ConfigError(f"--json: no folder {str(Path(arguments.json).parent)!r} to write {arguments.json!r} into")
+    if arguments.json is not None and Path(arguments.json).is_dir():
+        raise ConfigError(f"--json: {arguments.json!r} is a folder, expected a file")
     settings: dict[str, Any] = {}
     for path, _ in LAYOUT.values():
         if (value := given[".".join(path)]) is not None:

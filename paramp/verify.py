@@ -6,7 +6,12 @@ order, so each value may differ by a few of its rounding errors. All distances a
 
     forward     || sharded - single || / || single ||                               of each output of a layer
     gradient    || sharded - single || / max(|| single ||, rms of the layer's)      of each parameter, in the first step
-    weights     the same of the way from the start to the end, which may also lose what rounding the weight takes
+    step        the same of the way that it goes in the first step, which may also lose what rounding the weight takes
+    weights     the same of the way from the start to the end
+
+The first step judges. In later ones the weights differ already, and where a layer has a kink, as ReLU has, rounding
+decides on which side of it a value near 0 comes to lie: that changes a gradient by a sample's whole share, however
+fine the rounding is. So later steps fail only where the runs are :data:`LATER` apart, or not finite.
 
 The gradient's floor is for parameters whose true gradient is zero, such as the bias of keys in attention: what is left
 of it is the rounding of what cancelled out. The optimizer is SGD with momentum, because Adam divides a gradient of half
@@ -20,7 +25,7 @@ import math
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,18 @@ from .precision import Precision
 from .processes import start_processes
 from .verify_run import RUNS, Options, Seen, configure
 
-__all__ = ["FLOAT8_ROUNDING", "UNITS", "UNITS_FLOAT8", "UNITS_LOSS", "Layer", "Report", "compare", "rounding", "verify"]
+__all__ = [
+    "FLOAT8_ROUNDING",
+    "LATER",
+    "UNITS",
+    "UNITS_FLOAT8",
+    "UNITS_LOSS",
+    "Layer",
+    "Report",
+    "compare",
+    "rounding",
+    "verify",
+]
 
 UNITS = 32.0
 """Rounding errors that a layer may be apart."""
@@ -43,7 +59,10 @@ UNITS_LOSS = 4.0
 """The same of a loss in reduced precision, which is an average; in fp32 and fp64 it is :data:`UNITS`."""
 FLOAT8_ROUNDING = 2.0**-4
 """Of e4m3."""
-WHAT = ("forward", "gradient", "weights")
+LATER = 0.5
+"""Relative distance that steps after the first may be apart; no multiple of the rounding error, as it is not rounding
+that grows there."""
+WHAT = ("forward", "gradient", "step", "weights")
 """What of a layer is compared."""
 
 
@@ -59,7 +78,10 @@ class Layer:
     name: str
     forward: float | None = None
     gradient: float | None = None
+    step: float | None = None
     weights: float | None = None
+    not_finite: list[str] = field(default_factory=list)
+    """Which of these are None because the values of both runs are not finite."""
     microbatch: int = 0
     """The first one in which its output was not within the tolerance, else the one in which it was farthest."""
     problem: str | None = None
@@ -86,6 +108,8 @@ class Report:
     """One rounding error."""
     tolerance: float
     loss_tolerance: float
+    later_tolerance: float
+    """Of weights, losses and norms after the first step."""
     steps: int
     layers: list[Layer] = field(default_factory=list)
     """In the order in which their forward ends."""
@@ -96,50 +120,85 @@ class Report:
     random_in: str | None = None
     """A layer that draws random numbers in its forward."""
 
+    def allowed(self, what: str) -> float:
+        """Rounding errors that layers may be apart in ``what``."""
+        return self.later_tolerance if what == "weights" else self.tolerance
+
     @property
     def first(self) -> tuple[Layer, str] | None:
         """The first layer that diverges, and in what: the forward, else the gradient in the order of the backward."""
+        return next((at for at in self._in_order() if at[0].exceeds(at[1], self.allowed(at[1]))), None)
+
+    @property
+    def first_not_finite(self) -> tuple[Layer, str] | None:
+        """The first layer whose values are not finite in both runs, and which values, in the same order."""
+        return next((at for at in self._in_order() if at[1] in at[0].not_finite), None)
+
+    def _in_order(self) -> Iterator[tuple[Layer, str]]:
         for what in WHAT:
             for layer in self.layers[::-1] if what == "gradient" else self.layers:
-                if layer.exceeds(what, self.tolerance):
-                    return layer, what
-        return None
+                yield layer, what
+
+    @property
+    def overflows(self) -> list[str]:
+        """The runs that skipped the first step, so that there is nothing to judge by."""
+        return [run for run in RUNS if self.skipped[run][0]]
 
     @property
     def loss_distance(self) -> float:
         """The largest distance of a loss."""
-        unit = max(self.unit, torch.finfo(torch.float32).eps / 2)  # in which losses are reported
-        return _largest_apart(self.losses) / unit
+        return max(_apart_in_each(self.losses)) / self._loss_unit
 
     @property
     def norm_distance(self) -> float:
-        """The largest distance of a norm of the gradient."""
-        return _largest_apart(self.grad_norms) / self.unit
+        """The largest distance of a norm of the gradient, without steps that both runs skipped."""
+        return max(self._norms_apart()) / self.unit
 
     @property
     def ok(self) -> bool:
-        """Whether all is within the tolerances."""
-        within = self.loss_distance <= self.loss_tolerance and self.norm_distance <= self.tolerance
-        return self.first is None and within and self.skipped["single"] == self.skipped["sharded"]
+        """Whether all is finite and within the tolerances."""
+        if self.first is not None or self.first_not_finite is not None or self.overflows:
+            return False
+        losses = self._within(_apart_in_each(self.losses), self.loss_tolerance * self._loss_unit)
+        norms = self._within(self._norms_apart(), self.tolerance * self.unit)
+        return losses and norms and self.skipped["single"] == self.skipped["sharded"]
+
+    @property
+    def _loss_unit(self) -> float:
+        return max(self.unit, torch.finfo(torch.float32).eps / 2)  # in which losses are reported
+
+    def _norms_apart(self) -> list[float]:
+        skipped = zip(*self.skipped.values(), strict=True)
+        apart = _apart_in_each(self.grad_norms)
+        return [0.0 if all(both) else value for value, both in zip(apart, skipped, strict=True)]
+
+    def _within(self, apart: Sequence[float], first: float) -> bool:
+        """Whether the relative distances of each step are at most ``first`` in the first one, and in later ones what is
+        allowed there."""
+        return apart[0] <= first and all(value <= self.later_tolerance * self.unit for value in apart[1:])
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a distance that is not finite is the string ``"inf"``."""
         first = None if self.first is None else {"layer": self.first[0].name, "what": self.first[1]}
-        own = asdict(self) | {"loss_distance": self.loss_distance, "norm_distance": self.norm_distance}
+        own = asdict(self) | {
+            "overflows": self.overflows,
+            "loss_distance": self.loss_distance,
+            "norm_distance": self.norm_distance,
+        }
         plain: dict[str, Any] = _finite({"ok": self.ok, "first": first} | own)
         return plain
 
     def lines(self) -> Iterator[str]:
         """The report for a reader."""
-        width = max(len("layer"), *(len(layer.name) for layer in self.layers))
+        width = max(len(name) for name in ["layer", *(layer.name for layer in self.layers)])
         heads = {what: f"{what:>8}" for what in WHAT} | {"weights": f"weights after {self.steps} steps"}
         yield f"{'layer':<{width}}  {'  '.join(heads.values())}"
         for layer in self.layers:
             cells = [f"{_words(layer.distance(what)):>{len(head)}}" for what, head in heads.items()]
-            bad = any(layer.exceeds(what, self.tolerance) for what in WHAT)
-            mark = "DIVERGES" if bad else "ok" if layer.problem is None else f"not compared: {layer.problem}"
-            yield f"{layer.name:<{width}}  {'  '.join(cells)}  {mark}"
-        allowed = f"allowed {self.tolerance:g}, of a loss {self.loss_tolerance:g}"
+            yield f"{layer.name:<{width}}  {'  '.join(cells)}  {self._mark(layer)}"
+        allowed = (
+            f"allowed {self.tolerance:g}, of a loss {self.loss_tolerance:g}, after step 1 {self.later_tolerance:g}"
+        )
         yield f"in rounding errors of {self.precision}, 2**{math.log2(self.unit):g}; {allowed}"
         yield _numbers("losses", self.losses, self.loss_distance)
         yield _numbers("gradient norms", self.grad_norms, self.norm_distance)
@@ -153,14 +212,38 @@ class Report:
             )
         yield self._verdict()
 
+    def _mark(self, layer: Layer) -> str:
+        if any(layer.exceeds(what, self.allowed(what)) for what in WHAT):
+            return "DIVERGES"
+        if layer.not_finite:
+            return "not finite in both runs"
+        return "ok" if layer.problem is None else f"not compared: {layer.problem}"
+
     def _verdict(self) -> str:
         if self.first is not None:
             layer, what = self.first
-            where = f"forward, microbatch {layer.microbatch} of step 1" if what == "forward" else what
-            where += {"forward": "", "gradient": " of step 1", "weights": f" after {self.steps} steps"}[what]
-            value = _words(layer.distance(what))
-            return f"the first layer that diverges: {layer.name} ({where}: {value} units, allowed {self.tolerance:g})"
+            value = f"{_words(layer.distance(what))} units, allowed {self.allowed(what):g}"
+            return f"the first layer that diverges: {layer.name} ({self._where(layer, what)}: {value})"
+        found = []
+        if self.overflows:
+            runs = "both runs" if len(self.overflows) > 1 else f"the {self.overflows[0]} run"
+            found.append(f"the first step overflows in {runs}")
+        if self.first_not_finite is not None:
+            layer, what = self.first_not_finite
+            found.append(f"the values are not finite in both runs, first in {layer.name} ({self._where(layer, what)})")
+        if found:
+            later = self.first_not_finite is not None and self.first_not_finite[1] == "weights"
+            start, end = ("", "lower lr") if later else ("nothing was compared: ", "mend the model")
+            return f"{start}{', '.join(found)}; {'lower init_scale or ' if self.overflows else ''}{end}"
         return f"{self.layout} {'follows' if self.ok else 'does not follow'} the single process"
+
+    def _where(self, layer: Layer, what: str) -> str:
+        return {
+            "forward": f"forward, microbatch {layer.microbatch} of step 1",
+            "gradient": "gradient of step 1",
+            "step": "weights after step 1",
+            "weights": f"weights after {self.steps} steps",
+        }[what]
 
 
 def _words(value: float | None) -> str:
@@ -182,12 +265,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _largest_apart(values: Mapping[str, Sequence[float]]) -> float:
-    """The largest relative distance of numbers of the two runs; infinite where one of them is not finite."""
-    pairs = list(zip(values["sharded"], values["single"], strict=True))
-    if not all(math.isfinite(number) for pair in pairs for number in pair):
-        return 0.0 if repr(values["sharded"]) == repr(values["single"]) else math.inf
-    return max((abs(a - b) / abs(b) if b else math.inf for a, b in pairs if a != b), default=0.0)
+def _apart_in_each(values: Mapping[str, Sequence[float]]) -> list[float]:
+    """The relative distance of the two runs' numbers in each step; infinite where one of them is not finite."""
+    return [_number_apart(*pair) for pair in zip(values["sharded"], values["single"], strict=True)]
+
+
+def _number_apart(actual: float, expected: float) -> float:
+    if not math.isfinite(actual) or not math.isfinite(expected):
+        return math.inf
+    return abs(actual - expected) / abs(expected) if expected else math.inf if actual else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- the comparison
@@ -197,7 +283,7 @@ def compare(single: Seen, sharded: Sequence[Seen], config: Config, tolerance: fl
     """What the ranks of the sharded run, which ``config`` is of, saw against what the single process saw.
 
     Args:
-        tolerance: rounding errors that a layer may be apart. None: as the mode has it.
+        tolerance: rounding errors that a layer may be apart in the first step. None: as the mode has it.
 
     Raises:
         ConfigError: the runs did not start from the same weights or did not see the same batches.
@@ -209,7 +295,8 @@ def compare(single: Seen, sharded: Sequence[Seen], config: Config, tolerance: fl
     low = unit > torch.finfo(torch.float32).eps / 2
     sizes = (("pp", parallel.pipeline.size), ("dp", parallel.data), ("tp", parallel.tensor.size))
     layout = "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
-    report = Report(layout, precision.name, unit, tolerance, UNITS_LOSS if low else tolerance, len(single.losses))
+    limits = tolerance, UNITS_LOSS if low else tolerance, max(LATER / unit, tolerance)
+    report = Report(layout, precision.name, unit, *limits, len(single.losses))
     _check_same_start(single, sharded)
     runs = dict(zip(RUNS, (single, sharded[0]), strict=True))
     report.losses = {run: seen.losses for run, seen in runs.items()}
@@ -217,15 +304,23 @@ def compare(single: Seen, sharded: Sequence[Seen], config: Config, tolerance: fl
     report.skipped = {run: seen.skipped for run, seen in runs.items()}
     report.random_in = single.random_in
     layers = _forwards(single, sharded, parallel.pipeline.num_microbatches, report)
-    for name, what, value in _parameters(single, sharded, precision, unit):
+    order = [*layers]
+    for name, what, value in () if report.overflows else _parameters(single, sharded, precision, unit):
         layer = layers.setdefault(_owner(name), Layer(_owner(name) or "(model)"))
-        setattr(layer, what, max(value, layer.distance(what) or 0.0))
-    order = [name for name, layer in layers.items() if layer.forward is not None or layer.problem is not None]
+        _add_distance(layer, what, value)
     for name in (name for name in layers if name not in order):  # not called itself: before the module that uses it
         users = (index for index, other in enumerate(order) if f"{name}.".startswith(f"{other}." if other else ""))
         order.insert(next(users, len(order)), name)
     report.layers = [layers[name] for name in order]
     return report
+
+
+def _add_distance(layer: Layer, what: str, value: float | None) -> None:
+    """Keep the largest in ``layer``; None is for values that are not finite in both runs."""
+    if value is not None:
+        setattr(layer, what, max(value, layer.distance(what) or 0.0))
+    elif what not in layer.not_finite:
+        layer.not_finite.append(what)
 
 
 def _check_same_start(single: Seen, sharded: Sequence[Seen]) -> None:
@@ -281,6 +376,10 @@ def _add_output(
     layer: Layer, parts: Sequence[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: Seen, report: Report
 ) -> None:
     """Note in ``layer`` how far an output of it is from ``whole``."""
+    if _not_a_number(whole) and any(_not_a_number(part) for part in parts):
+        layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
+        _add_distance(layer, "forward", None)
+        return
     samples = holder.microbatch_size
     apart = _apart(parts, whole, {*holder.packed, samples} - {0, 1})
     if apart is None:
@@ -330,26 +429,39 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) 
     return difference / norm if norm and math.isfinite(difference) else math.inf
 
 
+def _not_a_number(tensor: torch.Tensor) -> bool:
+    """Whether something in it is NaN or above the range, as minus infinity alone may be a mask."""
+    return bool((tensor.isnan() | tensor.isposinf()).any())
+
+
 def _parameters(
     single: Seen, sharded: Sequence[Seen], precision: Precision, unit: float
-) -> Iterator[tuple[str, str, float]]:
-    """Each parameter's name, and the distances of its gradient and of its way, by what they are called.
+) -> Iterator[tuple[str, str, float | None]]:
+    """Each parameter's name, and the distances of its gradient and of its ways, by what they are called.
 
-    That of the rank that is farthest, among those that have the whole model.
+    That of the rank that is farthest, among those that have the whole model; None where neither run's are finite.
     """
     stored = torch.finfo(torch.float32 if precision.masters else precision.weights).eps / 2
-    lost = len(single.losses) * stored  # of the weight's own size
-    for what, values in (("gradient", lambda seen: seen.gradient), ("weights", _way)):
+    ways: dict[str, tuple[int, Callable[[Seen], dict[str, torch.Tensor]]]] = {
+        "gradient": (0, lambda seen: seen.gradient),
+        "step": (1, lambda seen: _way(seen.start, seen.after_first)),
+        "weights": (len(single.losses), lambda seen: _way(seen.start, seen.end)),
+    }
+    for what, (num_steps, values) in ways.items():
+        lost = num_steps * stored  # of the weight's own size
         expected = values(single)
         largest: dict[str, float] = defaultdict(float)  # root mean square of any parameter of a module
         for name in single.trained:
             largest[_owner(name)] = max(largest[_owner(name)], _rms(expected[name]))
         others = [values(seen) for seen in sharded if seen.start]
         for name in single.trained:
+            if not any(bool(value[name].isfinite().all()) for value in (expected, *others)):
+                yield name, what, None
+                continue
             least = largest[_owner(name)] * math.sqrt(expected[name].numel())
             least = max(least, float(expected[name].norm(dtype=torch.float64)))
-            if what == "weights":
-                least += lost / unit * float(single.start[name].norm(dtype=torch.float64))
+            allowed = LATER if what == "weights" else unit  # so that what is lost alone stays within it
+            least += lost / allowed * float(single.start[name].norm(dtype=torch.float64))
             yield name, what, max(_relative(other[name], expected[name], least) for other in others) / unit
 
 
@@ -357,8 +469,8 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _way(seen: Seen) -> dict[str, torch.Tensor]:
-    return {name: value - seen.start[name] for name, value in seen.end.items() if value.is_floating_point()}
+def _way(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value - start[name] for name, value in end.items() if value.is_floating_point()}
 
 
 def _rms(tensor: torch.Tensor) -> float:
@@ -377,6 +489,8 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
     Raises:
         ConfigError: the options are wrong, or the runs cannot be compared.
     """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(f"tolerance: got {tolerance}, expected a finite number of 0 or more")
     config = configure(options, "sharded")
     parallel = config.parallel
     assert isinstance(parallel.data, int)

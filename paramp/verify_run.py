@@ -10,11 +10,12 @@ import faulthandler
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ __all__ = ["RUNS", "Options", "Seen", "configure", "load_attribute", "main"]
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
 INIT_SCALE = 2.0**10
-"""From 2**16 or 2**32 a run of a few steps would skip most of them."""
+"""At most. From 2**16 or 2**32 a run of a few steps would skip most of them."""
 MOMENTUM = 0.9
 STANDARD_ERROR = 2
 """Its descriptor, which is there whatever stands in the place of ``sys.stderr``."""
@@ -105,9 +106,10 @@ class Seen:
     trained: list[str] = field(default_factory=list)
     """This rank's parameters that are trained."""
     start: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The whole model's weights before the first step, its gradient in the first step, and its weights after the last;
-    on the first pipeline rank."""
+    """The whole model's weights before the first step, its gradient in the first step, and its weights after that and
+    after the last; on the first pipeline rank."""
     gradient: dict[str, torch.Tensor] = field(default_factory=dict)
+    after_first: dict[str, torch.Tensor] = field(default_factory=dict)
     end: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -125,7 +127,7 @@ def configure(options: Options, run: str) -> Config:
     if precision.masters:  # remainders come to the same values
         precision = dataclasses.replace(precision, masters=True)
     if (scaling := precision.scaling) is not None and scaling.min_scale != scaling.max_scale:
-        first = min(max(INIT_SCALE, scaling.min_scale or 0.0), scaling.max_scale or INIT_SCALE)
+        first = max(min(INIT_SCALE, scaling.init_scale), scaling.min_scale or 0.0)
         precision = dataclasses.replace(precision, scaling=dataclasses.replace(scaling, init_scale=first))
     data = 1 if config.parallel.data == "auto" else config.parallel.data
     parallel = dataclasses.replace(config.parallel, data=data)
@@ -199,12 +201,14 @@ def _build(options: Options, seed: int) -> nn.Module:
     found = load_attribute(options.model, "model")
     for generator in (torch.manual_seed, random.seed, lambda seed: np.random.seed(seed % 2**32)):
         generator(seed)
-    model = found if isinstance(found, nn.Module) else found() if callable(found) else None
+    model = found if isinstance(found, nn.Module) else found() if _takes(found, 0) else None
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model: {options.model!r} is {type(found).__name__}, expected an nn.Module, or a callable without "
             "arguments that returns one"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model: {options.model!r} has no parameter to train, expected at least one")
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -212,6 +216,19 @@ def _build(options: Options, seed: int) -> nn.Module:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model.train()
+
+
+def _takes(found: Any, num_arguments: int) -> bool:
+    """Whether ``found`` can be called with so many arguments, as far as its signature says."""
+    if not callable(found):
+        return False
+    try:
+        inspect.signature(found).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature, as some that are built in
+        return True
+    return True
 
 
 def _criterion(options: Options, model: nn.Module) -> Criterion:
@@ -234,13 +251,17 @@ def _batches(
         yield from _random_tokens(_vocabulary(model), options, config.seed, size)
         return
     found = load_attribute(options.batches, "batches")
+    if not (_takes(found, 1) if callable(found) else isinstance(found, Iterable)):
+        raise ConfigError(
+            f"batches: {options.batches!r} is {type(found).__name__}, expected a function of the step, or an iterable"
+        )
     iterator = None if callable(found) else iter(found)
     for step in range(1, options.steps + 1):
         batch = found(step) if iterator is None else next(iterator, None)
         if batch is None:
             raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
         tensors = isinstance(batch, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in batch)
-        if not tensors or len(batch) != 2 or not batch[0].ndim or len(batch[0]) != len(batch[1]):
+        if not tensors or len(batch) != 2 or not batch[0].ndim or not batch[1].ndim or len(batch[0]) != len(batch[1]):
             raise ConfigError(
                 f"batches: {options.batches!r} gave {type(batch).__name__} for step {step}, expected a pair of tensors "
                 "(inputs, targets) with as many samples in dim 0"
@@ -320,6 +341,7 @@ def train(options: Options, context: ParallelContext, pieces: int) -> Seen:
             seen.notes = [vars(note) for note in witness.notes]
             seen.modules, seen.packed, seen.random_in = witness.modules, witness.packed, witness.random_in
             seen.gradient = keep(first_gradient(engine))
+            seen.after_first = keep(engine.full_state_dict())
         engine.zero_grad()
     seen.end = keep(engine.full_state_dict())
     return seen

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import ROOT, python
 from pool import World, run_on_ranks
+from torch import nn
 
 import paramp
 import paramp.verify
@@ -93,7 +94,44 @@ def test_the_layer_that_is_wrong_is_named(wrong, layer, what, precision):
     assert f"the first layer that diverges: {layer} ({what}" in [*report.lines()][-1]
 
 
-@pytest.mark.parametrize("what", ["gradient", "weights"])
+class ReluBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def relu_blocks():
+    return nn.Sequential(*(ReluBlock() for _ in range(4)))
+
+
+def wide_batches(step):
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, dims=1)
+
+
+RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+SEEDS = (0, 11, 13)
+
+
+def test_a_value_near_the_kink_of_a_relu_fails_no_run():
+    options = Options(model=f"{__name__}:relu_blocks", plan=f"{__name__}:RELU_PLAN", batches=f"{__name__}:wide_batches")
+    options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
+    reports = []
+    for seed in SEEDS:
+        settings = {"parallel": {"tensor": 2}, "precision": "16-mixed", "seed": seed}
+        own = dataclasses.replace(options, settings=settings)
+        single = see(World(0, 1, "cpu"), own, "single")
+        sharded = run_on_ranks(2, __name__, "see", {"options": own, "run": "sharded"})
+        reports.append(compare(single, sharded, configure(own, "sharded")))
+        assert reports[-1].ok, "\n".join(reports[-1].lines())
+    assert max(layer.weights or 0.0 for report in reports for layer in report.layers) > reports[0].tolerance
+
+
+@pytest.mark.parametrize("what", ["gradient", "step", "weights"])
 def test_a_layer_whose_gradient_alone_is_wrong_on_one_rank_is_named(what):
     """By hand, in what one tensor rank saw."""
     settings = {"parallel": {"tensor": 2}}
@@ -103,11 +141,102 @@ def test_a_layer_whose_gradient_alone_is_wrong_on_one_rank_is_named(what):
     sharded = run_on_ranks(2, __name__, "see", {"options": options, "run": "sharded"})
     config = configure(options, "sharded")
     assert compare(single, sharded, config).ok
-    changed = sharded[1].gradient if what == "gradient" else sharded[1].end
-    changed["block2.down.bias"] = changed["block2.down.bias"] * 0.9
+    changed = {"gradient": sharded[1].gradient, "step": sharded[1].after_first, "weights": sharded[1].end}[what]
+    start, name = sharded[1].start, "block2.down.bias"
+    if what == "weights":  # as far as no value on the other side of a kink takes it
+        changed[name] = start[name] - (changed[name] - start[name]) * 2
+    else:
+        changed[name] = changed[name] * 0.9
     layer, where = compare(single, sharded, config).first
     assert (layer.name, where) == ("block2.down", what)
     assert compare(single, sharded, config, tolerance=1e9).ok
+
+
+class Last(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.block = ReluBlock()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.block(x) * self.factor
+
+
+def overflowing():
+    return Last(1e6)
+
+
+def not_a_number():
+    return Last(math.nan)
+
+
+def without_parameters():
+    return nn.Identity()
+
+
+def with_an_argument(width):
+    return nn.Linear(width, width)
+
+
+def no_batches():
+    return wide_batches(1)
+
+
+def zero_dim_batches(step):
+    return wide_batches(step)[0], torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "verdict"),
+    [
+        (
+            "overflowing",
+            "16-mixed",
+            r"nothing was compared: the first step overflows in both runs.*; lower init_scale ",
+        ),
+        (
+            "not_a_number",
+            "16-mixed",
+            r".* not finite in both runs, first in \(model\) \(forward, microbatch 0 of step 1",
+        ),
+        ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
+    ],
+)
+def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, precision, verdict):
+    own = Options(
+        model=f"{__name__}:{model}",
+        batches=f"{__name__}:wide_batches",
+        criterion="torch.nn.functional:mse_loss",
+        settings={"precision": precision},
+    )
+    seen = see(World(0, 1, "cpu"), own, "single")
+    report = compare(seen, [seen], configure(own, "sharded"))
+    lines = [*report.lines()]
+    assert not report.ok
+    assert report.first is None
+    assert re.match(verdict, lines[-1]), lines[-1]
+    assert "DIVERGES" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "ok"), [({}, True), ({"single": 0}, False), ({"sharded": 0}, False), ({"sharded": 1}, False)]
+)
+def test_a_step_that_one_run_alone_skips_fails(skipped, ok):
+    """The gradient's norm is not finite there; by hand."""
+    own = Options(
+        model=f"{__name__}:relu_blocks",
+        batches=f"{__name__}:wide_batches",
+        criterion="torch.nn.functional:mse_loss",
+        settings={"precision": "16-mixed"},
+    )
+    runs = {run: see(World(0, 1, "cpu"), own, "single") for run in ("single", "sharded")}
+    for run, step in skipped.items():
+        runs[run].skipped[step] = True
+    report = compare(runs["single"], [runs["sharded"]], configure(own, "sharded"))
+    assert report.ok is ok
+    if 0 in skipped.values():
+        run = next(iter(skipped))
+        assert [*report.lines()][-1].startswith(f"nothing was compared: the first step overflows in the {run} run; ")
 
 
 def test_a_forward_that_draws_random_numbers_is_said_so():
@@ -139,6 +268,10 @@ def test_runs_that_cannot_be_compared(changes, message):
         ({"batches": "verified:TWO_BATCHES"}, r"batches: 'verified:TWO_BATCHES' has 2 batches, expected 3"),
         ({"batches": "verified:uneven_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
         ({"batches": None}, r"batches: Sequential has a Linear as its first layer and no Embedding"),
+        ({"model": f"{__name__}:with_an_argument"}, r"model: .* is function, expected an nn.Module, or a callable"),
+        ({"model": f"{__name__}:without_parameters"}, r"model: .* has no parameter to train"),
+        ({"batches": f"{__name__}:no_batches"}, r"batches: .* is function, expected a function of the step"),
+        ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
         ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is none by default"),
         ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
     ],
@@ -166,6 +299,8 @@ def test_a_file_is_loaded_once_and_hides_no_module(tmp_path):
         (["a:b", "--precision", "15"], "precision: got '15', expected one of"),
         (["a:b", "--steps", "0"], "steps: got 0, expected an integer of 1 or more"),
         (["a:b", "--lr", "inf"], "lr: got inf, expected a finite number above 0"),
+        (["a:b", "--tolerance", "nan"], "tolerance: got nan, expected a finite number of 0 or more"),
+        (["a:b", "--json", "none/report.json"], "--json: no folder 'none' to write 'none/report.json' into"),
         (["a:b", "--tp", "x"], "argument --tp: invalid int value: 'x'"),
     ],
 )
@@ -274,6 +409,7 @@ def test_an_attention_keys_bias_is_not_compared_with_its_own_noise():
             trained=["key.weight", "key.bias"],
             start={"key.weight": torch.ones(2, 2), "key.bias": torch.zeros(2)},
             gradient={"key.weight": torch.ones(2, 2), "key.bias": noise * sign},
+            after_first={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
             end={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
         )
         for name, sign in (("single", 1.0), ("sharded", -1.0))
