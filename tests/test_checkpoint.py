@@ -67,11 +67,13 @@ def config(layout, precision, **others):
     } | others
 
 
-def run_and_save(world, layout, precision, path, optimizer="AdamW", wait=True, dropout=0.0, masters=None, num_layers=4):
+def run_and_save(
+    world, layout, precision, path, optimizer="AdamW", wait=True, dropout=0.0, masters=None, vocab_size=120
+):
     """What a run that saves in the middle goes on with, and its weights in the end."""
     with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
         engine, scheduler = start(
-            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, num_layers=num_layers
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, vocab_size=vocab_size
         )
         train(engine, scheduler, BEFORE, overflow_at=(1,))
         engine.save(path, wait=wait)
@@ -79,11 +81,11 @@ def run_and_save(world, layout, precision, path, optimizer="AdamW", wait=True, d
         return after, engine.full_state_dict(), engine.scaler.state_dict(), (engine.num_steps, engine.num_skipped)
 
 
-def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, masters=None, num_layers=4):
+def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, masters=None, vocab_size=120):
     """The same of a run that loads."""
     with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
         engine, scheduler = start(
-            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, num_layers=num_layers
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, vocab_size=vocab_size
         )
         train(engine, scheduler, 1, first=20)  # what it has done before does not matter
         engine.load(path)
@@ -434,7 +436,7 @@ def test_weights_that_were_stepped_less_often_stay_so(tmp_path):
 def test_a_tied_weight_is_written_by_one_of_its_stages(tmp_path):
     """Under ZeRO the stages cut their copies up at different places."""
     path = str(tmp_path / "saved")
-    options = {"precision": "16-naive", "path": path, "num_layers": 3}
+    options = {"precision": "16-naive", "path": path, "vocab_size": 1200}
     went_on = on("pp2·dp2 + zero1", "run_and_save", **options)
     resumed = on("pp2·dp2 + zero1", "run_resumed", **options)
     assert resumed[0] == went_on[0]
