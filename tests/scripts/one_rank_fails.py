@@ -1,4 +1,4 @@
-"""Runs launch/train.py with a data reader that fails on one rank in the third step. The rank is $CULPRIT."""
+"""Runs launch/train.py with a mistake in the program that shows on one rank in the third step. The rank is $CULPRIT."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ original = paramp.data.training_windows
 
 def failing(tokens, seq_len, seed, step, first, count):
     if step == 3 and os.environ.get("RANK") == os.environ["CULPRIT"]:
-        raise OSError("disk on fire")
+        raise RuntimeError("disk on fire")
     return original(tokens, seq_len, seed, step, first, count)
 
 
