@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import paramp
-from paramp.checkpoint import read_header_of
+from paramp.checkpoint import Header, read_header_of
 from paramp.config import Config, TrainConfig, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
@@ -221,9 +221,10 @@ def train(context: paramp.ParallelContext) -> int:
             check_matplotlib(f"train.{name}")
     folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
     found = find(job.resume, folder, say_on(context))
+    header = None if found is None else read_header_of(found)
     accumulation = context.config.gradient_accumulation
-    if found is not None:
-        keep_global_batch(context, found)
+    if header is not None:
+        keep_global_batch(context, header)
     config = context.config
     shares = context.dp.size * config.gradient_accumulation * config.parallel.pipeline.num_microbatches
     if job.batch_size % shares:
@@ -286,15 +287,15 @@ def train(context: paramp.ParallelContext) -> int:
         ) as reporter,
     ):
         announce(reporter, context, corpus, num_parameters)
-        if found is not None:
+        if header is not None:
             reporter.say(f"resumed from {found}, after step {position.step}")
-            say_what_stays(found, job, reporter)
+            say_what_stays(header, job, reporter)
         baseline = ""
         if context.is_main and corpus.unit == "byte":
             baseline = f" (a byte-bigram model: {bigram_loss(corpus):.4f})"
         batches = Batches(context, corpus)
         batches.fetch(position.step + 1)
-        batches.check()
+        complain_together(context, batches.failure)
         for step in range(position.step + 1, job.steps + 1):
             start, data_seconds = time.perf_counter(), batches.seconds
             engine.train()
@@ -352,7 +353,8 @@ def train(context: paramp.ParallelContext) -> int:
                     f"step {step}: validation loss {record['val_loss']:.4f} nats/{corpus.unit}{baseline}; "
                     f"{engine.num_skipped} of {step} steps skipped so far"
                 )
-            batches.check()
+            if failed:
+                complain_together(context, batches.failure)
             if asked:
                 rest = "nothing was saved" if checkpoints is None else "--resume auto goes on from there"
                 reporter.say(f"stopped after step {step} by signal {int(asked)}; {rest}")
@@ -386,10 +388,6 @@ class Batches:
             self.failure = error
         self.seconds = time.perf_counter() - start
 
-    def check(self) -> None:
-        """Complain on every rank if the last fetch of any failed."""
-        complain_together(self._context, self.failure)
-
 
 def complain_together(context: paramp.ParallelContext, failure: Exception | None) -> None:
     """Raise the first rank's ``failure`` on every rank, if there is any.
@@ -410,9 +408,8 @@ def say_on(context: paramp.ParallelContext) -> Callable[[str], None]:
     return functools.partial(print, flush=True) if context.is_main else lambda text: None
 
 
-def say_what_stays(found: Path, job: TrainConfig, reporter: Reporter) -> None:
+def say_what_stays(header: Header, job: TrainConfig, reporter: Reporter) -> None:
     """Say which settings of the checkpoint hold where others were asked for, and if there is nothing left to do."""
-    header = read_header_of(found)
     for name in ("lr", "weight_decay"):
         asked = getattr(job, name)
         before = header.values.get("config", {}).get(f"train.{name}", asked)
@@ -422,9 +419,9 @@ def say_what_stays(found: Path, job: TrainConfig, reporter: Reporter) -> None:
         reporter.say(f"nothing is left to do up to step {job.steps}")
 
 
-def keep_global_batch(context: paramp.ParallelContext, found: Path) -> None:
+def keep_global_batch(context: paramp.ParallelContext, header: Header) -> None:
     """With another number of data ranks than the checkpoint's, let accumulation make up the same global batch."""
-    header, config = read_header_of(found), context.config
+    config = context.config
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
     if position is None or position["accumulation"] != config.gradient_accumulation:
         return
