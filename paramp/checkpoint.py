@@ -270,12 +270,19 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def _described(name: str, tensor: TensorStorageMetadata, placed: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
-    chunks = [
-        [list(chunk.offsets), list(chunk.sizes), placed[MetadataIndex(name, chunk.offsets)][0]]
-        for chunk in tensor.chunks
-    ]
-    dtype = str(tensor.properties.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+    chunks = [(chunk.offsets, chunk.sizes, placed[MetadataIndex(name, chunk.offsets)][0]) for chunk in tensor.chunks]
+    return _description(tensor.properties.dtype, tensor.size, chunks)
+
+
+def _description(
+    dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int], str]]
+) -> dict[str, Any]:
+    """A tensor as the header has it; :func:`_stored` reads it."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(shape),
+        "chunks": [[list(offsets), list(sizes), file] for offsets, sizes, file in chunks],
+    }
 
 
 def write_alone(
@@ -294,11 +301,7 @@ def write_alone(
     partial, file = manifest.new_partial(path), "rank-00000.safetensors"
     files = {file: write_tensors(partial / file, tensors, tensor)}
     header = {
-        name: {
-            "dtype": str(dtype).removeprefix("torch."),
-            "shape": list(shape),
-            "chunks": [[[0] * len(shape), list(shape), file]],
-        }
+        name: _description(dtype, shape, [([0] * len(shape), shape, file)])
         for name, (dtype, shape) in sorted(tensors.items())
     }
     files[HEADER] = manifest.write_json(partial / HEADER, {"values": values, "tensors": header})

@@ -33,7 +33,6 @@ __all__ = [
     "new_partial",
     "publish",
     "remove",
-    "remove_partials",
     "step_folder",
     "unfinished_in",
     "write_json",
@@ -77,11 +76,10 @@ def _may_be_replaced(path: Path) -> bool:
         return (path / HEADER).is_file()
 
 
-def remove_partials(path: Path, keep: Path | None = None) -> None:
-    """Delete what attempts to write ``path`` have left, but ``keep``."""
+def _remove_partials(path: Path) -> None:
+    """Delete what attempts to write ``path`` have left."""
     for left in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*"):
-        if left != keep:
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Written:
@@ -118,7 +116,7 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
     partial.rename(path)
     _sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    remove_partials(path)
+    _remove_partials(path)
 
 
 def finish_replacing(path: Path) -> None:

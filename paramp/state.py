@@ -84,7 +84,8 @@ class TrainingState:
 
     def _trained(self) -> Iterator[Piece]:
         for slot in self._stepped_here():
-            yield self._piece_of(slot, self._name(slot), self.weights.exact(slot))
+            if self._writes(slot):  # masters that are kept as remainders are put together for it
+                yield self._piece_of(slot, self._name(slot), self.weights.exact(slot))
 
     def _stepped_here(self) -> Iterator[Slot]:
         return (slot for slot in self.weights.slots if slot.own[0] < slot.own[1])
@@ -135,14 +136,15 @@ class TrainingState:
 
     def _frozen(self) -> Iterator[Piece]:
         for name, parameter in self.weights.frozen:
-            written = self._is_first(parameter) and self._turn_of(parameter)
-            yield piece_of(
-                f"{MODEL}{self.first_names[name]}",
-                parameter,
-                local(parameter).detach(),
-                shape=self.shapes[name],
-                written=written,
-            )
+            yield self._frozen_piece(name, parameter, local(parameter).detach())
+
+    @functools.cached_property
+    def _frozen_by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self.weights.frozen)
+
+    def _frozen_piece(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Piece:
+        written = self._is_first(parameter) and self._turn_of(parameter)
+        return piece_of(f"{MODEL}{self.first_names[name]}", parameter, values, shape=self.shapes[name], written=written)
 
     def _buffers(self) -> Iterator[Piece]:
         for name, buffer in self._own_buffers():
@@ -234,7 +236,8 @@ class TrainingState:
         Args:
             read: fills pieces from the checkpoint; a collective.
         """
-        pieces = [piece for piece in self._random() if piece.name in header.tensors]
+        own = list(self._random())
+        pieces = [piece for piece in own if piece.name in header.tensors]
         pieces = [_copied(piece) for piece in pieces if header.tensors[piece.name].shape == piece.shape]
         layout = header.values["layout"]
         read(pieces)
@@ -248,7 +251,7 @@ class TrainingState:
             else:
                 anew = RandomStream(derive_seed(seed, "activations", place, dp, num_steps), self.context.device)
                 stream.states = anew.states
-        names = [f"{self._place}.{index}" for index in range(len(_default_streams(self.context.device)))]
+        names = [piece.name for piece in own if piece.name.startswith(f"{self._place}.")]
         if layout == self.layout() and all(name in loaded for name in names):
             _set_default_streams(self.context.device, [loaded[name] for name in names])
         else:
@@ -321,9 +324,8 @@ class TrainingState:
 
     def _stored(self, name: str, values: torch.Tensor, header: Header) -> Piece:
         """What is to be read for a frozen weight or a buffer, into ``values``."""
-        frozen = dict(self.weights.frozen)
-        if name in frozen:
-            return piece_of(f"{MODEL}{self.first_names[name]}", frozen[name], values, shape=self.shapes[name])
+        if name in self._frozen_by_name:
+            return self._frozen_piece(name, self._frozen_by_name[name], values)
         own = f"{DATA}{self.context.dp.rank}.{name}"
         return piece_of(own if own in header.tensors else f"{MODEL}{name}", self.module.get_buffer(name), values)
 
