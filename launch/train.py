@@ -29,7 +29,7 @@ from paramp.config import Config, TrainConfig, flatten, load, merge, read_file
 from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
 from paramp.environment import find_place, rank_by_any_variable
 from paramp.errors import key_name, nearest, one_line, shown
-from paramp.mesh import is_echo
+from paramp.mesh import gather_objects, is_echo
 from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.plot import check_matplotlib, plot_histogram, plot_timeline
 from paramp.processes import said_by_rank_0, start_processes
@@ -398,8 +398,7 @@ def complain_together(context: paramp.ParallelContext, failure: Exception | None
     (failed,) = largest(context, float(failure is not None))
     if not failed:
         return
-    messages: list[Any] = [None] * context.world_size
-    dist.all_gather_object(messages, failure and str(failure))
+    messages = gather_objects(failure and str(failure))
     raise paramp.DataError(next(message for message in messages if message is not None)) from failure
 
 
@@ -464,8 +463,7 @@ def check_same_data(context: paramp.ParallelContext, corpus: Corpus) -> None:
     Raises:
         ConfigError: naming two ranks.
     """
-    seen: list[Any] = [None] * context.world_size
-    dist.all_gather_object(seen, (corpus.sha256, corpus.vocab_size))
+    seen = gather_objects((corpus.sha256, corpus.vocab_size))
     for rank, theirs in enumerate(seen):
         if theirs != seen[0]:
             raise paramp.ConfigError(

@@ -54,6 +54,7 @@ from . import manifest
 from .encoding import decode
 from .errors import CheckpointError
 from .manifest import HEADER
+from .mesh import gather_objects
 from .pieces import Box, Piece
 from .tensorfile import DTYPES, Entry, Written, read_header, read_rows, write_tensors
 
@@ -331,8 +332,7 @@ def problems_together(path: str | Path, group: dist.ProcessGroup) -> list[str]:
     """What is damaged in the checkpoint at ``path``, the same on every rank; each reads a part of the files."""
     manifest.finish_replacing(Path(path))
     size = dist.get_world_size(group)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, problems(path, dist.get_rank(group), size), group=group)
+    everyone = gather_objects(problems(path, dist.get_rank(group), size), group)
     return list(dict.fromkeys(found for own in everyone for found in own))
 
 

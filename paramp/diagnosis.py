@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from .mesh import ParallelContext
+from .mesh import ParallelContext, gather_objects
 from .shards import local
 
 __all__ = [
@@ -254,6 +254,4 @@ def gather_findings(found: list[Any], group: dist.ProcessGroup | None = None) ->
     """``found`` of every rank of ``group``, the world if None, by rank; a collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [found]
-    everyone: list[list[Any]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, found, group=group)
-    return everyone
+    return gather_objects(found, group)

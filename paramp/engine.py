@@ -32,7 +32,7 @@ from .flat import FlatWeights, Slot
 from .forensics import Tracer, Window, investigate, stages_by_parameter
 from .grads import clip_coefficient, count_zeros, norm_power
 from .histogram import GradientHistogram, histogram_of
-from .mesh import ParallelContext, TiedParameter
+from .mesh import ParallelContext, TiedParameter, gather_objects
 from .pieces import Piece
 from .pipeline import Pipeline, Stages
 from .precision import ConfigError, LossScaling, Precision
@@ -824,8 +824,7 @@ class Engine:
                     thing.load_state_dict(values["tracked"][name])
         except Exception as error:
             failure = error
-        failures: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(failures, failure and f"{type(failure).__name__}: {failure}", group=self._saver.group)
+        failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self._saver.group)
         if failure is not None:
             raise failure
         if any(failures):
@@ -918,8 +917,7 @@ class Engine:
         summed = torch.cat([self._counted(totals), totals.new_full((1,), float(failure is not None))])
         dist.all_reduce(summed)
         if self._pipeline is not None and summed[3]:
-            messages: list[Any] = [None] * self.context.world_size
-            dist.all_gather_object(messages, failure and _message(failure))
+            messages = gather_objects(failure and _message(failure))
             raise ValueError(next(message for message in messages if message is not None)) from failure
         return (summed[0] / summed[1]).float()
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -43,7 +42,7 @@ from .diagnosis import (
     gather_findings,
     largest_finite,
 )
-from .mesh import ParallelContext
+from .mesh import ParallelContext, gather_objects
 from .pipeline import Stage, Stages
 from .randomness import RandomStream, random_states, set_random_states
 from .surgery import keeping_buffers
@@ -516,8 +515,7 @@ def investigate(
         helped = scale > 1 and find_origin(run(torch.ones_like(window.scale))) is None
         origin = replace(origin, helped_by_scale=helped)
     note = ""
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, tracer.failure)
+    failures = gather_objects(tracer.failure)
     if any(failures):
         gradients = gradients or of_step
         note = f"run again, it failed: {next(failure for failure in failures if failure)}"

@@ -25,7 +25,7 @@ from .flat import FlatWeights
 from .float8 import choose_layers, convert, find_library
 from .huggingface import PretrainedCut, is_pretrained, pretrained_filling, pretrained_plan, returning_logits
 from .loaders import deal_loaders
-from .mesh import ParallelContext, TiedParameter, get_context
+from .mesh import ParallelContext, TiedParameter, gather_objects, get_context
 from .optimizers import (
     check_elementwise,
     check_optimizer,
@@ -236,12 +236,10 @@ def _check_same_model(model: nn.Module, context: ParallelContext) -> None:
     mine = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
     # In a world of thousands a list of parameters from every rank takes seconds to read; they are asked for only if
     # their digests, which every rank sees, differ.
-    digests: list[Any] = [None] * context.world_size
-    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest())
+    digests = gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    models: list[Any] = [None] * context.world_size
-    dist.all_gather_object(models, mine)
+    models = gather_objects(mine)
     for rank, theirs in enumerate(models):
         if theirs != models[0]:
             first, other = next(
@@ -436,8 +434,7 @@ def _tie_stages(
         group = context.make_group([[column[rank] for rank in holders] for column in columns])
         name = own_names[context.pp.rank]
         parameter = None if name is None else module.get_parameter(name)
-        layouts: list[Any] = [None] * context.world_size
-        dist.all_gather_object(layouts, None if parameter is None else str(getattr(parameter, "placements", "whole")))
+        layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))
         if len({layout for layout in layouts if layout is not None}) > 1:
             raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
         if name is None or parameter is None or group is None:

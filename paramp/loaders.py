@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -40,7 +39,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .mesh import ParallelContext
+from .mesh import ParallelContext, gather_objects
 from .precision import ConfigError
 from .randomness import RandomStream, derive_seed
 
@@ -404,8 +403,7 @@ def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
             dealt.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, (problems, facts))
+    everyone = gather_objects((problems, facts))
     for others, _ in everyone:
         if others:
             raise ConfigError(others[0])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from .config import Config
 from .heartbeat import Heartbeat, ending_in_time
 from .randomness import TENSOR_PLACES, RandomStream, derive_seed
 
-__all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
+__all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "gather_objects", "get_context"]
 
 AXES = ("pp", "dp", "tp")
 SECONDS_FOR_THE_OTHERS = 2.0
@@ -314,6 +314,13 @@ def report_once() -> None:
     if not getattr(previous, "reports_once", False):
         hook.reports_once = True  # type: ignore[attr-defined]
         sys.excepthook = hook
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``, by rank; a collective of ``group``, or of the world. What it is has to pickle."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 _contexts: list[ParallelContext] = []

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from torch import nn
 
 from .errors import ReplicaDrift
 from .flat import FlatWeights
-from .mesh import DATA_AXIS, PIPELINE_AXIS, ParallelContext, TiedParameter
+from .mesh import DATA_AXIS, PIPELINE_AXIS, ParallelContext, TiedParameter, gather_objects
 from .scaler import DistributedGradScaler
 from .shards import gather_parts, local, replicated_axes
 
@@ -202,8 +201,7 @@ class Replicas:
     def _agreed_columns(self) -> list[tuple[str, Sharing]]:
         """What the ranks' sums are made for, over the whole world; asked for once."""
         if self._columns is None:
-            everyone: list[Any] = [None] * self._context.world_size
-            dist.all_gather_object(everyone, {part.column for part in self._parts})
+            everyone = gather_objects({part.column for part in self._parts})
             self._columns = sorted(set[tuple[str, Sharing]]().union(*everyone))
         return self._columns
 
@@ -227,8 +225,7 @@ class Replicas:
             for index, (column, ranks) in enumerate(suspects)
             if self._context.rank in ranks
         }
-        everyone: list[Any] = [None] * self._context.world_size
-        dist.all_gather_object(everyone, mine)
+        everyone = gather_objects(mine)
         found = []
         for index, ((kind, _), ranks) in enumerate(suspects):
             for copies in zip(*(everyone[rank][index] for rank in ranks), strict=True):

@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +32,7 @@ from .checkpoint import MODEL, Header
 from .encoding import decode, encode
 from .errors import CheckpointError
 from .flat import NO_GROUP, FlatWeights, Slot
-from .mesh import ParallelContext, TiedParameter
+from .mesh import ParallelContext, TiedParameter, gather_objects
 from .pieces import Box, Piece, piece_of
 from .pipeline import Stages
 from .randomness import RandomStream, derive_seed, random_states, set_random_states
@@ -284,8 +283,7 @@ class TrainingState:
         Raises:
             CheckpointError: on every rank: it lacks something of the model, or has something that the model has not.
         """
-        buffers: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(buffers, [name for name, _ in self._own_buffers()])
+        buffers = gather_objects([name for name, _ in self._own_buffers()])
         own = {*self.first_names.values(), *(name for names in buffers for name in names)}
         there = {name.removeprefix(MODEL) for name in header.tensors if name.startswith(MODEL)}
         missing, unknown = own - there, there - own

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from .mesh import ParallelContext
+from .mesh import ParallelContext, gather_objects
 
 __all__ = [
     "Observer",
@@ -248,8 +248,7 @@ class Timeline:
         """Fill in what every rank's ``recorder`` noted; a collective of the whole world."""
         places = f"pp {context.pp.rank}, dp {context.dp.rank}, tp {context.tp.rank}"
         mine = (_machine(), recorder.origin, RankSpans(f"rank {context.rank} ({places})", recorder.spans()))
-        everyone: list[Any] = [None] * context.world_size
-        dist.all_gather_object(everyone, mine)
+        everyone = gather_objects(mine)
         starts: dict[str, float] = {}
         for machine, origin, _ in everyone:
             starts[machine] = min(origin, starts.get(machine, origin))

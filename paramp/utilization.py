@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from .mesh import ParallelContext
+from .mesh import ParallelContext, gather_objects
 
 __all__ = ["Peak", "mfu", "peak_flops", "world_peak_flops"]
 
@@ -103,8 +102,7 @@ def world_peak_flops(context: ParallelContext, per_device: float | None = None) 
         if rate is None:
             tf32 = torch.get_float32_matmul_precision() != "highest"
             rate = peak_flops(torch.cuda.get_device_name(device), context.config.precision.compute, tf32=tf32)
-    everyones: list[tuple[str, float | None]] = [(name, rate)] * context.world_size
-    dist.all_gather_object(everyones, (name, rate))
+    everyones = gather_objects((name, rate))
     rates = dict(everyones).values()
     return None if None in rates else math.fsum(rate for rate in rates if rate is not None)
 
