@@ -14,10 +14,10 @@ test: $(VENV)/installed
 
 # Twenty runs with killed ranks, thousands of random configurations: about half an hour.
 chaos: $(VENV)/installed
-	PARAMP_FULL=1 $(RUN)/python -m pytest -q tests/test_chaos.py tests/test_restarts.py tests/test_fuzz.py tests/test_manifest.py $(ARGS)
+	PARAMP_FULL=1 $(RUN)/python -m pytest -q tests/system/test_chaos.py tests/engine/test_checkpoint_manager.py tests/system/test_fuzz.py tests/checkpoint/test_atomic_dir.py $(ARGS)
 
 matrix: $(VENV)/installed
-	$(RUN)/python -m pytest -q tests/test_matrix.py tests/test_schedules.py --write-matrix
+	$(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -45,9 +45,9 @@ from common import (
 from torch import nn
 
 import paramp
-from paramp.emulation import has_native_fp16
 from paramp.models import ResNet, ViT
-from paramp.precision import PRESETS, ConfigError, Precision
+from paramp.precision.capabilities import has_native_fp16
+from paramp.precision.policy import PRESETS, ConfigError, Precision
 
 MODELS: dict[str, type[ResNet] | type[ViT]] = {"vit": ViT, "resnet": ResNet}
 

@@ -29,9 +29,10 @@ from common import (
 )
 
 import paramp
-from paramp.config import load, merge, read_file
-from paramp.data import load_corpus, training_windows
-from paramp.emulation import has_native_fp16
+from paramp.config.files import load, merge, read_file
+from paramp.data.corpus import load_corpus
+from paramp.data.sampling import training_windows
+from paramp.precision.capabilities import has_native_fp16
 
 VARIANTS: dict[str, dict[str, object]] = {
     "fp16, emulated": {"precision": "16-mixed", "emulate_fp16": True},

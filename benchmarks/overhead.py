@@ -46,9 +46,9 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import paramp
 from paramp.models import GPT, GPTConfig
-from paramp.precision import ConfigError, Precision
-from paramp.stages import plan_stages, units
-from paramp.tensor import resolve_plan
+from paramp.parallel.partition import plan_stages, units
+from paramp.parallel.tensor_plan import resolve_plan
+from paramp.precision.policy import ConfigError, Precision
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}

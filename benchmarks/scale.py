@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
 from paramp.models import GPT, GPTConfig
-from paramp.precision import ConfigError, Precision
+from paramp.precision.policy import ConfigError, Precision
 
 STEPS = 20
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)

@@ -5,8 +5,8 @@
 
 All schedules train the same GPT on the same tokens in one run. They take turns, one step each, in every round; medians
 are reported. Every stage has as many of the 8 blocks. The bubble is the share of a batch's time in which ranks compute
-nothing (paramp/timeline.py): what the schedule leaves idle, and on top of it sending, starting operations, and stages
-of unequal weight. The theoretical one has none of these (paramp/schedules.py).
+nothing (paramp/observe/timeline.py): what the schedule leaves idle, and on top of it sending, starting operations, and stages
+of unequal weight. The theoretical one has none of these (paramp/config/schedules.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from common import add_json_option, check_counts, check_json_option, machine, synchronize, table, write_json
 
 import paramp
-from paramp.config import PipelineConfig
-from paramp.environment import find_place
+from paramp.config.schedules import SCHEDULES
+from paramp.config.schema import PipelineConfig
+from paramp.distributed.launcher_env import find_place
 from paramp.models import GPT, GPTConfig
-from paramp.schedules import SCHEDULES
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

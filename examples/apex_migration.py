@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paramp.apex import amp  # was: from apex import amp
+from paramp.compat.apex import amp
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,16 +12,16 @@ import argparse
 import os
 
 import torch
+from images import load_images
 from torch.nn.functional import pad
 
 import paramp
-from paramp.amp import AMP_TYPE
-from paramp.core import global_context as gpc
-from paramp.images import load_images
-from paramp.logging import get_dist_logger
+from paramp.compat.colossalai.amp import AMP_TYPE
+from paramp.compat.colossalai.core import global_context as gpc
+from paramp.compat.colossalai.logging import get_dist_logger
+from paramp.compat.colossalai.nn.lr_scheduler import CosineAnnealingLR
+from paramp.compat.colossalai.utils import get_current_device, get_dataloader
 from paramp.models import resnet34
-from paramp.nn.lr_scheduler import CosineAnnealingLR
-from paramp.utils import get_current_device, get_dataloader
 
 DATA = os.environ.get("DATA") or None
 

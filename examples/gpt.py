@@ -13,9 +13,10 @@ import argparse
 import torch
 
 import paramp
-from paramp.data import load_corpus, training_windows
+from paramp.data.corpus import load_corpus
+from paramp.data.sampling import training_windows
 from paramp.models import GPT
-from paramp.stages import units
+from paramp.parallel.partition import units
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("tensor", type=int, nargs="?", default=1)

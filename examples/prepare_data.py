@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from paramp import ConfigError
-from paramp.text import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_pieces
+from paramp.data.text_corpus import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_pieces
 
 
 def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, Path], dtype: str) -> dict[bool, int]:

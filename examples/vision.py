@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from images import ImageSet, load_images
 from torch.utils.data import DataLoader
 
 import paramp
-from paramp.images import ImageSet, load_images
 from paramp.models import ResNet, ViT
-from paramp.stages import units
+from paramp.parallel.partition import units
 
 
 def resnet(preset: str, data: ImageSet) -> ResNet:

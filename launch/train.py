@@ -24,18 +24,23 @@ import torch
 import torch.distributed as dist
 
 import paramp
-from paramp.checkpoint import Header, read_header_of
-from paramp.config import Config, TrainConfig, flatten, load, merge, read_file
-from paramp.data import Corpus, bigram_loss, held_out_windows, load_corpus, training_windows
-from paramp.environment import find_place, rank_by_any_variable
-from paramp.errors import key_name, nearest, one_line, shown
-from paramp.mesh import gather_objects, is_echo
-from paramp.metrics import Reporter, check_tensorboard, memory_bytes, set_aside
-from paramp.plot import check_matplotlib, plot_histogram, plot_timeline
-from paramp.processes import said_by_rank_0, start_processes
-from paramp.restarts import Checkpoints, StopRequest, accumulation_for, find
-from paramp.timeline import Timeline
-from paramp.utilization import mfu, world_peak_flops
+from paramp.base.errors import key_name, nearest, one_line, shown
+from paramp.checkpoint.dcp_storage import Header, read_header_of
+from paramp.config.files import load, merge, read_file
+from paramp.config.schema import Config, TrainConfig, flatten
+from paramp.data.bigram import bigram_loss
+from paramp.data.corpus import Corpus, load_corpus
+from paramp.data.sampling import held_out_windows, training_windows
+from paramp.distributed.collectives import gather_objects
+from paramp.distributed.context import is_echo
+from paramp.distributed.launcher_env import find_place, rank_by_any_variable
+from paramp.distributed.local_launcher import said_by_rank_0, start_processes
+from paramp.engine.checkpoint_manager import Checkpoints, accumulation_for, find
+from paramp.engine.signals import StopRequest
+from paramp.observe.mfu import mfu, world_peak_flops
+from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, set_aside
+from paramp.observe.timeline import Timeline
+from paramp.tools.plot import check_matplotlib, plot_histogram, plot_timeline
 
 # flag -> the configuration key it sets, the type of its value
 FLAGS: dict[str, tuple[str, Any]] = {

@@ -6,19 +6,31 @@ loss = engine.forward_backward(x, y)
 engine.step()
 """
 
-from . import algorithms, amp, functional, models, nn
-from .building import init_module
-from .config import Config, ConfigError
-from .engine import Engine, StepResult
-from .environment import LaunchError
-from .errors import CheckpointError, DataError, ReplicaDrift, TrainingDiverged
-from .fabric import FabricPrecision
-from .grads import clip_grad_norm_
-from .initialization import initialize
-from .launching import launch, launch_from_environment, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from .mesh import ParallelContext, get_context
-from .precision import LossScaling, Precision
-from .scaler import DistributedGradScaler
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import models, nn
+    from .base.errors import CheckpointError, ConfigError, DataError, LaunchError, ReplicaDrift, TrainingDiverged
+    from .compat.colossalai import amp
+    from .compat.composer import algorithms, functional
+    from .config.schema import Config
+    from .distributed.context import ParallelContext, get_context
+    from .distributed.launchers import (
+        launch,
+        launch_from_environment,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
+    from .engine.engine import Engine
+    from .engine.initialize import initialize
+    from .engine.step_result import StepResult
+    from .integrations.fabric import FabricPrecision
+    from .optim.grad_norm import clip_grad_norm_
+    from .optim.loss_scaler import DistributedGradScaler
+    from .parallel.materialize import init_module
+    from .precision.policy import LossScaling, Precision
 
 __version__ = "0.1.0"
 
@@ -53,3 +65,47 @@ __all__ = [
     "models",
     "nn",
 ]
+
+_MODULE_OF = {
+    "CheckpointError": ".base.errors",
+    "Config": ".config.schema",
+    "ConfigError": ".base.errors",
+    "DataError": ".base.errors",
+    "DistributedGradScaler": ".optim.loss_scaler",
+    "Engine": ".engine.engine",
+    "FabricPrecision": ".integrations.fabric",
+    "LaunchError": ".base.errors",
+    "LossScaling": ".precision.policy",
+    "ParallelContext": ".distributed.context",
+    "Precision": ".precision.policy",
+    "ReplicaDrift": ".base.errors",
+    "StepResult": ".engine.step_result",
+    "TrainingDiverged": ".base.errors",
+    "algorithms": ".compat.composer",
+    "amp": ".compat.colossalai",
+    "clip_grad_norm_": ".optim.grad_norm",
+    "functional": ".compat.composer",
+    "get_context": ".distributed.context",
+    "init_module": ".parallel.materialize",
+    "initialize": ".engine.initialize",
+    "launch": ".distributed.launchers",
+    "launch_from_environment": ".distributed.launchers",
+    "launch_from_openmpi": ".distributed.launchers",
+    "launch_from_slurm": ".distributed.launchers",
+    "launch_from_torch": ".distributed.launchers",
+}
+"""Where each public name lives. Names load on first use, so that ``import paramp`` costs little."""
+_MODULES = {"models", "nn"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

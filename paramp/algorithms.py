@@ -1,56 +1,11 @@
-"""Composer's algorithms that change the norms of a model: ``paramp.initialize(..., algorithms=[...])``.
+"""Composer"s algorithms for ``paramp.initialize(..., algorithms=[...])``."""
 
-An algorithm is any object with ``apply(model, precision)``. ``initialize`` calls it with the whole model, before it is
-cut and shared out, and with the mode that is trained in.
-"""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from torch import nn
-
-from . import functional
-from .precision import Precision
+from .compat.composer.algorithms import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    LowPrecisionGroupNorm,
+    LowPrecisionLayerNorm,
+    LowPrecisionRMSNorm,
+)
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "LowPrecisionGroupNorm", "LowPrecisionLayerNorm", "LowPrecisionRMSNorm"]
-
-
-@dataclass(frozen=True)
-class LowPrecisionLayerNorm:
-    """:func:`paramp.functional.apply_low_precision_layernorm` in the mode that is trained in."""
-
-    def apply(self, model: nn.Module, precision: Precision) -> int:
-        return functional.apply_low_precision_layernorm(model, precision)
-
-
-@dataclass(frozen=True)
-class LowPrecisionGroupNorm:
-    """:func:`paramp.functional.apply_low_precision_groupnorm` in the mode that is trained in."""
-
-    def apply(self, model: nn.Module, precision: Precision) -> int:
-        return functional.apply_low_precision_groupnorm(model, precision)
-
-
-@dataclass(frozen=True)
-class LowPrecisionRMSNorm:
-    """:func:`paramp.functional.apply_low_precision_rmsnorm` in the mode that is trained in."""
-
-    def apply(self, model: nn.Module, precision: Precision) -> int:
-        return functional.apply_low_precision_rmsnorm(model, precision)
-
-
-@dataclass(frozen=True)
-class FusedLayerNorm:
-    """:func:`paramp.functional.apply_fused_layernorm`."""
-
-    def apply(self, model: nn.Module, precision: Precision) -> int:
-        return functional.apply_fused_layernorm(model)
-
-
-@dataclass(frozen=True)
-class FusedRMSNorm:
-    """:func:`paramp.functional.apply_fused_rmsnorm`."""
-
-    def apply(self, model: nn.Module, precision: Precision) -> int:
-        return functional.apply_fused_rmsnorm(model)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 
 from pool import choice, close_pools
 

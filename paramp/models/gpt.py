@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..tensor import Plan, mask_tail
+from ..parallel.loss import mask_tail
+from ..parallel.tensor_plan import Plan
 from .presets import choose
 from .transformer import Block, Linear, TransformerConfig
 

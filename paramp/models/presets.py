@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from numbers import Integral
 from typing import Any, TypeVar
 
-from ..precision import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 
 __all__ = ["check_counts", "choose", "is_count"]
 

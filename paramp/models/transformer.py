@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..precision import ConfigError
-from ..randomness import sharded_random
-from ..tensor import Plan
+from ..base.errors import ConfigError
+from ..distributed.rng import sharded_random
+from ..parallel.tensor_plan import Plan
 from .presets import check_counts
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "TransformerConfig"]

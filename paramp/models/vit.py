@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..precision import ConfigError
-from ..tensor import Plan
+from ..base.errors import ConfigError
+from ..parallel.tensor_plan import Plan
 from .presets import choose
 from .transformer import Block, Linear, TransformerConfig
 

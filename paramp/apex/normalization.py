@@ -1,5 +1,0 @@
-"""``apex.normalization``: norms with Apex's kernels where these are installed, else with torch's."""
-
-from ..nn import FusedLayerNorm, FusedRMSNorm
-
-__all__ = ["FusedLayerNorm", "FusedRMSNorm"]

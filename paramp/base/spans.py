@@ -1,0 +1,133 @@
+"""Observers of what a rank does: forward, backward, communication, step."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = ["Observer", "Recorder", "Span", "begin_call", "observed", "span"]
+
+STEP = "step"
+"""The kind of an engine's step; all others are the pipeline's."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation on one rank."""
+
+    kind: str
+    """``forward``, ``loss``, ``backward``; where the schedule splits it, ``backward input`` (gradients of activations)
+    and ``backward weight``; ``step``: gradients reduced and judged, and the optimizer's step."""
+    begin: float
+    end: float
+    """Seconds since recording began."""
+    stage: int | None = None
+    microbatch: int | None = None
+    call: int = 0
+    """Which call of ``forward_backward`` it belongs to, from 0; with gradient accumulation there are several."""
+
+
+class Recorder:
+    """Notes the spans of one rank, on its own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noted: list[tuple[str, Any, Any, int | None, int | None, int]] = []
+        self._call = -1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._base = self._now()
+        self.origin = time.perf_counter()
+
+    def begin_call(self) -> None:
+        """A batch begins."""
+        self._call += 1
+
+    @contextmanager
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Note what runs inside."""
+        begin = self._now()
+        yield
+        self._noted.append((kind, begin, self._now(), stage, microbatch, max(self._call, 0)))
+
+    def spans(self) -> list[Span]:
+        """All that was noted, in seconds of this process's clock."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [
+            Span(kind, self._seconds(begin), self._seconds(end), stage, microbatch, call)
+            for kind, begin, end, stage, microbatch, call in self._noted
+        ]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        if self._device.type != "cuda":
+            return float(moment)
+        return self.origin + float(self._base.elapsed_time(moment)) / 1000
+
+
+class Observer(Protocol):
+    """Somebody who is told what a rank does, while it does it."""
+
+    def begin_call(self) -> None:
+        """A batch begins."""
+
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
+        """A context that goes around an operation: ``kind`` is as in :class:`Span`."""
+
+
+def span(
+    observers: Sequence[Observer], kind: str, stage: int | None = None, microbatch: int | None = None
+) -> AbstractContextManager[None]:
+    """The ``span`` of each of ``observers``, around one another."""
+    if len(observers) > 1:
+        return _spans(observers, kind, stage, microbatch)
+    return observers[0].span(kind, stage, microbatch) if observers else nullcontext()
+
+
+@contextmanager
+def _spans(observers: Sequence[Observer], kind: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer.span(kind, stage, microbatch))
+        yield
+
+
+def begin_call(observers: Iterable[Observer]) -> None:
+    """Tell each of ``observers`` that a batch begins."""
+    for observer in observers:
+        observer.begin_call()
+
+
+class _Observed(Protocol):
+    observers: list[Observer]
+
+
+Owner = TypeVar("Owner", bound=_Observed)
+Result = TypeVar("Result")
+
+
+def observed(kind: str) -> Callable[[Callable[[Owner], Result]], Callable[[Owner], Result]]:
+    """A decorator: each call of the method is a span for its object's ``observers``."""
+
+    def decorate(method: Callable[[Owner], Result]) -> Callable[[Owner], Result]:
+        @functools.wraps(method)
+        def wrapper(self: Owner) -> Result:
+            with span(self.observers, kind):
+                return method(self)
+
+        return wrapper
+
+    return decorate

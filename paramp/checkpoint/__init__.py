@@ -1,0 +1,1 @@
+"""Checkpoints: tensors under the whole model's names, written atomically, read in any layout."""

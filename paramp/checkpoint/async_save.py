@@ -1,0 +1,126 @@
+"""Writing a checkpoint beside the training: the step waits for the copy only.
+
+What is to be saved is copied to the CPU (to page-locked memory, from a GPU) into buffers that are kept for the next
+time; a thread writes it from there, over a process group of its own, so that its collectives do not meet those of the
+training. A save that failed is reported, on every rank, by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import CheckpointError
+from ..distributed.context import ParallelContext
+from .chunks import Box, Piece
+from .dcp_storage import write
+from .json_codec import encode
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Writes the checkpoints of one engine, one after the other. Every rank calls each method."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._staged: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks, over gloo; made when it is first wanted, by all of them."""
+        if self._group is None:
+            group = self._context.make_group([range(self._context.world_size)], backend="gloo")
+            self._group = cast(dist.ProcessGroup, group)
+            self._context.before_close.append(self._end)
+        return self._group
+
+    def save(
+        self,
+        path: str | Path,
+        collect: Callable[[], tuple[Sequence[Piece], Mapping[str, Any]]],
+        *,
+        wait: bool,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write what ``collect`` gives, pieces and plain values, to the folder ``path``.
+
+        Args:
+            wait: return when it is written; else when it is copied.
+            then: called when it is written.
+
+        Raises:
+            CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
+        """
+        self.finish()
+        path, group = Path(path).resolve(), self.group
+        pieces: Sequence[Piece] = ()
+        values: Any = None
+        failure: CheckpointError | None = None
+        try:
+            pieces, plain = collect()
+            pieces = [piece for piece in pieces if piece.written]
+            values = encode(dict(plain), "checkpoint")
+        except CheckpointError as error:  # told to all in the collective that plans the writing
+            failure = error
+        except Exception as error:  # of a state_dict() of the user's
+            failure = CheckpointError(f"save: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        if not wait:
+            pieces = self._stage(pieces)
+
+        def work() -> None:
+            write(path, pieces, values, group, failure)
+            if then is not None:
+                then()
+
+        if wait or failure is not None:
+            work()
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramp-save")
+        self._running = self._thread.submit(work)
+
+    def finish(self) -> None:
+        """Wait for the save that is running, if one is.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _stage(self, pieces: Sequence[Piece]) -> list[Piece]:
+        staged = [
+            replace(piece, boxes=tuple(Box(box.offsets, self._copied(piece.name, box)) for box in piece.boxes))
+            for piece in pieces
+        ]
+        if self._context.device.type == "cuda":
+            torch.cuda.current_stream(self._context.device).synchronize()
+        return staged
+
+    def _copied(self, name: str, box: Box) -> torch.Tensor:
+        key = name, box.offsets
+        copy = self._staged.get(key)
+        if copy is None or copy.shape != box.values.shape or copy.dtype is not box.values.dtype:
+            copy = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=box.values.is_cuda)
+            self._staged[key] = copy
+        return copy.copy_(box.values, non_blocking=True)
+
+    def _end(self) -> None:
+        """Let what is being written be finished before the process groups go."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()

@@ -1,0 +1,144 @@
+"""Checkpoints and plain files of weights: export, import, and a look at what is in one. For one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.errors import CheckpointError, ConfigError
+from . import atomic_dir as manifest
+from .dcp_storage import MODEL, Header, problems, read_header_of, read_tensor, write_alone
+from .safetensors_io import read_header, read_rows, write_tensors
+
+__all__ = ["describe", "export_weights", "import_weights", "inspect"]
+
+
+def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | None = torch.float32) -> Path:
+    """Write the weights of a checkpoint, whole and under the model's names, to one safetensors file.
+
+    Args:
+        to: the file; ``.safetensors`` is what others expect it to end in.
+        dtype: of floating-point weights. None: as they are stored, which is fp32 where the mode has masters.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+        ConfigError: something is at ``to`` already.
+    """
+    checkpoint, to = Path(checkpoint), Path(to)
+    if to.exists():
+        raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
+    header = _whole(checkpoint)
+    names = {name.removeprefix(MODEL): name for name in header.tensors if name.startswith(MODEL)}
+
+    def stored(name: str) -> torch.dtype:
+        own = header.tensors[names[name]].dtype
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    shapes = {name: (stored(name), header.tensors[names[name]].shape) for name in names}
+    partial = to.with_name(f"{to.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(
+        partial,
+        shapes,
+        lambda name: read_tensor(checkpoint, header, names[name]).to(stored(name)),
+        metadata={"format": "pt"},  # Hugging Face's loaders ask for it
+    )
+    os.replace(partial, to)
+    return to
+
+
+def import_weights(file: str | Path, to: str | Path) -> Path:
+    """Make a checkpoint, of weights only, of a safetensors file; :meth:`paramp.Engine.load` reads it in any layout.
+
+    Raises:
+        CheckpointError: the file is no whole safetensors file.
+        ConfigError: something is at ``to`` already.
+        OSError: the file cannot be read.
+    """
+    file, to = Path(file), Path(to)
+    if to.exists():
+        raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
+    entries, _ = read_header(file)
+    tensors = {f"{MODEL}{name}": (entry.dtype, entry.shape) for name, entry in entries.items()}
+    write_alone(to, tensors, lambda name: read_rows(file, entries[name.removeprefix(MODEL)]), {"imported": file.name})
+    return to
+
+
+def _whole(checkpoint: Path) -> Header:
+    damage = problems(checkpoint)
+    if damage:
+        raise CheckpointError(damage[0])
+    return read_header_of(checkpoint)
+
+
+def inspect(checkpoint: str | Path) -> dict[str, Any]:
+    """What is in a checkpoint: ``damage`` (by file, empty if it is whole), ``values`` and ``tensors``.
+
+    Of a damaged one that cannot be understood any more, ``damage`` alone.
+    """
+    checkpoint = Path(checkpoint)
+    found: dict[str, Any] = {"path": str(checkpoint), "damage": problems(checkpoint)}
+    try:
+        header = read_header_of(checkpoint)
+        listed = manifest.listed(checkpoint)
+    except (CheckpointError, OSError):
+        return found
+    return found | {
+        "bytes": sum(file.size for file in listed.values()),
+        "files": len(listed),
+        "unknown_files": sorted(path.name for path in checkpoint.iterdir() if path.name not in _known(listed)),
+        "values": header.values,
+        "tensors": {
+            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            for name, tensor in header.tensors.items()
+        },
+    }
+
+
+def _known(listed: Mapping[str, Any]) -> set[str]:
+    return {manifest.MANIFEST, *listed}
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """What :func:`inspect` found, for people."""
+    lines = [f"{found['path']}: " + ("damaged" if found["damage"] else "whole")]
+    lines += [f"  {line}" for line in found["damage"]]
+    if "values" not in found:
+        return "\n".join(lines)
+    lines.append(f"{found['bytes']:,} bytes in {found['files']} files, each with its checksum")
+    lines += [f"  {name} is none of them, and is not read" for name in found["unknown_files"]]
+    lines += _facts(found["values"])
+    tensors = found["tensors"]
+    weights = {name: item for name, item in tensors.items() if name.startswith(MODEL)}
+    lines.append(f"{len(weights)} weights and buffers, {_count(weights.values()):,} elements; {len(tensors)} tensors")
+    width = max((len(name) for name in weights), default=0)
+    lines += [f"  {name:{width}}  {item['dtype']:9} {tuple(item['shape'])}" for name, item in weights.items()]
+    others: dict[str, int] = {}
+    for name in tensors.keys() - weights.keys():
+        kind = name.split(".")[0]
+        others[kind] = others.get(kind, 0) + 1
+    lines += [f"  {count} of {kind}.*" for kind, count in sorted(others.items())]
+    return "\n".join(lines)
+
+
+def _facts(values: Mapping[str, Any]) -> Sequence[str]:
+    if "layout" not in values:
+        return [f"weights only, imported from {values.get('imported')}"]
+    layout = values["layout"]
+    sizes = ", ".join(f"{name} {size}" for name, size in layout.items())
+    scaler = values["scaler"]
+    lines = [
+        f"saved after {values['counts'][0]} steps, {values['counts'][1]} skipped; {sizes}",
+        f"precision {values['config']['precision']}; {values['optimizer']}, {len(values['groups'])} param groups",
+        f"loss scale {scaler['scale']:g}" if scaler else "no loss scale",
+    ]
+    tracked = ", ".join(values["tracked"])
+    return [*lines, f"tracked: {tracked}"] if tracked else lines
+
+
+def _count(tensors: Any) -> int:
+    return sum(torch.Size(item["shape"]).numel() for item in tensors)

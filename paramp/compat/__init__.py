@@ -1,0 +1,1 @@
+"""Other systems' spellings: Colossal-AI, Apex, Composer."""

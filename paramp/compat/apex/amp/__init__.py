@@ -1,0 +1,52 @@
+"""``apex.amp``, with its calls and their meaning.
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+Four levels say what is in which precision (:data:`paramp.precision.foreign_options.OPT_LEVELS`): O0 everything in fp32; O1 fp32 weights
+and operations that are cast; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything in fp16.
+
+What happens to a gradient. :func:`scale_loss` hands out the loss times its scale, and the backward leaves gradients in
+the model's weights. When the ``with`` block ends, they are brought to their parameters' placements, copied to the
+masters in fp32 where there are any, checked, and divided by the scale; what earlier losses left there, unscaled, is
+added. All ranks then agree in one all-reduce of a flag, and after an overflow anywhere each optimizer's next ``step()``
+does nothing, on every rank.
+
+Beyond Apex: CPU (with fp16 products emulated where it has none), bf16, DTensor parameters, pipeline stages, models
+whose ``state_dict`` holds the masters, so that a run goes on bit by bit, and a skipped step after a non-finite gradient
+in every mode, those with a static scale included.
+"""
+
+from .casts import (
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .frontend import initialize, load_state_dict, master_params, reset, state_dict
+from .scaling import scale_loss
+from .session import AmpError
+from .session import state as _amp_state
+
+__all__ = [
+    "AmpError",
+    "_amp_state",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale_loss",
+    "state_dict",
+]

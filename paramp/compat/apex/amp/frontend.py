@@ -1,0 +1,220 @@
+"""``initialize``, and what is saved and restored of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....base.errors import ConfigError
+from ....precision.foreign_options import OPT_LEVELS, Properties, apex_properties
+from ....precision.policy import AMP_TYPE, LossScaling, Precision
+from .casts import patch_registered
+from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
+from .optimizers import AmpOptimizer, check_optimizers
+from .session import AmpError, LossScaler, Session, say, state
+
+__all__ = ["initialize", "load_state_dict", "master_params", "reset", "state_dict"]
+
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def initialize(
+    models: Models,
+    optimizers: Optimizers | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | str | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+) -> Any:
+    """Prepare models and optimizers for a level of precision; ``apex.amp.initialize``.
+
+    Call it once, with models in fp32 on their device, tensor parallelism applied, and before DistributedDataParallel.
+    Every rank calls it with the same arguments but its own models.
+
+    Args:
+        models, optimizers: one or a list of each; no optimizers for inference.
+        enabled: False: every call of amp does nothing.
+        opt_level: ``"O0"`` to ``"O3"``.
+        cast_model_type: what weights are stored in under O2 and O3, such as ``torch.bfloat16``.
+        patch_torch_functions: False: O1 without its casts.
+        keep_batchnorm_fp32: batch norms stay in fp32 (O2), or not (O3).
+        master_weights: optimizers step fp32 masters (O2).
+        loss_scale: a number, or ``"dynamic"``.
+        cast_model_outputs: floating-point outputs of the models come back in this dtype. None: fp32.
+        num_losses: how many losses have a scale of their own; see ``loss_id`` of ``scale_loss``.
+        verbosity: 0: nothing is printed. Otherwise the main rank prints the options, and each step that is skipped.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale, which begins at 2**16 and doubles after 2000
+            backwards without overflow.
+
+    Returns:
+        ``models`` alone where ``optimizers`` is None, else ``(models, optimizers)``, each a list where a list was
+        given. They are the objects given.
+
+    Raises:
+        AmpError: an impossible argument, a model in half precision or in a wrapper, a second call.
+    """
+    if state.session is not None:
+        raise AmpError(
+            "amp.initialize: it was called before; give one call all models and optimizers, as lists, or call "
+            "amp.reset() first to begin again with new ones"
+        )
+    if not enabled:
+        state.initialized = True
+        return models if optimizers is None else (models, optimizers)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    options = {
+        "cast_model_outputs": cast_model_outputs,
+        "num_losses": num_losses,
+        "verbosity": verbosity,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
+    try:
+        properties = apex_properties(opt_level, **overrides)  # type: ignore[arg-type]
+        precision = Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
+    except ConfigError as error:
+        raise AmpError(str(error)) from None
+    model_list = _as_list("models", models)
+    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
+    check_models(model_list, cast=precision.weights is not torch.float32)
+    check_optimizers(optimizer_list)
+
+    state.initialized, state.verbosity = True, verbosity
+    _tell(opt_level, overrides, properties)
+    scaling = precision.scaling or LossScaling.static(1.0)
+    dynamic = properties.loss_scale == "dynamic"
+    scalers = [LossScaler(loss_id, scaling, dynamic=dynamic) for loss_id in range(num_losses)]
+    state.session = Session(precision, properties, scalers, model_list)
+    _prepare(state.session, optimizer_list, cast_outputs=cast_model_outputs is not None)
+    prepared = model_list if isinstance(models, (list, tuple)) else models
+    if optimizers is None:
+        return prepared
+    return prepared, (optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers)
+
+
+def _as_list(name: str, given: Any) -> list[Any]:
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if isinstance(given, (nn.Module, torch.optim.Optimizer)):
+        return [given]
+    raise AmpError(f"{name}: got {type(given).__name__}, expected one or a list of them")
+
+
+def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, cast_outputs: bool) -> None:
+    precision, properties = session.precision, session.properties
+    replaced: dict[int, nn.Parameter] = {}
+    originals: list[nn.Parameter] = []  # which keep their ids from being given to others
+    if properties.cast_model_type is not None:
+        for old, new in cast_models(session.models, precision):
+            replaced[id(old)] = new
+            originals.append(old)
+    casts = Casts(
+        precision,
+        inputs=None if properties.cast_model_type is None else precision.weights,
+        outputs=precision.outputs if cast_outputs else None,
+    )
+    for model in session.models:
+        model.forward = AmpForward(model, casts)
+    if precision.weights.itemsize < 4:
+        keep_state_dicts_fp32(session.models)
+    known = {id(parameter) for model in session.models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        AmpOptimizer(optimizer, session, replaced, known)
+    if properties.patch_torch_functions:
+        session.undo += patch_registered()
+
+
+def _tell(opt_level: str, overrides: Mapping[str, Any], properties: Properties) -> None:
+    def table(values: Mapping[str, Any]) -> str:
+        return "".join(f"\n  {name:22}: {value}" for name, value in values.items())
+
+    say(f"amp: opt_level {opt_level}, whose options are{table(asdict(OPT_LEVELS[opt_level]))}")
+    changed = {name: value for name, value in overrides.items() if value is not None}
+    if changed:
+        say(f"amp: after the overrides of {', '.join(changed)} they are{table(asdict(properties))}")
+
+
+def reset() -> None:
+    """Forget what :func:`initialize` was given, so that it can be called again: for tests and notebooks.
+
+    Registered functions are put back. Models and optimizers of before stay as they are, and are not to be used with
+    amp any more; only models that were never cast (O0, O1) may be given to ``initialize`` again, with new optimizers.
+    """
+    if state.session is not None:
+        for undo in reversed(state.session.undo):
+            undo()
+    state.session, state.initialized, state.verbosity = None, False, 1
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that ``optimizer`` steps: fp32 masters where the level has them, else the model's parameters.
+
+    These are what to clip, after ``scale_loss``: with ``torch.nn.utils.clip_grad_norm_`` in one process and under data
+    parallelism, with :func:`paramp.clip_grad_norm_` in every layout.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+    """The scale of each loss, in Apex's format: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}``.
+
+    Args:
+        destination: what it is written to. None: a new ``OrderedDict``.
+    """
+    state.require("state_dict")
+    saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    for scaler in state.loss_scalers:
+        saved[f"loss_scaler{scaler.loss_id}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler.unskipped}
+    return saved
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Go on from what :func:`state_dict`, here or in Apex, returned. A number of losses that differs is a warning.
+
+    Raises:
+        AmpError: an entry that is no loss scaler's.
+    """
+    state.require("load_state_dict")
+    scalers = {f"loss_scaler{scaler.loss_id}": scaler for scaler in state.loss_scalers}
+    unknown = [name for name in state_dict if not _is_entry(name, state_dict[name])]
+    if unknown:
+        raise AmpError(
+            f"amp.load_state_dict: unexpected {', '.join(map(repr, unknown))}, expected entries such as "
+            "'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}"
+        )
+    if state.session is not None and len(state_dict) != len(scalers):
+        warnings.warn(
+            f"amp.load_state_dict: it holds {len(state_dict)} loss scalers, but num_losses is {len(scalers)}; the "
+            "first ones are loaded",
+            stacklevel=2,
+        )
+    for name, scaler in scalers.items():
+        if name in state_dict:
+            scaler.load(state_dict[name]["loss_scale"], state_dict[name]["unskipped"])
+
+
+def _is_entry(name: object, entry: object) -> bool:
+    named = isinstance(name, str) and name.removeprefix("loss_scaler").isdecimal() and name.startswith("loss_scaler")
+    return named and isinstance(entry, Mapping) and {"loss_scale", "unskipped"} <= set(entry)

@@ -1,0 +1,205 @@
+"""Models under amp: what is refused, the cast of their weights, their forward, and their fp32 state dict.
+
+A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out, and its
+modules' state dicts are in fp32: they hold the masters' values, and loading one sets masters and weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ....base.module_surgery import cast_parameters
+from ....precision.autocast import computing
+from ....precision.capabilities import has_native_fp16
+from ....precision.fp16_emulation import emulate_fp16
+from ....precision.policy import Precision
+from .session import AmpError, Session, state
+
+__all__ = ["AmpForward", "Casts", "cast_models", "check_models", "emulating", "is_low", "keep_state_dicts_fp32"]
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+def check_models(models: Sequence[object], *, cast: bool) -> None:
+    """Refuse what is no model, what is wrapped already, and what is in half precision already.
+
+    Raises:
+        AmpError: naming it.
+    """
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise AmpError(f"models: got {type(model).__name__}, expected a torch.nn.Module or a list of them")
+        wrapper = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
+        if wrapper is not None:
+            raise AmpError(f"models: got a model in {wrapper}; wrap what amp.initialize returns instead")
+        if cast and any(kind.__name__ == "FSDPModule" for part in model.modules() for kind in type(part).__mro__):
+            raise AmpError(
+                "models: got a model under fully_shard, which keeps its own record of the parameters, so that they "
+                'cannot be cast; use opt_level "O1", or the mp_policy of fully_shard'
+            )
+        for what, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                if is_low(tensor):
+                    raise AmpError(
+                        f"models: {what} {name} is {tensor.dtype}, expected torch.float32; give amp.initialize the "
+                        "model in fp32 at every opt_level, without calling .half() on it"
+                    )
+
+
+def is_low(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds floating-point numbers of less than 32 bits."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
+def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Cast the weights of ``models``; what they have in common stays in common.
+
+    Returns:
+        Each parameter that was replaced, with the one in its place. The old ones keep their full precision.
+    """
+    together = nn.ModuleList(models)
+    before = dict(together.named_parameters(remove_duplicate=False))
+    cast_parameters(together, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+    return [(before[name], new) for name, new in together.named_parameters() if new is not before[name]]
+
+
+# ------------------------------------------------------------------------------------------------------- the forward
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What a model's forward does to what it is given and to what it returns."""
+
+    precision: Precision
+    inputs: torch.dtype | None
+    """Floating-point inputs are cast to this. None: they are left as they are."""
+    outputs: torch.dtype | None
+    """Floating-point outputs are cast to this. None: to fp32 at least."""
+
+
+class AmpForward:
+    """The forward of ``module`` with the casts of its level around it.
+
+    An object and not a closure, so that copies and pickles of the module have one of their own.
+    """
+
+    def __init__(self, module: nn.Module, casts: Casts) -> None:
+        forward = module.forward
+        while isinstance(forward, AmpForward):  # of an earlier session
+            forward = forward.__wrapped__  # type: ignore[attr-defined]
+        functools.update_wrapper(self, forward)  # also keeps it, as __wrapped__, and its signature
+        self.module = module
+        self.casts = casts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        casts = self.casts
+        if casts.inputs is not None:
+            args, kwargs = _map_cast((args, kwargs), casts.inputs)
+        active = state.session is None or state.session.casts_active
+        device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        with (
+            emulating(casts.precision, device),
+            computing(casts.precision, device.type) if active else nullcontext(),
+        ):
+            output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        return _map_cast(output, casts.outputs)
+
+
+def emulating(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """A context for forwards and backwards in which fp16 products run in fp32, where ``device`` has no fp16 ones."""
+    return emulate_fp16(precision.compute is torch.float16 and not has_native_fp16(device))
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` in ``dtype``, in fp32 at least if that is None, where it holds floating-point numbers."""
+    if isinstance(value, torch.Tensor):
+        wanted = torch.promote_types(value.dtype, torch.float32) if dtype is None else dtype
+        return value.to(wanted) if value.is_floating_point() else value
+    if _has_to(value):  # a batch of the user's own class
+        return value if isinstance(value, nn.Module) else value.to(dtype or torch.float32)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _cast_fields(value, dtype)
+    if isinstance(value, Mapping):
+        return _cast_items(value, dtype)
+    return value
+
+
+def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
+    """A copy of a dataclass's instance with its fields cast, frozen ones too. The one that was given stays as it is."""
+    changed = copy.copy(value)
+    for entry in fields(value):
+        if hasattr(value, entry.name):
+            object.__setattr__(changed, entry.name, _map_cast(getattr(value, entry.name), dtype))
+    return changed
+
+
+def _cast_items(value: Mapping[Any, Any], dtype: torch.dtype | None) -> Any:
+    """A mapping of the same class, for those that torch's pytrees take for leaves."""
+    items = {key: _map_cast(item, dtype) for key, item in value.items()}
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    changed = copy.copy(value)
+    for key, item in items.items():
+        changed[key] = item
+    return changed
+
+
+def _has_to(value: object) -> bool:
+    return callable(getattr(value, "to", None)) and not isinstance(value, type)
+
+
+def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
+
+
+# --------------------------------------------------------------------------------------------------- the state dict
+
+
+def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
+    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""
+    for module in nn.ModuleList(models).modules():
+        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
+            module.register_state_dict_post_hook(_widen_state)
+            module.register_load_state_dict_pre_hook(_load_masters)
+            module.register_load_state_dict_post_hook(_note_versions)
+
+
+def _session_slots() -> Mapping[int, Any]:
+    session: Session | None = state.session
+    return {} if session is None else session.slots
+
+
+def _widen_state(module: nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    slots = _session_slots()
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        saved = destination.get(prefix + name)
+        if tensor is None or saved is None or isinstance(saved, nn.Parameter) or not is_low(saved):
+            continue  # a parameter itself, and no copy of its values, was asked for with keep_vars=True
+        slot = slots.get(id(tensor))
+        destination[prefix + name] = saved.float() if slot is None else slot.full_precision()
+
+
+@torch.no_grad()
+def _load_masters(module: nn.Module, source: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    slots = _session_slots()
+    for name, parameter in module._parameters.items():
+        slot = slots.get(id(parameter))
+        value = source.get(prefix + name)
+        if slot is not None and slot.has_master and value is not None and value.shape == slot.stepped.shape:
+            slot.stepped.copy_(value)
+
+
+def _note_versions(module: nn.Module, _incompatible: Any) -> None:
+    slots = _session_slots()
+    for parameter in module._parameters.values():
+        if id(parameter) in slots:
+            slots[id(parameter)].note_version()

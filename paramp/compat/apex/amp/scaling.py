@@ -1,0 +1,106 @@
+"""``scale_loss``: the loss times its scale, and afterwards the gradients without it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....precision.autocast import widening
+from .models import emulating
+from .optimizers import AmpOptimizer, Slot, adopt_changes, unscale_
+from .session import AmpError, LossScaler, Session, state
+
+__all__ = ["scale_loss"]
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor | None,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Any]:
+    """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
+
+    When the block ends, the gradients that its backward left are unscaled and added to what earlier losses left, and
+    all ranks agree whether one of them was not finite: then the scale of this loss backs off, and the next ``step()``
+    of each of ``optimizers`` does nothing. Every rank has to come here with the same optimizers in the same order.
+
+    Args:
+        loss: a floating-point tensor. On a pipeline stage that has none: None; the block then runs the backward of what
+            the stage sent on, with the gradient that it received, which carries the same scale.
+        optimizers: all whose parameters get gradients from this loss; one, or an iterable of them.
+        loss_id: which scale, below the ``num_losses`` of ``initialize``.
+        model: of no effect, as in Apex.
+        delay_unscale: leave the gradients scaled, for another backward to add to them; the last one before the step
+            unscales them all, and its check is theirs. Needed in ``no_sync()`` of DistributedDataParallel, which
+            averages only what lies in the weights' gradients at its last backward.
+        delay_overflow_check: unscale, but agree only when the next ``scale_loss`` of this ``loss_id`` ends, or at the
+            step.
+
+    Yields:
+        The scaled loss, in fp32 at least; None for None. After ``initialize(enabled=False)``, ``loss`` itself.
+
+    Raises:
+        AmpError: ``initialize`` was not called, an optimizer did not come from it, or there is no such loss.
+    """
+    session = state.require("scale_loss")
+    if session is None:
+        yield loss
+        return
+    if loss is not None and not (isinstance(loss, torch.Tensor) and loss.is_floating_point()):
+        raise AmpError(f"amp.scale_loss: got a loss {loss!r}, expected a floating-point tensor, or None")
+    scaler = _scaler_of(loss_id, session)
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    records = [AmpOptimizer.of(optimizer, session) for optimizer in given]
+    slots = list(dict.fromkeys(slot for record in records for slot in record.slots))
+    found_inf = torch.zeros((), device=session.device)
+    scale = scaler.loss_scale()
+
+    adopt_changes(slots, session)
+    unscaled_others = _unscale_others(slots, scale, found_inf)
+    fresh = [slot for slot in slots if slot.scale is None]
+    for slot in fresh:
+        slot.begin(scale)
+    try:
+        # The backward needs the forward's contexts as well: for its fp16 products, and where checkpointing recomputes.
+        with emulating(session.precision, session.device), widening(session.precision, session.device.type):
+            yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+    except BaseException:
+        for slot in slots:
+            slot.give_up()
+        raise
+    if not delay_unscale:
+        unscale_(slots, scale, found_inf)
+    if not delay_unscale or unscaled_others:
+        scaler.note(found_inf, records)
+    if not delay_unscale and not delay_overflow_check:
+        scaler.judge()
+
+
+def _scaler_of(loss_id: int, session: Session) -> LossScaler:
+    count = len(session.loss_scalers)
+    if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < count:
+        raise AmpError(
+            f"amp.scale_loss: got loss_id {loss_id!r}, expected an integer from 0 to {count - 1}, below the num_losses "
+            "of amp.initialize"
+        )
+    return session.loss_scalers[loss_id]
+
+
+def _unscale_others(slots: Iterable[Slot], scale: float, found_inf: torch.Tensor) -> bool:
+    """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix; if there are."""
+    others: dict[float, list[Slot]] = defaultdict(list)
+    for slot in slots:
+        if slot.scale is not None and slot.scale != scale:
+            others[slot.scale].append(slot)
+    for other, delayed in others.items():
+        unscale_(delayed, other, found_inf)
+    return bool(others)

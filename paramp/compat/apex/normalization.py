@@ -1,0 +1,5 @@
+"""``apex.normalization``: norms with Apex's kernels where these are installed, else with torch's."""
+
+from ...precision.norms import FusedLayerNorm, FusedRMSNorm
+
+__all__ = ["FusedLayerNorm", "FusedRMSNorm"]

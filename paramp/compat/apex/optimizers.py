@@ -1,0 +1,63 @@
+"""Apex's fused Adam and SGD where NVIDIA's Apex is installed with its kernels, else torch's own under that name.
+
+Both step all parameters of a group in a few kernels. The arguments are Apex's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...base.optional_packages import find_apex
+
+__all__ = ["FusedAdam", "FusedSGD"]
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+def FusedAdam(
+    params: Params,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """Adam; with ``adam_w_mode`` decoupled weight decay (AdamW).
+
+    Raises:
+        ValueError: without Apex, ``bias_correction=False``, which torch's Adam does not have; ``amsgrad``, which Apex's
+            does not have.
+    """
+    if amsgrad:
+        raise ValueError("amsgrad: got True, but Apex's FusedAdam does not have it; use torch.optim.AdamW")
+    arguments = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if find_apex().fused_optimizers:
+        own = {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode, "set_grad_none": set_grad_none}
+        made: torch.optim.Optimizer = importlib.import_module("apex.optimizers").FusedAdam(params, **arguments, **own)
+        return made
+    if not bias_correction:
+        raise ValueError("bias_correction: got False, which torch's Adam does not have; install NVIDIA's Apex")
+    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(params, **arguments)  # type: ignore[arg-type]
+
+
+def FusedSGD(
+    params: Params,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    kind: Any = importlib.import_module("apex.optimizers").FusedSGD if find_apex().fused_optimizers else torch.optim.SGD
+    made: torch.optim.Optimizer = kind(
+        params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+    )
+    return made

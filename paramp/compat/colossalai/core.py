@@ -1,0 +1,93 @@
+"""Colossal-AI's ``global_context``: the current :class:`~paramp.ParallelContext` under the names it has there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ...config.schema import Config
+from ...distributed.context import current_context, get_context
+from .context import ParallelMode
+
+__all__ = ["GlobalContext", "global_context"]
+
+
+class GlobalContext:
+    """Answers from the context of the latest ``launch`` that is still open.
+
+    Everything but :meth:`is_initialized` raises a RuntimeError where nothing is launched.
+    """
+
+    @property
+    def config(self) -> Config:
+        """The configuration; keys in capitals are the user's own: ``global_context.config.BATCH_SIZE``."""
+        return get_context().config
+
+    def get_global_rank(self) -> int:
+        """This process among all."""
+        return get_context().rank
+
+    def get_local_rank(self, parallel_mode: ParallelMode) -> int:
+        """This process in its group of ``parallel_mode``. (Its place on its machine is ``context.local_rank``.)"""
+        return dist.get_rank(self.get_group(parallel_mode))
+
+    def get_world_size(self, parallel_mode: ParallelMode) -> int:
+        """How many ranks this process's group of ``parallel_mode`` has."""
+        return dist.get_world_size(self.get_group(parallel_mode))
+
+    def get_group(self, parallel_mode: ParallelMode) -> dist.ProcessGroup:
+        """This process's group of ``parallel_mode``."""
+        context = get_context()
+        groups: dict[ParallelMode, Any] = {
+            ParallelMode.GLOBAL: dist.group.WORLD,
+            ParallelMode.MODEL: context.model_group,
+            ParallelMode.DATA: context.dp.group,
+            ParallelMode.PIPELINE: context.pp.group,
+            ParallelMode.TENSOR: context.tp.group,
+        }
+        if parallel_mode not in groups:
+            allowed = ", ".join(f"ParallelMode.{name}" for name in ParallelMode.__members__)
+            raise ValueError(f"parallel_mode: got {parallel_mode!r}, expected one of {allowed}")
+        group: dist.ProcessGroup = groups[parallel_mode]
+        return group
+
+    def get_ranks_in_group(self, parallel_mode: ParallelMode) -> list[int]:
+        """The global ranks of this process's group of ``parallel_mode``."""
+        return dist.get_process_group_ranks(self.get_group(parallel_mode))
+
+    def is_first_rank(self, parallel_mode: ParallelMode) -> bool:
+        """Whether this process comes first in its group."""
+        return self.get_local_rank(parallel_mode) == 0
+
+    def is_last_rank(self, parallel_mode: ParallelMode) -> bool:
+        """Whether this process comes last in its group."""
+        return self.get_local_rank(parallel_mode) == self.get_world_size(parallel_mode) - 1
+
+    def is_initialized(self, parallel_mode: ParallelMode) -> bool:
+        """Whether something is launched and, as in Colossal-AI, for PIPELINE whether there are several stages."""
+        context = current_context()
+        return context is not None and (parallel_mode is not ParallelMode.PIPELINE or context.pp.size > 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model."""
+        return get_context().dp.size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Stages of the model."""
+        return get_context().pp.size
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each layer."""
+        return get_context().tp.size
+
+    def destroy(self) -> None:
+        """Close the context. At the end of a script that happens by itself."""
+        get_context().close()
+
+
+global_context = GlobalContext()
+"""The one that scripts import: ``from paramp.compat.colossalai.core import global_context as gpc``."""

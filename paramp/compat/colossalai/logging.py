@@ -1,0 +1,94 @@
+"""Colossal-AI's logger: Python's own, with a say on which ranks speak."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from functools import partialmethod
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...base.errors import ConfigError, nearest
+from .context import ParallelMode
+from .core import global_context
+
+__all__ = ["DistributedLogger", "get_dist_logger"]
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+FORMAT = "[%(asctime)s] %(name)s %(levelname)s: %(message)s"
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class DistributedLogger:
+    """``info``, ``warning``, ``error`` and ``debug`` with ``ranks=[0]``; to stderr, and to files where asked.
+
+    Attributes:
+        logger: the ``logging.Logger`` that it writes to.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.logger = logging.getLogger(name)
+        self.logger.setLevel(logging.INFO)
+        self.logger.propagate = False
+        if not any(isinstance(handler, _Stderr) for handler in self.logger.handlers):
+            self._add(_Stderr())
+
+    def _add(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        self.logger.addHandler(handler)
+
+    def log(
+        self,
+        level: str,
+        message: object,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """Write ``message`` on ``ranks`` of the groups of ``parallel_mode``; on every rank with None.
+
+        Where nothing is launched, this process counts as rank 0.
+        """
+        known = global_context.is_initialized(ParallelMode.GLOBAL)
+        if ranks is None or (global_context.get_local_rank(parallel_mode) if known else 0) in ranks:
+            self.logger.log(logging.getLevelNamesMapping()[_check(level)], "%s", message)
+
+    debug = partialmethod(log, "DEBUG")
+    info = partialmethod(log, "INFO")
+    warning = partialmethod(log, "WARNING")
+    error = partialmethod(log, "ERROR")
+
+    def set_level(self, level: str) -> None:
+        """Leave out what is less grave than ``level``: DEBUG, INFO (the default), WARNING or ERROR."""
+        self.logger.setLevel(_check(level))
+
+    def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
+        """Write to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path`` as well; created if missing."""
+        known = global_context.is_initialized(ParallelMode.GLOBAL)
+        rank = global_context.get_global_rank() if known else 0
+        Path(path).mkdir(parents=True, exist_ok=True)
+        name = f"rank_{rank}.log" if suffix is None else f"rank_{rank}_{suffix}.log"
+        handler = logging.FileHandler(Path(path) / name, mode, encoding="utf-8")
+        handler.setLevel(_check(level))
+        self._add(handler)
+
+
+def _check(level: Any) -> str:
+    if level not in LEVELS:
+        raise ConfigError(f"level: got {level!r}, expected one of {', '.join(LEVELS)}{nearest(level, LEVELS)}")
+    return str(level)
+
+
+_loggers: dict[str, DistributedLogger] = {}
+
+
+def get_dist_logger(name: str = "paramp") -> DistributedLogger:
+    """The logger called ``name``; the same one each time."""
+    return _loggers.setdefault(name, DistributedLogger(name))

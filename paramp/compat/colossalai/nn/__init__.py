@@ -1,0 +1,1 @@
+"""Colossal-AI's ``nn``: its learning-rate schedules."""

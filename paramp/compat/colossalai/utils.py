@@ -1,0 +1,70 @@
+"""Colossal-AI's ``utils``: what its scripts import from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ...config.schema import DEFAULT_SEED
+from ...data.dataloader import deal
+from ...distributed.context import current_context
+from ...distributed.rng import derive_seed
+
+__all__ = ["get_current_device", "get_dataloader"]
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    shuffle: bool = False,
+    seed: int | None = None,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    **options: Any,
+) -> Any:
+    """A loader that gives each data rank its part of ``dataset``, and the ranks of a model group the same.
+
+    It may be passed to :func:`paramp.initialize`, which then leaves it as it is. The order is another in each epoch,
+    and follows from the seed (:mod:`paramp.data.dataloader`). Call it after launching; where nothing is launched, the loader is
+    one for a single process.
+
+    Args:
+        dataset: the same on every rank.
+        shuffle: draw the samples at random.
+        seed: of that order. None: the configuration's.
+        add_sampler: False leaves the loader undealt: every rank reads all of the data. (``initialize`` deals what it is
+            given, so keep such a loader to yourself.)
+        drop_last: drop what does not fill a batch; else the last batch is smaller.
+        pin_memory: into memory that a GPU copies from faster; has no effect where there is no GPU.
+        num_workers: processes that read ahead.
+        options: other arguments of ``torch.utils.data.DataLoader``, such as ``batch_size``, which is that of one data
+            rank.
+
+    Raises:
+        ConfigError: the loader cannot be dealt (:func:`paramp.data.dataloader.deal`).
+    """
+    context = current_context()
+    seed = seed if seed is not None else context.config.seed if context else DEFAULT_SEED
+    generator = torch.Generator()
+    generator.manual_seed(derive_seed(seed, "get_dataloader"))
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        drop_last=drop_last,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        num_workers=num_workers,
+        **{"generator": generator, "shuffle": shuffle or None, **options},
+    )
+    if context is None or not add_sampler:
+        return loader
+    return deal(loader, context.dp.rank, context.dp.size, seed)
+
+
+def get_current_device() -> torch.device:
+    """Where this rank computes: that of the current context; where nothing is launched, the GPU if there is one."""
+    context = current_context()
+    if context is not None:
+        return context.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

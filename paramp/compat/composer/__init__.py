@@ -1,0 +1,1 @@
+"""Composer's names: ``functional`` and ``algorithms``."""

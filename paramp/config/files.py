@@ -1,0 +1,91 @@
+"""Configurations from files and dicts."""
+
+from __future__ import annotations
+
+import runpy
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.coerce import build, convert
+from ..base.errors import ConfigError, one_line, shown
+from ..precision.policy import AMP_TYPE, Precision
+from .schema import Config
+
+__all__ = ["load", "merge", "read_file"]
+
+
+def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """A :class:`Config` from a dict, a ``.toml`` or ``.py`` file, or one made before; ``overrides`` win.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or an impossible value.
+        FileNotFoundError: the file does not exist.
+    """
+    if isinstance(source, Config):
+        if overrides:
+            raise ConfigError("overrides: a finished Config cannot be overridden; pass the dict it was made from")
+        return source
+    if source is None:
+        source = {}
+    if isinstance(source, (str, Path)):
+        source = read_file(source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(
+            f"config: got {type(source).__name__}, expected a dict, a Config, or a path to a .toml or .py file"
+        )
+    tree = merge(source, overrides or {})
+    if "user" in tree:
+        raise ConfigError("user: no such key; keys of your own are in capitals, at the top")
+    user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
+    known = {key: value for key, value in tree.items() if key not in user}
+    if "fp16" in known:
+        if "precision" in known:
+            raise ConfigError("fp16: given together with precision; keep one of the two")
+        fp16 = known.pop("fp16")
+        if fp16 is not None:
+            known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+    return build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"config: no file {shown(str(path))}")
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:  # numbers too long and brackets too deep for Python among them
+            raise ConfigError(f"config: {str(path)!r} is not valid TOML: {one_line(str(error))}") from None
+    if path.suffix == ".py":
+        try:
+            names = runpy.run_path(str(path))
+        except Exception as error:
+            what = f"{type(error).__name__}: {one_line(str(error))}"
+            raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
+        for name in ("CONFIG", "config"):
+            if isinstance(names.get(name), Mapping):
+                return dict(names[name])
+        # Colossal-AI's own config files are modules whose names are the keys.
+        plain = (Mapping, str, int, float, list, tuple, AMP_TYPE, Precision)
+        return {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
+    raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``overrides`` on top, table by table. ``tensor=2`` counts as ``tensor.size=2`` on the way."""
+    result = dict(base)
+    for key, value in overrides.items():
+        old = result.get(key)
+        if isinstance(value, Mapping):
+            if isinstance(old, int) and not isinstance(old, bool):
+                old = {"size": old}
+            result[key] = merge(old if isinstance(old, Mapping) else {}, value)
+        else:
+            result[key] = value
+    for key, other in (("precision", "fp16"), ("fp16", "precision")):
+        if key in overrides and other not in overrides:  # two spellings of one thing; both at once is load's to refuse
+            result.pop(other, None)
+    return result

@@ -1,0 +1,136 @@
+"""Data sets that Hugging Face's ``datasets`` has saved to disk, read from their Arrow tables where they lie.
+
+A column of token ids is a few large buffers of integers, with the borders of the rows beside them. Rows one after the
+other are those buffers themselves: nothing is copied, and the memory does not grow with the data.
+
+Arrow maps its files, and a mapped file that shrinks under way ends the process with SIGBUS and no message. So the
+mapping only tells where in the file the buffers lie; from there on they are read like any token file
+(:class:`~paramp.data.token_files.FileTokens`). Text is taken from the mapping, once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError
+from .text_corpus import Piece
+from .token_files import ArrayTokens, ChainedTokens, FileTokens, Tokens, TokenSource
+
+__all__ = ["column_of", "is_saved_dataset", "load_splits", "rows_of_text", "tokens_of"]
+
+TOKENS = "input_ids"
+TEXT = "text"
+HELD_OUT_SPLITS = ("validation", "valid", "val", "test", "eval")
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether ``datasets`` has saved a ``Dataset`` or a ``DatasetDict`` in the folder."""
+    return (path / "dataset_dict.json").is_file() or all(
+        (path / name).is_file() for name in ("dataset_info.json", "state.json")
+    )
+
+
+def load_splits(path: Path) -> tuple[Any, Any | None]:
+    """The part to train on and the one held out, None where the folder has none.
+
+    Of a ``DatasetDict`` the former is ``train``, or the only one; the latter the first of ``validation``, ``test`` and
+    their like.
+
+    Raises:
+        ConfigError: the package ``datasets`` is missing, it cannot read the folder, or there is no ``train``.
+    """
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(f'data: {str(path)!r} needs the package datasets: pip install "paramp[hf]"') from None
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # of Arrow, of the file system, of JSON: the user can but save it again
+        raise ConfigError(f"data: datasets cannot load {str(path)!r}: {error}; save it again") from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded, None
+    if "train" not in loaded and len(loaded) != 1:
+        raise ConfigError(f"data: {str(path)!r} has the splits {', '.join(loaded) or 'none'}; expected train")
+    training = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    held_out = next((loaded[name] for name in HELD_OUT_SPLITS if name in loaded and loaded[name] is not training), None)
+    return training, held_out
+
+
+def column_of(dataset: Any, path: Path) -> str:
+    """The column to read: ``input_ids``, else ``text``.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    found = next((name for name in (TOKENS, TEXT) if name in dataset.column_names), None)
+    if found is None:
+        raise ConfigError(
+            f"data: {str(path)!r} has the columns {', '.join(dataset.column_names) or 'none'}; expected {TOKENS} "
+            f"(lists of integers) or {TEXT} (strings): rename one of them with dataset.rename_column"
+        )
+    return found
+
+
+def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
+    """The rows of ``input_ids`` one after the other, in the files of the Arrow table.
+
+    Raises:
+        ConfigError: they are not integers, or some are missing.
+    """
+    if dataset._indices is not None:  # rows in another order than they lie; what was loaded from disk never is so
+        dataset = dataset.flatten_indices()
+    mapped = [_Mapped(Path(file["filename"])) for file in dataset.cache_files]
+    if sum(file.table.num_rows for file in mapped) != dataset.num_rows:  # a part of what lies there, or in memory
+        arrays = _arrays(dataset.data, path)
+        return ChainedTokens([ArrayTokens(array, f"column {TOKENS} of {str(path)!r}") for array in arrays])
+    return ChainedTokens([file.source(array) for file in mapped for array in _arrays(file.table, path)])
+
+
+class _Mapped:
+    """An Arrow file that ``datasets`` has written, and where it is mapped to."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        self.path = path
+        file = pa.memory_map(str(path))
+        self._address = file.read_buffer(1).address
+        self._size = file.size()
+        file.seek(0)
+        self.table = pa.ipc.open_stream(file).read_all()
+
+    def source(self, array: Tokens) -> TokenSource:
+        """``array``, a buffer of the table, read from the file; from memory if it was compressed there."""
+        offset = array.ctypes.data - self._address
+        if 0 <= offset <= self._size - array.nbytes:
+            return FileTokens(self.path, array.dtype, offset, len(array))
+        return ArrayTokens(array, f"column {TOKENS} of {str(self.path)!r}")
+
+
+def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
+    """The buffers of ``input_ids``, without what rows share out of them.
+
+    Raises:
+        ConfigError: they are not integers, or some are missing.
+    """
+    import pyarrow as pa
+
+    for chunk in table.column(TOKENS).chunks:
+        while not pa.types.is_primitive(chunk.type):
+            if not hasattr(chunk, "flatten") or pa.types.is_struct(chunk.type):
+                break
+            chunk = chunk.flatten()  # respects the slice of the buffer that the array is
+        if not pa.types.is_integer(chunk.type) or chunk.null_count:
+            what = f"{chunk.null_count} missing values" if chunk.null_count else f"the type {chunk.type}"
+            raise ConfigError(f"data: the column {TOKENS} of {str(path)!r} has {what}; expected lists of integers")
+        if len(chunk):
+            yield chunk.to_numpy(zero_copy_only=True)
+
+
+def rows_of_text(dataset: Any, *, held_out: bool) -> Iterator[Piece]:
+    """Each row of ``text`` as a document."""
+    for row in dataset.with_format(None).select_columns([TEXT]):
+        if row[TEXT]:
+            yield Piece(row[TEXT], held_out, begins=True)

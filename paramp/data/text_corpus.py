@@ -1,0 +1,285 @@
+"""From text to tokens: files, the part of them that is held out, and what encodes them.
+
+Text is read in pieces of a few megabytes that end at line ends, so that files of any size can be encoded at constant
+memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.errors import ConfigError
+from .token_files import Tokens
+
+__all__ = [
+    "Bytes",
+    "Encoder",
+    "Piece",
+    "TextFile",
+    "Tokenizer",
+    "encode",
+    "find_text",
+    "held_out_by_name",
+    "read_pieces",
+    "text_of",
+    "why_not_text",
+]
+
+HELD_OUT_ONE_IN = 20
+PIECE = 2**22
+"""Bytes that are read, and at most encoded, at once."""
+BATCH = 2**20
+"""Characters that a tokenizer is given at once."""
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of valid text."""
+
+    name: str
+    """Relative to the folder that was searched, with forward slashes."""
+    path: Path
+    size: int
+    """In bytes."""
+
+
+def find_text(path: Path) -> tuple[list[TextFile], int]:
+    """The text files at ``path``, a file or a folder, and how many files there were left out.
+
+    A folder is searched to its depths, in the order of the names. Hidden files and folders (``.git``), ``__pycache__``
+    and linked folders are passed over. Files that are empty, hold a zero byte or are no valid UTF-8 are left out and
+    counted; a file that is named itself has to be text.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+    if path.is_file():
+        if not path.stat().st_size:
+            raise ConfigError(f"data: {str(path)!r} is empty, expected text; write it again, or name another")
+        if (problem := why_not_text(path)) is not None:
+            raise ConfigError(
+                f"data: {str(path)!r} is no text, {problem}; convert it to UTF-8, or name it .bin if it holds tokens"
+            )
+        return [TextFile(path.name, path, path.stat().st_size)], 0
+    files, left_out = [], 0
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        for name in names:
+            file = Path(folder, name)
+            if name.startswith(".") or not file.is_file():
+                continue
+            size = file.stat().st_size
+            if not size or why_not_text(file) is not None:
+                left_out += 1
+            else:
+                files.append(TextFile(file.relative_to(path).as_posix(), file, size))
+    if not files:
+        raise ConfigError(
+            f"data: no text in the folder {str(path)!r} ({left_out} files are empty or no valid UTF-8); expected text "
+            "files, train.bin and val.bin, or a data set that datasets saved there"
+        )
+    return sorted(files, key=lambda file: file.name), left_out
+
+
+def why_not_text(path: Path) -> str | None:
+    """Why the file is not valid text, or None."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        position = 0
+        while True:
+            block = file.read(PIECE)
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return f"not valid UTF-8 after byte {position} ({error.reason})"
+            if b"\0" in block:
+                return f"byte {position + block.index(0)} is zero"
+            if not block:
+                return None
+            position += len(block)
+
+
+def held_out_by_name(name: str) -> bool:
+    """True for one name in twenty, chosen by its hash, so that a file stays where it is when others come and go."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document."""
+
+    text: str
+    held_out: bool
+    begins: bool
+    """Whether a document begins with it."""
+
+
+def read_pieces(files: Iterable[TextFile], *, split: bool) -> Iterator[Piece]:
+    """The text of ``files`` in pieces of at most 4 MB, each cut at the end of a line where it has one.
+
+    With ``split``, one file in twenty is held out (:func:`held_out_by_name`). Where that leaves either part without
+    a file, the last twentieth of the bytes is held out instead, from a line's end on where there is one.
+    """
+    files = list(files)
+    by_name = split and len({held_out_by_name(file.name) for file in files}) == 2
+    total = sum(file.size for file in files)
+    border = total if by_name or not split else total - max(1, total // HELD_OUT_ONE_IN)
+    position = 0
+    for file in files:
+        begins = True
+        for text in _lines(file.path):
+            for is_tail, part in _split_at(text, border - position):
+                held_out = held_out_by_name(file.name) if by_name else is_tail
+                yield Piece(part, held_out, begins)
+                begins = False
+            position += len(text.encode())
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The text of a file in pieces of about 4 MB that end with a line, or else anywhere."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest = ""
+    with path.open("rb") as file:
+        while block := file.read(PIECE):
+            rest += decoder.decode(block)
+            cut = rest.rfind("\n") + 1 or len(rest)
+            if cut:
+                yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _split_at(text: str, border: int) -> list[tuple[bool, str]]:
+    """``text`` before and after the byte ``border``, which moves on to the end of its line if that is not the end."""
+    data = text.encode()
+    if not 0 < border < len(data):
+        return [(border <= 0, text)]
+    cut = data.find(b"\n", border - 1) + 1
+    head = data[: cut if 0 < cut < len(data) else border].decode(errors="ignore")
+    return [(is_tail, part) for is_tail, part in ((False, head), (True, text[len(head) :])) if part]
+
+
+class Encoder(Protocol):
+    """What makes tokens of text."""
+
+    vocab_size: int
+    dtype: np.dtype[Any]
+    unit: str
+    """What a token is called: ``byte`` or ``token``."""
+    separator: Tokens
+    """What stands between two documents."""
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of ``text``, nothing added."""
+        ...
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token; documents are a line's end apart."""
+
+    vocab_size = 256
+    unit = "byte"
+
+    def __init__(self) -> None:
+        self.dtype = np.dtype(np.uint8)
+        self.separator: Tokens = np.frombuffer(b"\n", dtype=np.uint8)
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+class Tokenizer:
+    """A tokenizer of Hugging Face's, from its ``tokenizer.json`` or a folder that holds one.
+
+    Documents are its end-of-text token apart: the ``eos_token`` that a ``tokenizer_config.json`` beside it names, else
+    the first of ``<|endoftext|>``, ``</s>`` and their like that it knows, else nothing. No other special tokens are
+    added, and truncation and padding, which some files switch on, are switched off.
+
+    Raises:
+        ConfigError: no such file, no tokenizer in it, or the package ``tokenizers`` is missing.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(
+                f"tokenizer: no file {str(file)!r}; expected the path of a tokenizer.json, or of a folder with one"
+            )
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError(
+                f'tokenizer: {str(file)!r} needs the package tokenizers: pip install "paramp[hf]"'
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare Exception
+            raise ConfigError(f"tokenizer: {str(file)!r} is no tokenizer.json: {error}; save it again") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"tokenizer: {str(file)!r} has no tokens; expected a trained one")
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        names = (_configured_end(file.with_name("tokenizer_config.json")), *END_OF_TEXT)
+        self.end_of_text: int | None = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.separator: Tokens = np.array([] if self.end_of_text is None else [self.end_of_text], dtype=self.dtype)
+
+    def encode(self, text: str) -> Tokens:
+        parts = _cut_at_lines(text, BATCH)
+        found = [np.array(self._tokenizer.encode(part, add_special_tokens=False).ids, self.dtype) for part in parts]
+        return np.concatenate([np.zeros(0, self.dtype), *found])
+
+
+def _configured_end(path: Path) -> str | None:
+    try:
+        name = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name.get("content") if isinstance(name, dict) else name
+
+
+def _cut_at_lines(text: str, size: int) -> list[str]:
+    """``text`` in parts of about ``size`` characters. Only where a part ends may tokens differ from those of the whole,
+    and a tokenizer needs far more memory than its text."""
+    parts, start = [], 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1 or start + size
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
+def encode(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[bool, Tokens]]:
+    """The tokens of ``pieces`` as they come, each array with whether it is held out."""
+    started = {False: False, True: False}
+    for piece in pieces:
+        if piece.begins and started[piece.held_out] and len(encoder.separator):
+            yield piece.held_out, encoder.separator
+        started[piece.held_out] = True
+        yield piece.held_out, encoder.encode(piece.text)
+
+
+def text_of(pieces: Iterable[Piece], encoder: Encoder) -> tuple[Tokens, Tokens]:
+    """The tokens of ``pieces`` in memory: those to train on and those held out."""
+    parts: dict[bool, list[Tokens]] = {False: [], True: []}
+    for held_out, tokens in encode(pieces, encoder):
+        parts[held_out].append(tokens)
+    empty = np.zeros(0, encoder.dtype)
+    return np.concatenate([empty, *parts[False]]), np.concatenate([empty, *parts[True]])

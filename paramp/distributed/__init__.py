@@ -1,0 +1,1 @@
+"""Processes: launchers, rendezvous, the mesh of ranks, collectives, liveness, random streams."""

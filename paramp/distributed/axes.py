@@ -1,0 +1,63 @@
+"""Which mesh axes hold copies of a tensor."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from .context import PIPELINE_AXIS, ParallelContext
+
+__all__ = ["num_replicas", "replicated_axes"]
+
+
+def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
+    """How many ranks of the world hold each element of ``tensor``.
+
+    A DTensor says itself which axes of its mesh replicate it; over the context's other axes it is replicated too,
+    except over ``pp``, where each rank has parameters of its own. A plain tensor has no mesh of its own.
+
+    Raises:
+        ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
+            that tells what the other ranks hold.
+    """
+    axes: dict[str, int] = {}
+    replicas = 1
+    if context is not None:
+        axes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.mesh.shape, strict=True))
+    if isinstance(tensor, DTensor):
+        mesh, world_size = tensor.device_mesh, dist.get_world_size()
+        if context is None:
+            root = mesh._get_root_mesh()
+            if root.size() != world_size:
+                raise ValueError(
+                    f"a parameter lives on a mesh of {root.size()} ranks in a world of {world_size}; pass context=..., "
+                    "so that it is known what the other ranks hold"
+                )
+            axes = dict(zip(root.mesh_dim_names or (), root.mesh.shape, strict=False))
+        for size, placement in zip(mesh.mesh.shape, tensor.placements, strict=True):
+            replicas *= size if isinstance(placement, Replicate) else 1
+        for name in mesh.mesh_dim_names or ():
+            axes.pop(name, None)
+    elif context is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"a plain parameter in a world of {dist.get_world_size()} ranks: nothing tells whether the other ranks "
+            "hold copies or other parameters; call paramp.launch_from_torch(config) first, or pass context=..."
+        )
+    for name, size in axes.items():
+        replicas *= 1 if name == PIPELINE_AXIS else size
+    return replicas
+
+
+def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
+    """The axes of the context's mesh along which ranks hold the same part of ``tensor``.
+
+    Those along which a DTensor is not sharded; but for ``pp``, where each rank has parameters of its own.
+    """
+    sharded = {PIPELINE_AXIS}
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        sharded.update(
+            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
+        )
+    return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]

@@ -1,0 +1,85 @@
+"""What one rank holds of a logical tensor: its local part, how many other ranks hold the same, and what is missing.
+
+Everything above works on plain local tensors, because a mix of plain tensors and DTensors on several meshes is the
+normal case under tensor and pipeline parallelism, and torch's own foreach functions, clipping and GradScaler refuse
+it or answer wrongly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["gather_objects", "gather_parts", "start_reducing_parts", "sum_"]
+
+
+def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+    """Replace plain ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
+
+    Args:
+        dtype: what the sums are made in. None: the tensors' own.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        buckets[tensor.device, tensor.dtype if dtype is None else dtype].append(tensor)
+    for (_, wide), bucket in buckets.items():
+        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype is wide:
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [piece.view_as(tensor) for piece, tensor in zip(pieces, bucket, strict=True)])
+
+
+# torch 2.13 has new names for these two, and warns of the old ones; 2.11 knows the old ones only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def start_reducing_parts(
+    whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> Callable[[], None]:
+    """Leave this rank's part ``own`` of ``whole``, a view of it, with the sum over ``group``, and the rest of ``whole``
+    with zeros: so that what is added to it later can be summed in the same way. One reduce-scatter.
+
+    Args:
+        dtype: what the sums are made in. None: the tensors' own.
+
+    Returns:
+        A function that waits for it. Until then ``whole`` is not to be touched.
+    """
+    cast_ = dtype not in (None, whole.dtype)
+    part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which both gloo and NCCL can
+    work = _reduce_scatter(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if cast_:
+            own.copy_(part)
+        start = own.storage_offset() - whole.storage_offset()
+        whole[:start].zero_()
+        whole[start + own.numel() :].zero_()
+
+    return finish
+
+
+def gather_parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill ``whole`` with the part ``own`` of every rank of ``group`` (None: the world); one all-gather.
+
+    ``own`` may be a view of its place in ``whole``.
+    """
+    _all_gather(whole, own, group=group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``, by rank; a collective of ``group``, or of the world. What it is has to pickle."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone

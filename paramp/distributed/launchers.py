@@ -1,0 +1,361 @@
+"""How processes find each other: under torchrun, MPI or Slurm, alone, or with a rank and an address given.
+
+Each function here ends in a :class:`~paramp.distributed.context.ParallelContext`. All checks happen before the first process group
+is made, so a mistake is an error on every rank and never a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+
+from ..base.errors import ConfigError, LaunchError
+from ..config.files import load
+from ..config.schema import DEFAULT_SEED, Config, flatten
+from .context import ParallelContext, report_once
+from .heartbeat import Heartbeat
+from .launcher_env import Place, find_place, mpi_place, slurm_place, torchrun_place
+from .rendezvous import choose_interface, exchange, find_store, host_store, join_store, meet, own_hosts
+
+__all__ = [
+    "launch",
+    "launch_from_environment",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+ConfigSource = Config | Mapping[str, Any] | str | Path | None
+
+
+def launch_from_torch(
+    config: ConfigSource = None,
+    *,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join the processes that ``torchrun`` started; with none of its variables set, a world of one.
+
+    Args:
+        config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
+        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL where every rank has a GPU of its own, else gloo.
+        device: None: the local rank's GPU, a shared one where there are fewer GPUs than local ranks, else the CPU.
+        seed: a value other than the default replaces the configuration's ``seed``.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not find each other.
+    """
+    return _join(load(config), torchrun_place(), backend, device, seed)
+
+
+def launch_from_slurm(
+    config: ConfigSource = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join the tasks that ``srun`` started; outside of a step of Slurm's, a world of one.
+
+    Args:
+        host: the machine of task 0. None: ``MASTER_ADDR`` where set, else the first machine of the step.
+        port: where task 0 listens. None: ``MASTER_PORT`` where set, else one from 20000 to 31999 that follows from the
+            job's and the step's numbers.
+        config, backend, device, seed: as for :func:`launch_from_torch`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: some of Slurm's variables are set and others missing, the port is taken, or the ranks do not find
+            each other.
+    """
+    return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
+
+
+def launch_from_openmpi(
+    config: ConfigSource = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join the processes that ``mpirun`` started, Open MPI's or MPICH's; outside of it, a world of one.
+
+    mpi4py tells the ranks apart and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with
+    its addresses; each other rank takes the first at which it reaches rank 0.
+
+    Args:
+        host: the name or address at which all machines reach rank 0's. None: found.
+        port: where rank 0 listens. None: one that is free.
+        config, backend, device, seed: as for :func:`launch_from_torch`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: mpi4py is missing or belongs to another MPI, the port is taken, or a rank does not reach rank 0.
+    """
+    settings, place = load(config), mpi_place()
+    _check_port(port)
+    if place is None:
+        return _join(settings, None, backend, device, seed)
+    settings.parallel.data_size(place.world_size)  # complain before MPI starts
+    place, store = _meet_by_mpi(place, host, port)
+    return _join(settings, place, backend, device, seed, store)
+
+
+def launch_from_environment(config: ConfigSource = None, **options: Any) -> ParallelContext:
+    """Join by whichever launcher started this process: torchrun, mpirun or srun; with none, a world of one.
+
+    Args:
+        config: as for :func:`launch_from_torch`.
+        options: ``backend``, ``device``, ``seed``.
+
+    Raises:
+        ConfigError, LaunchError: as the launcher's own function.
+    """
+    place = find_place()
+    functions = {"torchrun": launch_from_torch, "mpi": launch_from_openmpi, "slurm": launch_from_slurm}
+    return functions["torchrun" if place is None else place.launcher](config, **options)
+
+
+def launch(
+    config: ConfigSource,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    *,
+    local_rank: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ParallelContext:
+    """Join ``world_size`` processes at ``host:port``, where rank 0 listens.
+
+    Over torch's ``fake`` process group, made beforehand, nobody is waited for: this process is the only rank of its
+    world that runs, to see what it would hold.
+
+    Args:
+        local_rank: this process among those of its machine; it picks the GPU. None: ``rank`` modulo the GPUs.
+        config, backend, device, seed: as for :func:`launch_from_torch`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the world.
+        LaunchError: an impossible rank or port, the port is taken, or rank 0 cannot be reached.
+    """
+    settings = load(config)
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
+    _check_port(port)
+    gpus = torch.cuda.device_count()
+    if local_rank is None:
+        local_rank = rank % gpus if gpus else rank
+    return _join(settings, Place("launch", rank, world_size, local_rank, host, port), backend, device, seed)
+
+
+def _check_port(port: int | None) -> int | None:
+    if port is not None and not 0 < port < 2**16:
+        raise LaunchError(f"port: got {port}, expected 1 to 65535")
+    return port
+
+
+def _join(
+    config: Config,
+    place: Place | None,
+    backend: str | None,
+    device: torch.device | str | None,
+    seed: int,
+    store: Store | None = None,
+) -> ParallelContext:
+    """Meet the other ranks of ``place``'s world, in ``store`` if they have met, and make the context."""
+    place = place or Place("none", 0, 1, 0)
+    rank, world_size = place.rank, place.world_size
+    if seed != DEFAULT_SEED:
+        config = replace(config, seed=seed)
+    config.parallel.data_size(world_size)  # complain before anything waits
+    device = _choose_device(device, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    owns_world = not dist.is_initialized()
+    if not owns_world:
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise LaunchError(
+                f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
+            )
+        store = dist.distributed_c10d._get_default_store()
+    elif store is None:
+        store = _shared_store(place)
+    heartbeat = None
+    if owns_world or dist.get_backend() != "fake":  # of a fake process group's ranks, which plan, only this one runs
+        store = meet(store, rank, world_size)
+        if owns_world and world_size > 1 and config.hang_timeout is not None:
+            host = "the launcher" if _agent_listens(place) else ""
+            heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, config.hang_timeout, host=host)
+    try:
+        if store is not None and (owns_world or dist.get_backend() != "fake"):
+            _agree_on_config(store, config, rank, world_size)
+        if owns_world:
+            backend = backend or _agree_on_backend(store, device, rank, world_size)
+            if world_size > 1 and "gloo" in backend:
+                choose_interface(store, place.host or "localhost", rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        if world_size > 1:
+            report_once()
+        return ParallelContext(
+            config,
+            rank=rank,
+            world_size=world_size,
+            local_rank=place.local_rank,
+            device=device,
+            owns_world=owns_world,
+            heartbeat=heartbeat,
+        )
+    except BaseException:
+        if heartbeat is not None:
+            heartbeat.hide()
+        raise
+
+
+_stores: dict[tuple[str, int, int], TCPStore] = {}
+"""Kept until the process ends: a later launch meets in the same place."""
+
+
+def _shared_store(place: Place) -> Store:
+    """The store that the ranks of ``place``'s world share."""
+    if place.world_size == 1 or place.host is None or place.port is None:
+        return HashStore()
+    key = (place.host, place.port, place.rank)
+    if key not in _stores:
+        listens = place.rank == 0 and not _agent_listens(place)
+        _stores[key] = host_store(place.port) if listens else join_store(place.host, place.port)
+    return _stores[key]
+
+
+def _agent_listens(place: Place) -> bool:
+    """Whether torchrun's agent hosts the store, which then outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
+
+
+_mpi_world: tuple[Place, TCPStore] | None = None
+
+
+def _meet_by_mpi(place: Place, host: str | None, port: int | None) -> tuple[Place, Store]:
+    """Ranks, local ranks and a common store by MPI, once a process: MPI cannot be started a second time."""
+    global _mpi_world
+    if _mpi_world is not None:
+        return _mpi_world
+    ours = "mpi4py.MPI" not in sys.modules
+    try:
+        import mpi4py
+
+        if ours:
+            # MPI's own end waits for all ranks, also for those that wait for one that has failed.
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
+            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and an MPI that it finds'
+        ) from None
+    world = MPI.COMM_WORLD
+    if world.size != place.world_size:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
+            f"{MPI.Get_library_version().splitlines()[0]!r}; start with that one's mpirun"
+        )
+    machine = world.Split_type(MPI.COMM_TYPE_SHARED)
+    one_machine = world.allreduce(machine.size, MPI.MIN) == world.size
+    problem, store, meeting = None, None, None
+    if world.rank == 0:
+        try:
+            store = host_store(port or 0)
+            password = secrets.token_hex(16)
+            store.set("paramp/password", password)
+            hosts = [host] if host else ["localhost"] if one_machine else own_hosts()
+            meeting = (hosts, store.port, password)
+        except LaunchError as error:
+            problem = error
+    meeting, reason = world.bcast((meeting, None if problem is None else str(problem)), root=0)
+    if reason is not None:
+        raise problem or LaunchError(reason)
+    hosts, port, password = meeting
+    if not hosts:
+        raise LaunchError(
+            "launch: the machine of rank 0 has no address but loopback, and there are several machines; "
+            "pass launch_from_openmpi the host at which they reach it"
+        )
+    found = hosts[0]
+    if store is None:
+        found, store = find_store(hosts, port, password.encode())
+    place = replace(place, rank=world.rank, local_rank=machine.rank, host=found, port=port)
+    machine.Free()
+    if ours:
+        world.Barrier()
+        MPI.Finalize()
+    _mpi_world = place, store
+    return _mpi_world
+
+
+OWN_SETTINGS = (
+    "train.data",
+    "train.validation_data",
+    "train.tokenizer",
+    "train.log_dir",
+    "train.checkpoint_dir",
+    "train.resume",
+)
+"""Paths, which may differ from machine to machine."""
+
+
+def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
+    """Complain on every rank if the ranks were configured differently, which would train wrongly or hang."""
+    settings = {
+        key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
+    }
+    texts = exchange(store, "config", json.dumps(settings, sort_keys=True), rank, world_size)
+    all_settings = [json.loads(text) for text in texts]
+    first = all_settings[0]
+    for other, theirs in enumerate(all_settings):
+        for key in sorted(first.keys() | theirs.keys()):
+            if first.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
+                    "give every rank the same configuration"
+                )
+
+
+def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
+    """NCCL if every rank of the world has a GPU of its own, else gloo; the same answer on every rank."""
+    mine = f"no GPU of rank {rank}"
+    if device.type == "cuda" and dist.is_nccl_available():
+        mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    devices = set(exchange(store, "device", mine, rank, world_size))
+    all_gpus = all(name.startswith("GPU ") for name in devices)
+    return "nccl" if all_gpus and len(devices) == world_size else "gloo"
+
+
+def _choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if requested is None:
+        return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    device = torch.device(requested)
+    if device.type == "cuda" and not gpus:
+        raise LaunchError(f"device: got {str(device)!r}, but torch sees no GPU; leave device out to use the CPU")
+    if str(device) == "cuda":
+        return torch.device("cuda", local_rank % gpus)
+    return device

@@ -1,0 +1,104 @@
+"""The ranks of one machine as processes: starting them where no launcher did, and telling a mistake once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from .rendezvous import host_store
+
+__all__ = ["said_by_rank_0", "start_processes"]
+
+SECONDS_FOR_RANK_0 = 5.0
+SECONDS_OF_ONE_RUN = 60.0
+SECONDS_TO_SAVE = 30.0
+"""That ranks get to save a checkpoint after they were asked to stop; as long as torchrun gives them."""
+
+
+def start_processes(command: Sequence[str], num_processes: int) -> int:
+    """Run ``command`` once a rank on this machine, with torchrun's variables set; the exit code of the first failure.
+
+    When one rank fails, the others get a moment to end by themselves and are then terminated. Signals that ask this
+    process to stop are passed on.
+    """
+    # Hosted here, the store outlives every rank, so that the last of them can still ask which failed first.
+    store = host_store(0)
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    shared = {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "paramp",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    processes = [
+        subprocess.Popen(command, env=inherited | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_processes)
+    ]
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        _end(processes, to_stop=SECONDS_TO_SAVE)
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [code for code in codes if code]
+            if failed:
+                _end(processes, grace=5.0)
+                return failed[0] if failed[0] > 0 else 128 - failed[0]
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:
+    """Wait ``grace`` seconds for ``processes``, then ask them to stop, then, after ``to_stop`` seconds, make them."""
+    for ask, patience in ((None, grace), (signal.SIGTERM, to_stop), (signal.SIGKILL, 5.0)):
+        alive = [process for process in processes if process.poll() is None]
+        if ask is not None:
+            for process in alive:
+                process.send_signal(ask)
+        deadline = time.monotonic() + patience
+        for process in alive:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def said_by_rank_0(message: str, rank: int) -> bool:
+    """Whether ``message`` need not be printed by this rank, because another of this machine has printed it.
+
+    Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 tells it and leaves a mark; the
+    others wait for that, unless the launcher ends them before, and speak only if what they found is something else.
+    """
+    mark = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}"
+    content = f"{os.getppid()} {message}"
+    try:
+        if rank > 0:
+            time.sleep(SECONDS_FOR_RANK_0)
+            fresh = mark.exists() and time.time() - mark.stat().st_mtime < SECONDS_OF_ONE_RUN
+            if fresh and mark.read_text() == content:
+                return True
+        with open(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(content)
+    except OSError:  # a mark is a courtesy
+        return False
+    return False

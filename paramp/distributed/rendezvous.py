@@ -1,0 +1,278 @@
+"""How ranks reach each other: the store at which they meet, and the network interface that gloo takes.
+
+gloo listens on the address that the machine's own name resolves to. Where that is loopback, as on Debian
+(``127.0.1.1``), or where the name does not resolve, other machines cannot reach it. :func:`choose_interface` picks the
+interface on the way to the other ranks instead. On one machine nothing has to be chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+
+from ..base.errors import LaunchError
+
+__all__ = [
+    "choose_interface",
+    "exchange",
+    "find_store",
+    "free_port",
+    "host_store",
+    "join_store",
+    "launch_timeout",
+    "meet",
+    "own_hosts",
+]
+
+
+def launch_timeout() -> timedelta:
+    """How long ranks wait for each other at the start: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds.
+
+    Raises:
+        LaunchError: the variable is not a number above 0.
+    """
+    text = os.environ.get("PARAMP_LAUNCH_TIMEOUT") or "300"
+    try:
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise LaunchError(f"launch: PARAMP_LAUNCH_TIMEOUT is {text!r}, expected seconds above 0")
+    return timeout
+
+
+def host_store(port: int) -> TCPStore:
+    """Listen on ``port`` of every address of this machine; port 0: one that is free.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    try:
+        return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=launch_timeout())
+    except (DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: cannot listen on port {port} of {socket.gethostname()}, probably because another program does; "
+            f"choose another port, such as {free_port()}"
+        ) from error
+
+
+def join_store(host: str, port: int) -> TCPStore:
+    """Connect to the store that listens at ``host:port``.
+
+    Raises:
+        LaunchError: the name is unknown, or nobody answers in time.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"launch: {socket.gethostname()} does not know the host {host!r} ({error.strerror}); "
+            "give the name or address at which all machines reach rank 0's"
+        ) from None
+    timeout = launch_timeout()
+    try:
+        return _connect(host, port, timeout)
+    except (DistError, RuntimeError, TimeoutError) as error:
+        raise LaunchError(
+            f"launch: no rank 0 answered at {host}:{port} within {timeout.total_seconds():g} s; is it running there, "
+            f"and does a firewall let {socket.gethostname()} through? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+        ) from error
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store at ``host:port``. In a thread, because torch waits for good for a program that listens and is silent.
+
+    Raises:
+        DistError, RuntimeError, TimeoutError: nobody answers.
+    """
+    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        found = outcome.get(timeout=timeout.total_seconds() + 1.0)
+    except queue.Empty:
+        raise TimeoutError(f"{host}:{port} is silent") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, TCPStore]:
+    """The first of ``hosts`` at which the store that knows ``password`` listens, and that store.
+
+    Several machines may have the same address, of a container bridge for one; the password tells the right one.
+
+    Raises:
+        LaunchError: none of them answers.
+    """
+    deadline = time.monotonic() + launch_timeout().total_seconds()
+    patience = min(launch_timeout(), timedelta(seconds=10))
+    while True:
+        for host in hosts:
+            with contextlib.suppress(OSError, DistError, RuntimeError):
+                socket.create_connection((host, port), timeout=3.0).close()
+                store = _connect(host, port, patience)
+                if store.get("paramp/password") == password:
+                    store.set_timeout(launch_timeout())
+                    return host, store
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"launch: rank 0 listens on port {port} of {', '.join(hosts)}, but {socket.gethostname()} reaches none "
+                "of them; pass launch_from_openmpi the host at which all machines reach it"
+            )
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_hosts() -> list[str]:
+    """The addresses at which other machines may reach this one, and its name; none of them loopback."""
+    addresses = [address for _, address in _interfaces() if not _is_loopback(address)]
+    with contextlib.suppress(OSError):
+        for *_, target in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            addresses.append(str(target[0]))
+    reachable = [address for address in dict.fromkeys(addresses) if not _is_loopback(address)]
+    return [*reachable, socket.gethostname()] if reachable else []
+
+
+def meet(store: Store, rank: int, world_size: int) -> Store:
+    """A part of ``store`` that this world's ranks share with nobody else.
+
+    A launcher's store outlives the processes that it restarts, and what they left there must not be taken for this
+    world's. So each rank posts a token of its own. Rank 0 publishes the tokens that it finds, under a new name each
+    time that one has changed, until every rank has answered that its own is among them.
+
+    Raises:
+        LaunchError: a rank did not come in time.
+    """
+    place, mine = next(_meetings), secrets.token_hex(8)
+    here, call = f"paramp/{place}/here", f"paramp/{place}/call"
+    store.set(f"{here}/{rank}", mine)
+    deadline = time.monotonic() + launch_timeout().total_seconds()
+    name, tokens = "", [""] * world_size
+    while True:
+        if rank == 0:
+            found = [_look(store, f"{here}/{other}") for other in range(world_size)]
+            if found != tokens:
+                name, tokens = f"paramp/{place}/{secrets.token_hex(8)}", found
+                store.set(call, json.dumps([name, tokens]))
+            answers = [_look(store, f"{name}/{other}") for other in range(1, world_size)]
+            if all(answers):
+                store.set(f"{name}/go", "1")
+                return PrefixStore(name, store)
+        else:
+            name, tokens = json.loads(_look(store, call) or '["", []]')
+            if rank < len(tokens) and tokens[rank] == mine:
+                store.set(f"{name}/{rank}", "1")
+                if _look(store, f"{name}/go"):
+                    return PrefixStore(name, store)
+        if time.monotonic() > deadline:
+            missing = [other for other in range(1, world_size) if not answers[other - 1]] if rank == 0 else [0]
+            raise LaunchError(
+                f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not come within "
+                f"{launch_timeout().total_seconds():g} s; did they start? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+            )
+        time.sleep(0.005)
+
+
+_meetings = itertools.count()
+
+
+def _look(store: Store, key: str) -> str:
+    """What is at ``key``, empty if there is nothing yet."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def exchange(store: Store, name: str, value: str, rank: int, world_size: int) -> list[str]:
+    """The ``value`` of every rank, by rank. Every rank calls it, once for each ``name``.
+
+    Raises:
+        LaunchError: a rank was lost.
+    """
+    store.set(f"{name}/{rank}", value)
+    values = []
+    for other in range(world_size):
+        try:
+            values.append(store.get(f"{name}/{other}").decode())
+        except (DistError, RuntimeError) as error:
+            raise LaunchError(
+                f"launch: rank {other} was lost before the ranks had agreed on the {name}; look for its own message"
+            ) from error
+    return values
+
+
+def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:
+    """Have gloo listen where the other machines' ranks reach this one; nothing if all ranks share a machine.
+
+    Sets ``GLOO_SOCKET_IFNAME``, unless the user has. Every rank calls it, with the ``host`` at which it met the others.
+    """
+    mine = _route_to(host)
+    others = exchange(store, "address", mine, rank, world_size)
+    elsewhere = next((address for address in others if not _is_loopback(address)), None)
+    if elsewhere is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    if _is_loopback(mine):  # rank 0's machine, whose name means loopback to itself
+        mine = _route_to(elsewhere)
+    name = next((name for name, address in _interfaces() if address == mine), None)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _route_to(host: str) -> str:
+    """This machine's own address on the way to ``host``, loopback if there is none; nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Names and addresses of this machine's network interfaces that are up, as Linux tells them; elsewhere none."""
+    found: list[tuple[str, str]] = []
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover
+        return found
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for line in lines:
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":  # global; a link-local address means nothing to another machine
+                found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
+    return found

@@ -1,0 +1,1 @@
+"""The engine: a step of training over every layout."""

@@ -1,0 +1,51 @@
+"""Signals that ask a run to save and stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.context import ParallelContext
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """Whether this process was asked to stop, so that it can save first. A context manager.
+
+    Slurm sends SIGTERM before it takes a node away (with ``--signal`` another one, earlier), torchrun when it is ended
+    itself. What :meth:`agreed` says is the same on every rank, whichever of them was asked.
+
+    Args:
+        signals: that ask for it. Their handlers come back when the context is left.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: int | None = None
+        """The number of the signal that came, on this rank."""
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+
+    def agreed(self, context: ParallelContext) -> bool:
+        """Whether any rank was asked; one small all-reduce."""
+        asked = torch.tensor(float(self.received is not None), device=context.device)
+        dist.all_reduce(asked)
+        return bool(asked > 0)

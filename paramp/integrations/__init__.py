@@ -1,0 +1,1 @@
+"""Plugins for trainers that bring their own loop."""

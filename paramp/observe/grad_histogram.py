@@ -1,0 +1,135 @@
+"""Where gradients lie in the range of a dtype: how many underflow, and how far the largest is from overflowing.
+
+Elements are counted by their binary exponent e, with 2**e <= |g| < 2**(e + 1). A gradient is multiplied by the loss
+scale, so another scale moves the whole histogram: :meth:`GradientHistogram.at_scale`. What has become zero in half
+precision stays zero, however large the scale.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.dtensor import local
+from ..optim.flat_params import FlatWeights
+
+__all__ = ["GradientHistogram", "histogram_of"]
+
+LOWEST, HIGHEST = -1074, 1023
+"""Exponents of the smallest and of the largest number of float64."""
+ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2
+"""Where those are counted, after the exponents."""
+PIECE = 2**22
+"""Elements that are widened at once."""
+
+
+@dataclass(frozen=True)
+class GradientHistogram:
+    """The scaled gradients of the logical model, each element counted once; over data ranks, their average."""
+
+    counts: Mapping[int, float]
+    """By exponent; those without elements are left out."""
+    zeros: float
+    non_finite: float
+    largest: float
+    """The largest finite magnitude; 0 if there is none."""
+    scale: float
+    """The loss scale that the gradients carry."""
+    dtype: torch.dtype
+    """What the mode computes gradients in, whose range is meant below."""
+
+    @property
+    def total(self) -> float:
+        """Elements counted."""
+        return sum(self.counts.values()) + self.zeros + self.non_finite
+
+    @property
+    def underflow(self) -> float:
+        """The share that is zero or subnormal in :attr:`dtype`; elements that are zero by nature count too."""
+        lowest = math.frexp(torch.finfo(self.dtype).smallest_normal)[1] - 1
+        low = sum(count for exponent, count in self.counts.items() if exponent < lowest)
+        return (low + self.zeros) / self.total if self.total else 0.0
+
+    @property
+    def headroom(self) -> float:
+        """How many times the scale may be doubled before the largest element overflows; infinite if all are zero."""
+        return math.log2(torch.finfo(self.dtype).max / self.largest) if self.largest else math.inf
+
+    def at_scale(self, scale: float) -> GradientHistogram:
+        """What it would be at another loss scale, if nothing were rounded.
+
+        Raises:
+            ValueError: the scales differ by a factor that is no power of two.
+        """
+        mantissa, exponent = math.frexp(scale / self.scale) if scale > 0 else (0.0, 0)
+        if mantissa != 0.5:
+            raise ValueError(f"scale: got {scale!r}, expected {self.scale:g} times a power of two")
+        shift = exponent - 1
+        moved = {old + shift: count for old, count in self.counts.items()}
+        return replace(self, counts=moved, largest=math.ldexp(self.largest, shift), scale=scale)
+
+    def describe(self) -> str:
+        """One line."""
+        bad = f", {self.non_finite:.0f} elements not finite" if self.non_finite else ""
+        return (
+            f"gradients at a loss scale of {self.scale:g} in {str(self.dtype).removeprefix('torch.')}: "
+            f"{self.underflow:.2%} underflow, headroom 2**{self.headroom:.1f}{bad}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers; what is not finite is None."""
+        return {
+            "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
+            "zeros": self.zeros,
+            "non_finite": self.non_finite,
+            "largest": self.largest,
+            "scale": self.scale,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "underflow": self.underflow,
+            "headroom": self.headroom if math.isfinite(self.headroom) else None,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`as_dict`, as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> GradientHistogram:
+    """The histogram of the gradients that ``weights`` have now; a collective of the world.
+
+    A gradient with other placements than its parameter counts as many elements as its parameter.
+    """
+    table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
+    largest = torch.zeros((), dtype=torch.float64, device=weights.device)
+    for gradient, share in weights.arrived():
+        counts, most = _count(local(gradient).reshape(-1))
+        table += counts * share
+        largest = torch.maximum(largest, most)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(table)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    *exponents, zeros, non_finite = table.tolist()
+    counts_by_exponent = {place + LOWEST: count for place, count in enumerate(exponents) if count}
+    return GradientHistogram(counts_by_exponent, zeros, non_finite, float(largest), scale, dtype)
+
+
+def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many elements of the plain 1-dim ``gradient`` fall to each place of a table, and the largest finite one."""
+    table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
+    largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for piece in gradient.split(PIECE):
+        values = piece.double()  # in which every number of the other dtypes is a normal one
+        places = values.frexp().exponent.long() - 1 - LOWEST
+        places = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), places, NON_FINITE))
+        table += torch.bincount(places, minlength=NON_FINITE + 1)
+        if values.numel():
+            largest = torch.maximum(largest, values.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    return table.double(), largest

@@ -1,0 +1,117 @@
+"""How much of its devices a run uses: model FLOPs utilisation, after Chowdhery et al. 2022 (PaLM, appendix B).
+
+The FLOPs that the *model* needs for the step's tokens, over the FLOPs that the devices could have done in the step's
+seconds. What a run computes on top (padding, recomputed activations) does not count as use, and neither does what it
+leaves out: attention counts whole though the causal half of it may be skipped, so that figures compare with others'.
+
+The peaks are those of dense matrix products in the vendors' data sheets, at boost clock, accumulating in fp32 as torch
+does. Data sheets that give only the rate "with sparsity" give twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+
+__all__ = ["Peak", "mfu", "peak_flops", "world_peak_flops"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matrix products of one device, in 10**12 floating-point operations a second. None: not in hardware."""
+
+    fp32: float
+    """Of fp32 operands, where torch keeps them whole (its default)."""
+    fp16: float
+    bf16: float | None
+    tf32: float | None = None
+    """Of fp32 operands, where torch may round them (``torch.set_float32_matmul_precision("high")``)."""
+
+    def of(self, dtype: torch.dtype, tf32: bool) -> float | None:
+        """The rate of ``dtype``; None where it is not known."""
+        single = self.tf32 if tf32 and self.tf32 is not None else self.fp32
+        rates = {torch.float32: single, torch.float16: self.fp16, torch.bfloat16: self.bf16}
+        return rates.get(dtype)
+
+
+# Words that all occur in the name torch gives a device -> its peaks. The first row that fits counts, so that the more
+# special name stands above the more general one.
+PEAKS: Mapping[tuple[str, ...], Peak] = {
+    ("B200",): Peak(fp32=75.0, tf32=1125.0, fp16=2250.0, bf16=2250.0),
+    ("H200", "NVL"): Peak(fp32=60.0, tf32=417.5, fp16=835.5, bf16=835.5),
+    ("H200",): Peak(fp32=67.0, tf32=494.7, fp16=989.4, bf16=989.4),
+    ("H100", "NVL"): Peak(fp32=60.0, tf32=417.5, fp16=835.5, bf16=835.5),
+    ("H100", "PCIE"): Peak(fp32=51.2, tf32=378.0, fp16=756.0, bf16=756.0),
+    ("H100",): Peak(fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4),  # SXM: "NVIDIA H100 80GB HBM3"
+    ("L40S",): Peak(fp32=91.6, tf32=183.0, fp16=362.05, bf16=362.05),
+    ("L4",): Peak(fp32=30.3, tf32=60.0, fp16=121.0, bf16=121.0),
+    ("A100",): Peak(fp32=19.5, tf32=156.0, fp16=312.0, bf16=312.0),
+    ("A30",): Peak(fp32=10.3, tf32=82.0, fp16=165.0, bf16=165.0),
+    ("A10G",): Peak(fp32=35.0, tf32=35.0, fp16=70.0, bf16=70.0),
+    ("A10",): Peak(fp32=31.2, tf32=62.5, fp16=125.0, bf16=125.0),
+    # GeForce cards accumulate in fp32 at half the rate that they are advertised with.
+    ("RTX", "4090"): Peak(fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2),
+    ("RTX", "3090"): Peak(fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
+    ("T4",): Peak(fp32=8.1, fp16=65.0, bf16=None),
+    ("V100S",): Peak(fp32=16.4, fp16=130.0, bf16=None),
+    ("V100", "PCIE"): Peak(fp32=14.0, fp16=112.0, bf16=None),
+    ("V100",): Peak(fp32=15.7, fp16=125.0, bf16=None),
+    ("MI300X",): Peak(fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4),
+    ("MI250X",): Peak(fp32=47.85, fp16=191.5, bf16=191.5),  # torch sees each of the card's two dies as a device
+}
+
+# Other chips, or smaller cuts of these, whose names hold the words of a row.
+OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX-Q", "MIG", "D", "TI", "SUPER"})
+
+
+def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """The dense matrix FLOPs a second of the device that torch calls ``name``; None where they are not known.
+
+    Args:
+        name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA A100-SXM4-80GB"``.
+        dtype: of the products' operands.
+        tf32: whether fp32 operands may be rounded to TF32.
+    """
+    words = set(name.upper().replace("-", " ").split()) | set(name.upper().split())
+    if words & OTHERS:
+        return None
+    for row, peak in PEAKS.items():
+        if words.issuperset(row):
+            rate = peak.of(dtype, tf32)
+            return None if rate is None else rate * 1e12
+    return None
+
+
+def world_peak_flops(context: ParallelContext, per_device: float | None = None) -> float | None:
+    """The FLOPs a second of all devices of the world together; None if the rate of any is not known. A collective.
+
+    A GPU that several ranks share counts once. On CPUs there is no table; there each rank counts as a device.
+
+    Args:
+        per_device: FLOPs a second of each device, instead of the table's.
+    """
+    device = context.device
+    name, rate = f"cpu of rank {context.rank}", per_device
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_properties(device).uuid)
+        if rate is None:
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+            rate = peak_flops(torch.cuda.get_device_name(device), context.config.precision.compute, tf32=tf32)
+    everyones = gather_objects((name, rate))
+    rates = dict(everyones).values()
+    return None if None in rates else math.fsum(rate for rate in rates if rate is not None)
+
+
+def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation of a step: ``flops`` of the model in ``seconds`` on devices of ``peak`` FLOPs a second.
+
+    Returns:
+        A number from 0 to 1; None where the peak is not known.
+    """
+    return None if peak is None else flops / (seconds * peak)

@@ -1,0 +1,279 @@
+"""What a run tells, on the main rank: progress on the terminal, a plain log, ``metrics.jsonl`` and TensorBoard.
+
+:class:`Reporter` hands every message and every step to a list of writers, one small class for each place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+from ..base.errors import ConfigError
+
+__all__ = ["Reporter", "Writer", "check_tensorboard", "memory_bytes"]
+
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
+    "skipped": "train/skipped",
+    "lr": "train/lr",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "data_seconds": "speed/data_seconds",
+    "mfu": "speed/mfu",
+    "memory_bytes": "memory/peak_bytes",
+    "val_loss": "val/loss",
+    "val_seconds": "val/seconds",
+}
+"""A key of ``metrics.jsonl`` -> the name of its scalar in TensorBoard."""
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held so far: of the GPU's allocator, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def check_tensorboard() -> None:
+    """Complain if TensorBoard is not installed; for every rank to call, though only the main one writes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            'train.tensorboard: tensorboard is not installed; run pip install "paramp[tensorboard]", or leave '
+            "--tensorboard out"
+        )
+
+
+class Writer:
+    """One place that a run is told to. Each method does nothing here."""
+
+    def say(self, text: str) -> None:
+        """One message."""
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        """One step: its numbers, which may be None or not finite, and the same as a line of text."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Terminal(Writer):
+    """Plain lines: every message, and every ``every``-th step, the first, the last, and those skipped."""
+
+    def __init__(self, total_steps: int, every: int) -> None:
+        self._total = total_steps
+        self._every = every
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        if record["step"] % self._every == 0 or record["step"] in (1, self._total) or record["skipped"]:
+            print(line, flush=True)
+
+
+class LiveTerminal(Writer):
+    """The current step as one line that renews itself, with messages above it; needs rich."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(refresh_per_second=8)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        self._live.update(line)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class TextLog(Writer):
+    """``train.log``: every message and every step's line."""
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        path = folder / "train.log"
+        if resumed_at is None:
+            set_aside(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def say(self, text: str) -> None:
+        self._file.write(text + "\n")
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class JsonLines(Writer):
+    """``metrics.jsonl``: one JSON object a step; what is not finite is null.
+
+    A resumed run's begins with the steps up to there; the file with those that are now made again is set aside.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        path = folder / "metrics.jsonl"
+        kept = [] if resumed_at is None else _lines_up_to(path, resumed_at)
+        self._file = set_aside(path).open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(kept)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        clean = {key: value if _is_finite(value) else None for key, value in record.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of the steps up to ``step``; not one that was cut short when the run ended."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
+class TensorBoard(Writer):
+    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; what is not finite leaves a gap."""
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "tensorboard"
+        if resumed_at is None:
+            set_aside(path)
+        purge_step = None if resumed_at is None else resumed_at + 1
+        self._writer: Any = SummaryWriter(str(path), purge_step=purge_step)
+
+    def step(self, record: dict[str, Any], line: str) -> None:
+        for key, tag in TAGS.items():
+            value = record.get(key)
+            if value is not None and _is_finite(value):
+                # torch keeps scalars in fp32 otherwise, which rounds a count of bytes
+                self._writer.add_scalar(tag, value, record["step"], new_style=True, double_precision=True)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+class Reporter:
+    """Tells every writer what happens: the terminal and, with a log directory, files in it.
+
+    On a terminal with rich installed the current step is one line that renews itself; elsewhere every
+    ``every``-th step is a plain line. Files of an earlier run in the directory are set aside, not overwritten.
+
+    Args:
+        enabled: False on all ranks but the main one, where nothing is written.
+        tensorboard: write for TensorBoard too, into the log directory.
+        resumed_at: the last step of the run that goes on. Its files are then continued.
+
+    Raises:
+        ConfigError: ``tensorboard`` without a log directory, or TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        log_dir: str | None,
+        enabled: bool,
+        every: int = 10,
+        tensorboard: bool = False,
+        resumed_at: int | None = None,
+    ) -> None:
+        self._total = total_steps
+        self._num_skipped = 0
+        self._writers: list[Writer] = []
+        if tensorboard and log_dir is None:
+            raise ConfigError("tensorboard: got True, expected False where there is no log_dir to write to")
+        if not enabled:
+            return
+        if log_dir is not None:
+            folder = Path(log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writers += [TextLog(folder, resumed_at), JsonLines(folder, resumed_at)]
+            if tensorboard:
+                self._writers.append(TensorBoard(folder, resumed_at))
+        live = _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None
+        self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
+
+    def say(self, text: str) -> None:
+        """One message, to the terminal and the log."""
+        for writer in self._writers:
+            writer.say(text)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One step, to every writer."""
+        if not self._writers:
+            return
+        self._num_skipped += record["skipped"]
+        line = step_line(record, self._total, self._num_skipped)
+        for writer in self._writers:
+            writer.step(record, line)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at ``stream``. mpirun gives each rank a terminal, of no width, that nobody looks at."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
+
+
+def set_aside(path: Path) -> Path:
+    """``path``, with a file that is there already renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(aside)
+    return path
+
+
+def step_line(record: dict[str, Any], total: int, num_skipped: int) -> str:
+    """A step's record as one line of text."""
+    return (
+        f"step {record['step']:>{len(str(total))}}/{total}  loss {record['loss']:.4f}  "
+        f"scale {record['loss_scale']:g}  grad norm {record['grad_norm']:.3f}  skipped {num_skipped}  "
+        f"{record['tokens_per_second']:,.0f} tokens/s  {record['memory_bytes'] / 2**20:,.0f} MiB"
+    )

@@ -1,0 +1,1 @@
+"""Gradients to new weights: loss scaler, gradient norm, flat buffers, masters, ZeRO, the optimizer step."""

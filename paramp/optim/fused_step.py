@@ -1,0 +1,366 @@
+"""The optimizer step over flat buffers, in torch's own fused kernels.
+
+The step is bound by memory: each gradient has to be read, each weight (or master) and its state read and written. So it
+runs in blocks that stay in the cache, and does to each block all that is to be done: widen the gradient, step the
+master, round it to the weight. Unscaling, clipping and the decision to skip go into the kernel as tensors, so that
+nothing waits for the host.
+
+That is for AdamW, Adam and SGD (:class:`FusedStep`). Any other optimizer makes its own ``step()``, after the host has
+read whether to (:class:`PlainStep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..base.errors import ConfigError
+from .flat_params import NO_GROUP, FlatWeights
+from .master_residuals import join, split
+from .param_buffer import Buffer, Run, Slot
+
+__all__ = ["FusedStep", "PlainStep", "Step", "choose_step", "why_not_fused"]
+
+BLOCK = {"cpu": 2**20, "cuda": 2**23}
+"""Elements of a block."""
+
+Options = Mapping[str, Any]
+State = Mapping[str, torch.Tensor]
+
+
+class Step(Protocol):
+    """How an engine's optimizer steps."""
+
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
+
+        Args:
+            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
+        """
+
+    def state_loaded(self) -> None:
+        """The optimizer's state was changed in place."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of optimizer that torch has a fused kernel for."""
+
+    states: Callable[[Options], tuple[str, ...]]
+    """The state tensors that it keeps with a group's options, all of the weight's shape and zero at first."""
+    counts_steps: bool
+    """Whether it keeps the number of its steps, under ``step``."""
+    run: Callable[[torch.Tensor, torch.Tensor, State, Options, torch.Tensor | None, torch.Tensor], None]
+    """``run(weight, gradient, state, options, grad_scale, found_inf)``; may overwrite the gradient."""
+
+
+def _adam(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    options: Options,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+) -> None:
+    decoupled = options.get("decoupled_weight_decay", False)
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        [weight],
+        [gradient],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [state["max_exp_avg_sq"]] if options["amsgrad"] else [],
+        [state["step"]],
+        lr=options["lr"],
+        beta1=float(options["betas"][0]),
+        beta2=float(options["betas"][1]),
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        amsgrad=options["amsgrad"],
+        maximize=options["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _sgd(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    options: Options,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+) -> None:
+    torch._fused_sgd_(
+        [weight],
+        [gradient],
+        [state["momentum_buffer"]] if options["momentum"] else [],
+        lr=options["lr"],
+        momentum=options["momentum"],
+        dampening=options["dampening"],
+        weight_decay=options["weight_decay"],
+        nesterov=options["nesterov"],
+        maximize=options["maximize"],
+        is_first_step=False,  # a momentum of zeros comes to the same, also where that step is skipped
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _adam_states(options: Options) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
+    torch.optim.Adam: Kernel(_adam_states, True, _adam),
+    torch.optim.AdamW: Kernel(_adam_states, True, _adam),
+    torch.optim.SGD: Kernel(lambda options: ("momentum_buffer",) if options["momentum"] else (), False, _sgd),
+}
+
+
+def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why ``optimizer`` cannot step in fused kernels over flat buffers; None if it can."""
+    if type(optimizer) not in KERNELS:
+        return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in KERNELS)}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "it has step hooks"
+    for group in optimizer.param_groups:
+        if any(tensor.is_complex() for tensor in group["params"]):
+            return "it has complex parameters"
+        if group.get("differentiable") or group.get("capturable"):
+            return "it is differentiable or capturable"
+        if group.get("fused") is False or group.get("foreach"):
+            return "another implementation was asked for"
+        if group.get("dampening"):
+            return "its first step differs from the others, because of its dampening"
+    return None
+
+
+def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
+    """How ``optimizer``, whose groups hold what ``weights`` has for it, is to step.
+
+    Raises:
+        ConfigError: it needs whole masters, and there are remainders.
+    """
+    reason = why_not_fused(optimizer)
+    if reason is None:
+        return FusedStep(optimizer, weights)
+    if any(buffer.remainders is not None for buffer in weights.buffers):
+        raise ConfigError(
+            f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but of the optimizer "
+            f"{reason}; leave masters out"
+        )
+    return PlainStep(optimizer, weights)
+
+
+class FusedStep:
+    """AdamW, Adam and SGD in torch's fused kernels.
+
+    The optimizer keeps its groups and its state. The state's tensors are views of flat ones, which are there from the
+    start: torch's fused SGD leaves its momentum uninitialised if its first step is skipped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+        self._kernel = KERNELS[type(optimizer)]
+        names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
+        self._state: dict[Buffer, dict[str, torch.Tensor]] = {
+            buffer: {
+                name: torch.zeros(buffer.own_size, dtype=buffer.stepped_dtype, device=buffer.weights.device)
+                for name in names
+            }
+            for buffer in weights.buffers
+        }
+        self._steps = torch.zeros(len(weights.slots), dtype=torch.float32, device=weights.device)
+        self._step_of = dict(zip(weights.slots, self._steps.unbind(), strict=True))
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._counted: tuple[tuple[Slot, ...], torch.Tensor] | None = None
+        self._loading: dict[str, Any] | None = None
+        self._sizes_at_first = self._sizes()
+        self._states_at_first = set(names)
+        self._hand_over_state()
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+        self._check_unchanged()
+        runs = self._weights.runs(absent)
+        if self._kernel.counts_steps:
+            stepped = self._stepped(absent)
+            self._steps.add_(stepped)  # the kernels want the number of the step that they make
+        size = BLOCK[self._steps.device.type]
+        for run in runs:
+            if run.group == NO_GROUP:
+                continue
+            options = self._optimizer.param_groups[run.group]
+            for start in range(0, run.length, size):
+                self._pass(run, start, min(start + size, run.length), options, grad_scale, found_inf)
+        if self._kernel.counts_steps:
+            self._steps.sub_(stepped * found_inf)
+        self._weights.gather_weights()
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was done to the optimizer after initialize that the step would pass by.
+
+        Raises:
+            RuntimeError: naming it.
+        """
+        hooks = len(self._optimizer._optimizer_step_pre_hooks) + len(self._optimizer._optimizer_step_post_hooks)
+        if hooks > 1:  # one is the engine's own
+            raise RuntimeError(
+                "optimizer: step hooks were registered after initialize, but its step() is not what runs now; "
+                "register them before initialize, which then leaves the step to the optimizer"
+            )
+        if self._sizes() != self._sizes_at_first:
+            raise RuntimeError(
+                "optimizer: its param groups were given other parameters after initialize, which nothing would step; "
+                "give it all of them before, and freeze those that are to wait"
+            )
+        for group in self._optimizer.param_groups:
+            missing = set(self._kernel.states(group)) - self._states_at_first
+            if missing:
+                raise RuntimeError(
+                    f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
+                    "set it before"
+                )
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _pass(
+        self,
+        run: Run,
+        start: int,
+        stop: int,
+        options: Options,
+        grad_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+    ) -> None:
+        """All that is to be done to one block."""
+        buffer = run.buffer
+        flat = slice(run.start + start, run.start + stop)
+        own = slice(run.own_start + start, run.own_start + stop)
+        weight, gradient = buffer.weights[flat], buffer.gradients[flat]
+        remainder = None if buffer.remainders is None else buffer.remainders[own]
+        if remainder is not None:
+            master = join(weight, remainder)
+        else:
+            master = weight if buffer.masters is None else buffer.masters[own]
+        state = {name: self._state[buffer][name][own] for name in self._kernel.states(options)}
+        # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
+        # leaves wrong momenta where it is given half precision.
+        wide = torch.promote_types(master.dtype, torch.float32)
+        master_in = self._widened("master", master, wide)
+        divisor: torch.Tensor | None = None
+        if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
+            # Given a divisor, torch's kernels write the quotient back to memory; here it stays in the cache. And they
+            # take one in fp32 only.
+            gradient_in = torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide))
+        else:
+            gradient_in = self._widened("gradient", gradient, wide)
+            divisor = grad_scale.float()
+        state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
+        if self._kernel.counts_steps:
+            state_in["step"] = self._step_of[run.slots[0]]
+        self._kernel.run(master_in, gradient_in, state_in, options, divisor, found_inf)
+        for name, value in state.items():
+            if state_in[name] is not value:
+                value.copy_(state_in[name])
+        if remainder is not None:
+            split(master_in, weight, remainder)
+        elif master_in is not weight:
+            weight.copy_(master_in)
+
+    def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``block`` in ``dtype``: itself, or a copy that the next block takes the place of."""
+        return block if block.dtype is dtype else self._scratch_like(what, block, dtype).copy_(block)
+
+    def _scratch_like(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scratch = self._scratch.get(what)
+        if scratch is None or scratch.numel() < block.numel() or scratch.dtype is not dtype:
+            scratch = self._scratch[what] = torch.empty_like(block, dtype=dtype)
+        return scratch[: block.numel()]
+
+    def _stepped(self, absent: Sequence[Slot]) -> torch.Tensor:
+        """1 for each parameter that is stepped, 0 for the ``absent``."""
+        key = tuple(absent)
+        if self._counted is None or self._counted[0] != key:
+            stepped = [float(slot not in absent) for slot in self._weights.slots]
+            self._counted = key, torch.tensor(stepped, device=self._steps.device)
+        return self._counted[1]
+
+    # -------------------------------------------------------------------------------------------- the optimizer's state
+
+    def _hand_over_state(self) -> None:
+        for group in self._optimizer.param_groups:
+            names = self._kernel.states(group)
+            held = {id(tensor) for tensor in group["params"]}
+            for slot, stepped, buffer in self._weights.pairs():
+                if id(stepped) not in held:
+                    continue
+                own = buffer.own_range(slot)
+                state = {name: self._state[buffer][name][own].view(stepped.shape) for name in names}
+                if self._kernel.counts_steps:
+                    state["step"] = self._step_of[slot]
+                if state:
+                    self._optimizer.state[stepped] = state
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loading = state_dict  # torch casts what it loads to the dtype of what is stepped: half, for remainders
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the loaded state to its place, and give the optimizer the views again."""
+        assert self._loading is not None
+        saved: dict[int, Mapping[str, Any]] = {}
+        for theirs, ours in zip(self._loading["param_groups"], optimizer.param_groups, strict=True):
+            for key, stepped in zip(theirs["params"], ours["params"], strict=True):
+                saved[id(stepped)] = self._loading["state"].get(key, {})
+        self._loading = None
+        self._hand_over_state()
+        for _, stepped, _ in self._weights.pairs():
+            for name, value in optimizer.state.get(stepped, {}).items():
+                found = saved.get(id(stepped), {}).get(name)
+                if found is None:  # saved before its first step
+                    value.zero_()
+                else:
+                    value.copy_(torch.as_tensor(found).reshape(value.shape))
+        self.state_loaded()
+
+    def state_loaded(self) -> None:
+        self._weights.differ_in_steps(dict(zip(self._weights.slots, self._steps.int().tolist(), strict=True)))
+
+
+class PlainStep:
+    """Any other optimizer, by its own ``step()``. The host reads whether to: one synchronisation."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+        if bool(found_inf):
+            return
+        for slot, stepped, buffer in self._weights.pairs():
+            gradient = buffer.gradients[buffer.flat_range(slot)].view(stepped.shape)
+            if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
+                gradient.div_(grad_scale)
+            else:  # a scale may be beyond what half precision holds, and so may a scaled gradient
+                exact = gradient.float().div(grad_scale)
+                gradient = gradient.copy_(exact) if gradient.dtype is stepped.dtype else exact.to(stepped.dtype)
+            if slot in absent:
+                stepped.grad = None
+            elif stepped is not slot.parameter:
+                stepped.grad = gradient
+        self._optimizer.step()
+        for slot, stepped, _ in self._weights.pairs():
+            if stepped is not slot.parameter:
+                stepped.grad = None
+        self._weights.write_back()
+
+    def state_loaded(self) -> None:
+        """Nothing follows from the state."""

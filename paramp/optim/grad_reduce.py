@@ -1,0 +1,92 @@
+"""Bring gradients to their parameters' placements, and sum those of tied parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from ..base.dtensor import local, version, wrap
+from ..distributed.collectives import sum_
+from ..distributed.context import ParallelContext, TiedParameter
+
+__all__ = ["align_gradients", "mark_tied_sums", "sum_tied_gradients"]
+
+
+def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Bring each DTensor gradient to its parameter's placements, in ``.grad``.
+
+    DTensor leaves gradients where the backward put them: vocabulary-parallel embeddings get replicated ones, norms
+    under sequence parallelism get partial sums. Partial ones are summed together, one collective for each mesh axis
+    and dtype; a replicated gradient of a sharded parameter is cut without any.
+
+    Args:
+        reduce_dtype: what sums are made in. None: the gradients' own dtype.
+
+    Returns:
+        The local gradients that were cut, whole: an overflow in a part that this rank drops is an overflow too.
+    """
+    partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]] = defaultdict(list)
+    misplaced: list[tuple[torch.Tensor, DTensor, tuple[Placement, ...]]] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements == parameter.placements:
+            continue
+        placements = list(gradient.placements)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                if placement.reduce_op not in ("sum", "avg"):
+                    break  # left to DTensor's own redistribution below
+                piece = local(gradient)
+                if placement.reduce_op == "avg":
+                    piece.div_(gradient.device_mesh.size(axis))
+                partial[gradient.device_mesh, axis].append(piece)
+                placements[axis] = Replicate()
+        misplaced.append((parameter, gradient, tuple(placements)))
+    for (mesh, axis), pieces in partial.items():
+        sum_(pieces, mesh.get_group(axis), reduce_dtype)
+    whole = []
+    for parameter, gradient, reduced in misplaced:
+        if reduced != cast(DTensor, parameter).placements:
+            whole.append(local(gradient))
+        summed = wrap(local(gradient), gradient, placements=reduced)
+        parameter.grad = summed.redistribute(placements=cast(DTensor, parameter).placements)
+    return whole
+
+
+def sum_tied_gradients(
+    context: ParallelContext, parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Replace the gradient of each tied parameter among ``parameters`` by the sum over its copies.
+
+    A gradient that already holds the sum is left alone. A copy without a gradient counts as zero.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    ties = [tie for tie in context.ties if id(tie.parameter) in wanted and not _is_summed(tie)]
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    for tie in ties:
+        if tie.parameter.grad is None:
+            tie.parameter.grad = torch.zeros_like(tie.parameter)
+        by_group[tie.group].append(local(tie.parameter.grad))
+    for group, gradients in by_group.items():
+        sum_(gradients, group, reduce_dtype)
+    mark_tied_sums(ties)
+
+
+def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:
+    """Note that the gradients of ``ties`` hold their sums now; call again after scaling such a gradient in place."""
+    for tie in ties:
+        gradient = tie.parameter.grad
+        tie.summed = None if gradient is None else (gradient, version(gradient))
+
+
+def _is_summed(tie: TiedParameter) -> bool:
+    gradient = tie.parameter.grad
+    return tie.summed is not None and tie.summed[0] is gradient and tie.summed[1] == version(gradient)

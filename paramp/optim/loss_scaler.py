@@ -1,0 +1,252 @@
+"""A loss scaler whose decisions are the same on every rank.
+
+fp16 gradients below 2**-24 vanish, so the loss is multiplied by a scale before the backward and the gradients are
+divided by it after. Where a gradient overflows, the step is skipped and the scale backs off. torch's own GradScaler
+decides that from the gradients of one rank (and, given DTensors, from the placements of the first of them), so under
+tensor or pipeline parallelism one rank skips while another steps, and the weights part for good without an error.
+
+Here each ``unscale_`` (or ``step`` without it) ends in exactly one all-reduce of a 0/1 flag over the group, whatever
+the rank holds: no gradients, plain ones, DTensors on several meshes, sparse ones. The number and order of collectives
+never depends on the values found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from ..distributed.context import ParallelContext, current_context
+from .grad_norm import dense_gradients, unscale_and_check_
+from .grad_reduce import align_gradients, sum_tied_gradients
+from .overflow_report import OverflowReport, find_gradients, gather_findings
+
+__all__ = ["DistributedGradScaler"]
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Without a floor of the user's, the scale stops here: from 0 it could never grow again."""
+
+
+class DistributedGradScaler(GradScaler):
+    """``torch.amp.GradScaler`` for models that are spread over processes; a drop-in for it.
+
+    What it decides, every rank of ``group`` decides. Every rank calls it with the same optimizers in the same order,
+    also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). With
+    several optimizers the one that overflowed is skipped, and the scale is one.
+
+    Args:
+        device: where the scale lives, ``"cuda"`` or ``"cpu"``. None: the GPU if there is one, else the CPU.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        hysteresis: the scale backs off from this overflow on, counted since construction or the last growth. Every
+            overflow skips the step and restarts the growth interval.
+        min_scale, max_scale: floor and ceiling of the scale.
+        group: the ranks that decide together. None: the whole world. Without a process group, no collective is used.
+
+    Raises:
+        ValueError: an impossible argument, or ``device="cuda"`` where torch sees no GPU.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        context = current_context()
+        if device is None:
+            device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(device)
+        if enabled:
+            _require(init_scale > 0, "init_scale", init_scale, "a number above 0")
+            _require(growth_factor > 1, "growth_factor", growth_factor, "a number above 1")
+            _require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "a number between 0 and 1")
+            _require(growth_interval >= 1, "growth_interval", growth_interval, "an integer of 1 or more")
+            _require(hysteresis >= 1, "hysteresis", hysteresis, "an integer of 1 or more")
+            _require(min_scale is None or min_scale > 0, "min_scale", min_scale, "a number above 0, or None")
+            _require(
+                max_scale is None or max_scale >= (min_scale or 0),
+                "max_scale",
+                max_scale,
+                "at least min_scale, or None",
+            )
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise ValueError(
+                    "device: got 'cuda', but torch sees no GPU; leave device out to use what there is, "
+                    "or pass enabled=False"
+                )
+        # torch's constructor would switch itself off for "cuda" without a GPU; that case is dealt with above.
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._device = device.type
+        self._group = group
+        self._hysteresis = hysteresis
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._init_overflow_tracker = 0
+        self._one = torch.ones((), device=device if device.type == "cuda" and torch.cuda.is_available() else "cpu")
+        if enabled:
+            # Not lazily at the first scale(): ranks that never scale a loss unscale gradients all the same.
+            self._home = device
+            self._create_state()
+
+    def _create_state(self) -> None:
+        self._scale: torch.Tensor | None = None
+        self._growth_tracker: torch.Tensor | None = None
+        self._lazy_init_scale_growth_tracker(self._home)
+        self._overflow_tracker = torch.full((), self._init_overflow_tracker, dtype=torch.int32, device=self._home)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """torch's hook behind ``unscale_`` and ``step``: here the ranks agree.
+
+        fp16 gradients are accepted (torch refuses them to catch a model made half by mistake): a half-precision model
+        whose optimizer steps masters has them.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unscale_and_check_(align_gradients(parameters), torch.ones_like(inv_scale), found_inf)
+        context = current_context()
+        if context is not None:
+            sum_tied_gradients(context, parameters)
+        unscale_and_check_(dense_gradients(parameters), inv_scale, found_inf)
+        self.agree_(found_inf)
+        return {found_inf.device: found_inf}
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's ``step``: unscale if that was not done, then step the optimizer unless a gradient overflowed.
+
+        torch's fused SGD leaves its momentum uninitialised if the first step is skipped on the device, so until an
+        optimizer has state the decision is taken here.
+        """
+        if not getattr(optimizer, "_step_supports_amp_scaling", False) or optimizer.state or not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def scale_tensor(self) -> torch.Tensor:
+        """The scale, a copy, 0-dim float32 on the device; 1 where losses are not scaled. No host synchronisation."""
+        return self._scale.clone() if self._enabled and self._scale is not None else self._one.clone()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that changes from step to step, on the device, sharing storage; nothing where losses are not scaled."""
+        if not self._enabled:
+            return []
+        return [*self._check_scale_growth_tracker("tensors"), self._overflow_tracker]
+
+    def agree_(self, found_inf: torch.Tensor) -> None:
+        """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            # A sum and not a maximum: the flag is all that is reduced, and gloo's MAX drops NaN.
+            dist.all_reduce(found_inf, group=self._group)
+            found_inf.clamp_(max=1.0)
+
+    def at_floor(self) -> torch.Tensor:
+        """Whether a dynamic scale cannot back off any further, 0-dim bool on the device; no host synchronisation."""
+        if not self._enabled or self._scale is None or self._min_scale == self._max_scale is not None:
+            return torch.zeros_like(self._one, dtype=torch.bool)
+        return self._scale <= (self._min_scale or SMALLEST_SCALE)
+
+    def diagnose(
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], context: ParallelContext | None = None
+    ) -> OverflowReport:
+        """Which gradients are not finite, and on which ranks: to be asked after a step that was skipped.
+
+        It looks at the gradients as they are, unscaled or not, so call it before they are set to zero; and before
+        :meth:`update`, which moves the scale. Every rank of the group calls it. Steps at which it is not called cost
+        nothing.
+
+        Args:
+            named_parameters: this rank's, such as ``model.named_parameters()``.
+            context: says the ranks' coordinates. None: the current one, if any.
+        """
+        context = context or current_context()
+        found = gather_findings(find_gradients(named_parameters, context), self._group)
+        gradients = tuple(one for own in found for one in own)
+        return OverflowReport(float(self.scale_tensor()), gradients, scaled=False)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by what the steps since the last update found; ``new_scale`` sets it instead."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale))
+            return
+        found = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self.update_from_flag(torch.stack(found).amax())
+        self._per_optimizer_states.clear()
+
+    def update_from_flag(self, found_inf: torch.Tensor) -> None:
+        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation."""
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        overflow = found_inf > 0
+        growth_tracker.add_(1).mul_(~overflow)
+        self._overflow_tracker.add_(overflow)
+        grows = growth_tracker >= self._growth_interval
+        backs_off = overflow & (self._overflow_tracker >= self._hysteresis)
+        grown = scale * self._growth_factor
+        grown = torch.where(grown.isfinite(), grown, scale)
+        target = torch.where(backs_off, scale * self._backoff_factor, torch.where(grows, grown, scale))
+        # The limits hold for a move; a scale set by hand outside them stays until then.
+        limited = target.clamp(self._min_scale or SMALLEST_SCALE, self._max_scale)
+        scale.copy_(torch.where(backs_off | grows, limited, scale))
+        growth_tracker.mul_(~grows)
+        self._overflow_tracker.mul_(~grows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, and ``hysteresis``, ``min_scale``, ``max_scale`` and ``_overflow_tracker``."""
+        state = super().state_dict()
+        if self._enabled:
+            state |= {
+                "hysteresis": self._hysteresis,
+                "min_scale": self._min_scale,
+                "max_scale": self._max_scale,
+                "_overflow_tracker": int(self._overflow_tracker.item()),
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state of this class, or of ``torch.amp.GradScaler`` (whose missing entries stay as they are)."""
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._max_scale = state_dict.get("max_scale", self._max_scale)
+        self._overflow_tracker.fill_(state_dict.get("_overflow_tracker", 0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_overflow_tracker"] = int(self._overflow_tracker.item())
+            state["_overflow_tracker"] = None
+        state["_group"] = None  # a process group belongs to its process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._enabled:
+            self._create_state()
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: got {value!r}, expected {allowed}")

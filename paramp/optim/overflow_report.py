@@ -1,0 +1,258 @@
+"""What to say of a step that was skipped: which values were not finite, on which rank, and what helps.
+
+:func:`find_gradients` looks at the gradients that a rank has. It costs nothing until it is called, and one
+synchronisation of the device then. Where a value that is not finite came from takes another run of the batch
+(:mod:`paramp.observe.overflow_trace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..base.dtensor import local
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+
+__all__ = [
+    "NonFiniteGradient",
+    "Origin",
+    "OverflowReport",
+    "Place",
+    "find_gradients",
+    "flaw",
+    "gather_findings",
+    "largest_finite",
+]
+
+Kind = Literal["NaN", "inf"]
+During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]
+
+SHOWN = 5
+"""Gradients that a report lists."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank, where it is in the mesh, and which stage of the pipeline is meant."""
+
+    rank: int
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    """None without a :class:`~paramp.distributed.context.ParallelContext`."""
+    stage: int | None = None
+
+    @staticmethod
+    def here(context: ParallelContext | None, stage: int | None = None) -> Place:
+        """This rank's; ``stage`` None: its first."""
+        if context is None:
+            return Place(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        stage = context.pp.rank if stage is None else stage
+        return Place(context.rank, context.pp.rank, context.dp.rank, context.tp.rank, stage)
+
+    def __str__(self) -> str:
+        if self.pp is None:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} (pp {self.pp}, dp {self.dp}, tp {self.tp}, stage {self.stage})"
+
+
+@dataclass(frozen=True)
+class NonFiniteGradient:
+    """A parameter with a gradient that is not finite on one rank."""
+
+    name: str
+    place: Place
+    kind: Kind
+    """``NaN`` if any element is."""
+    count: int
+    """Elements that are not finite."""
+    size: int
+    """Elements that the rank holds."""
+    largest: float
+    """The largest finite magnitude among them, as it lies in ``.grad``; 0 if there is none."""
+
+    def describe(self, scale: float) -> str:
+        """One line; ``scale`` is what the gradient was scaled by."""
+        size = "" if self.count == self.size else f"; {_size(self.largest, 'the others', scale)}"
+        return f"gradient of {self.name} on {self.place}: {self.kind}, {self.count} of {self.size} elements{size}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first value that was not finite, in the order in which the model computes."""
+
+    during: During
+    """The pass. Of sums: the values were finite before they were added up."""
+    module: str
+    """Its full name, or a description of what is around the modules: the batch, the criterion."""
+    place: Place
+    kind: Kind
+    call: int
+    """Which call of ``forward_backward`` in the window, from 0; with gradient accumulation there are several."""
+    microbatch: int | None
+    """None for a sum over ranks."""
+    largest: float
+    """The largest finite magnitude of the tensor that it was found in; 0 if there is none."""
+    parameter: str | None = None
+    """The parameter whose gradient it is, where it is none of an activation."""
+    weight: str | None = None
+    """A parameter of the module that is not finite itself."""
+    operation: str | None = None
+    """autograd's name of what computed it, in the backward."""
+    helped_by_scale: bool | None = None
+    """In the backward: whether everything is finite at a loss scale of 1. None where that was not tried."""
+
+    def describe(self, scale: float) -> str:
+        """What happened, and what to do about it."""
+        if self.during == "sum over ranks":
+            return (
+                f"overflow in the sum over ranks: the gradient of {self.parameter} is finite on each rank and "
+                f"{self.kind} when they are added up, seen on {self.place}; set reduce_dtype to 'float32', or lower "
+                "the initial scale"
+            )
+        where = f"microbatch {self.microbatch}{f' of call {self.call}' if self.call else ''} on {self.place}"
+        if self.during == "sum over microbatches":
+            return (
+                f"overflow in the sum over microbatches: the gradient of {self.parameter} became {self.kind} when that "
+                f"of {where} was added; set grad_dtype to 'float32', or lower the initial scale"
+            )
+        if self.during == "forward":
+            weight = "" if self.weight is None else f"; its {self.weight} is not finite itself"
+            return f"no scale helps: {self.module} produced {self.kind} in the forward of {where}{weight}"
+        what = "" if self.parameter is None else f" in the gradient of {self.parameter}"
+        if self.helped_by_scale is False:
+            also = "" if scale == 1 else ", and does so without loss scaling too"
+            return f"no scale helps: {self.module} produced {self.kind}{what} in the backward of {where}{also}"
+        return (
+            f"backward overflow in {self.module}: {self.kind}{what} in {where} at a loss scale of {scale:g}: lower the "
+            "learning rate or the initial scale"
+        )
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """Why a step was skipped; its ``str`` is the message. The same on every rank."""
+
+    scale: float
+    """The loss scale of the step."""
+    gradients: tuple[NonFiniteGradient, ...]
+    """By rank, then in the model's order. Of one data rank each, where the batch was run again."""
+    origin: Origin | None = None
+    """None where the batch was not run again, or gave only finite values then."""
+    note: str = ""
+    """What could not be found out."""
+    scaled: bool = True
+    """Whether the gradients are known to carry the scale; a scaler may have divided them by it already."""
+
+    @property
+    def kind(self) -> Literal["forward", "backward", "weight gradient", "sum", "gradients", "unknown"]:
+        """Where the first value that is not finite arose; ``gradients``: only that they are not finite is known."""
+        if self.origin is None:
+            return "gradients" if self.gradients else "unknown"
+        if self.origin.during == "forward":
+            return "forward"
+        if self.origin.during == "backward":
+            return "backward" if self.origin.parameter is None else "weight gradient"
+        return "sum"
+
+    def _distance(self, found: NonFiniteGradient) -> tuple[bool, bool, bool]:
+        """How little a gradient has to do with the origin."""
+        origin = self.origin
+        if origin is None:
+            return False, False, False
+        within = found.name.startswith(f"{origin.module}.")
+        return found.name != origin.parameter, found.place.rank != origin.place.rank, not within
+
+    def __str__(self) -> str:
+        lines = []
+        if self.origin is not None:
+            lines.append(self.origin.describe(self.scale))
+            lines.append(_size(self.origin.largest, "it"))
+        elif self.gradients:
+            kinds = {found.kind for found in self.gradients}
+            lines.append(
+                f"gradients are not finite, {' and '.join(sorted(kinds))}, at a loss scale of {self.scale:g}; the "
+                f"first is that of {self.gradients[0].name} on {self.gradients[0].place}"
+            )
+        if self.note:
+            lines.append(self.note)
+        scale = self.scale if self.scaled else 1.0
+        lines += [found.describe(scale) for found in sorted(self.gradients, key=self._distance)[:SHOWN]]
+        if len(self.gradients) > SHOWN:
+            lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
+        return "\n  ".join(lines) or "no gradient that is not finite was found"
+
+
+def _size(largest: float, what: str, scale: float = 1.0) -> str:
+    if not largest:
+        return f"no other value than 0 in {what} is finite"
+    unscaled = f", {largest / scale:.3g} unscaled" if scale != 1 else ""
+    return f"the largest finite magnitude in {what} is {largest:.3g}{unscaled}"
+
+
+def flaw(tensor: Any) -> Kind | None:
+    """What is wrong in the local part of ``tensor``; None if it is finite, or no tensor of floating-point numbers."""
+    if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    values = _values(tensor)
+    if bool(values.isfinite().all()):
+        return None
+    return "NaN" if bool(values.isnan().any()) else "inf"
+
+
+def largest_finite(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude in the local part of ``tensor``; 0 if there is none."""
+    values = _values(tensor)
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    part = local(tensor).detach()
+    part = part._values() if part.is_sparse else part
+    return part.float() if part.dtype.itemsize == 1 else part  # float8 has no isfinite
+
+
+@torch.no_grad()
+def find_gradients(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    context: ParallelContext | None = None,
+    stages: Mapping[str, int] | None = None,
+) -> list[NonFiniteGradient]:
+    """This rank's gradients that are not finite.
+
+    Args:
+        stages: the pipeline stage that has each parameter; where it is not said, the rank's first.
+    """
+    with_gradient = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    if not with_gradient:
+        return []
+    device = with_gradient[0][1].device
+    finite = torch.stack([_values(gradient).isfinite().all().to(device) for _, gradient in with_gradient]).tolist()
+    found = []
+    for (name, gradient), good in zip(with_gradient, finite, strict=True):
+        if not good:
+            values = _values(gradient)
+            found.append(
+                NonFiniteGradient(
+                    name,
+                    Place.here(context, (stages or {}).get(name)),
+                    "NaN" if bool(values.isnan().any()) else "inf",
+                    int((~values.isfinite()).sum()),
+                    values.numel(),
+                    largest_finite(gradient),
+                )
+            )
+    return found
+
+
+def gather_findings(found: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
+    """``found`` of every rank of ``group``, the world if None, by rank; a collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [found]
+    return gather_objects(found, group)

@@ -1,0 +1,110 @@
+"""The user's optimizer, made over the model's own parameters: checked, and handed to the tensors that are stepped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError
+from .flat_params import FlatWeights
+from .master_weights import Weights
+
+__all__ = ["check_elementwise", "check_optimizer", "groups_by_name", "names_by_parameter", "repoint", "warn_of_eps"]
+
+
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every name of each parameter, in the model's order: several for one that modules share."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def groups_by_name(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> dict[str, int]:
+    """The index of the param group that has each parameter, by all of its names."""
+    return {
+        name: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        for name in names_of[parameter]
+    }
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
+    """Refuse what cannot be handed over.
+
+    Raises:
+        ConfigError: it has stepped, is LBFGS or SparseAdam, or holds a tensor that is none of ``names_of``.
+    """
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("optimizer: LBFGS evaluates the model many times a step, which engine.step() cannot do")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("optimizer: SparseAdam steps sparse gradients, which an engine makes dense; use Adam")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names_of:
+                raise ConfigError(
+                    f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
+                    "model; make it from model.parameters(), and initialize each model and optimizer once"
+                )
+
+
+NOT_ELEMENTWISE = ("Adafactor", "Muon")
+"""Optimizers of torch that look at a matrix as a whole, of which a tensor-parallel rank has a part only."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights | FlatWeights) -> None:
+    """Refuse an optimizer of whole matrices where this rank has shards of them.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    name = type(optimizer).__name__
+    shards = [
+        stepped is None or parameter.shape != stepped.shape
+        for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
+    ]
+    if name in NOT_ELEMENTWISE and any(shards):
+        raise ConfigError(
+            f"optimizer: {name} looks at whole matrices, but tensor parallelism or ZeRO leaves each rank a part of "
+            "them; use an elementwise optimizer such as AdamW, or parallel.tensor.size 1 and parallel.zero 0"
+        )
+
+
+def repoint(
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights | FlatWeights
+) -> None:
+    """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
+    stepped = weights.by_name()
+    for group in optimizer.param_groups:
+        kept = []
+        for index, parameter in enumerate(group["params"]):
+            found = next((stepped[name] for name in names_of[parameter] if name in stepped), None)
+            if found is not None:
+                kept.append((index, found))
+        group["params"] = [tensor for _, tensor in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][index] for index, _ in kept]
+    if optimizer.state:  # made in the constructor, as Adagrad does: made again, for the tensors that are stepped now
+        optimizer.state.clear()
+        optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)
+
+
+def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of a division by zero to come: an optimizer that steps half-precision weights keeps its state in them too,
+    where a small ``eps`` rounds to 0 or nearly so."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for dtype in {tensor.dtype for tensor in group["params"] if tensor.dtype.itemsize < 4}:
+            if isinstance(eps, float) and 0 < eps < torch.finfo(dtype).smallest_normal:
+                warnings.warn(
+                    f"optimizer: eps {eps:g} is below the smallest normal number of the weights' {dtype}, "
+                    f"{torch.finfo(dtype).smallest_normal:g}, so that updates divide by (nearly) zero; set eps=1e-4, "
+                    "or use a mode with fp32 masters",
+                    stacklevel=4,
+                )

@@ -1,0 +1,100 @@
+"""ZeRO-1: gradients reduce-scattered over data ranks during the backward."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..distributed.collectives import start_reducing_parts
+from ..distributed.context import ParallelContext
+from .param_buffer import Buffer, Slot
+
+__all__ = ["EarlyReduction"]
+
+
+class EarlyReduction:
+    """The reduce-scatter of each buffer while the backward still goes on, as soon as its gradients are complete.
+
+    That is known only in the last backward of a window, and not of gradients that are completed in the step: tied ones,
+    and those whose placements are not their parameters'. Every rank starts the same buffers in the same order, each
+    once in a call of ``forward_backward``, whichever of its parameters got a gradient.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Buffer],
+        context: ParallelContext,
+        dtype: torch.dtype | None,
+        tied: Collection[nn.Parameter],
+    ) -> None:
+        self._buffers = buffers
+        self._group = context.dp.group
+        self._dtype = dtype
+        self._tied = tied
+        self._reduced: dict[Slot, int] = {}  # with the version of the gradient when it had been reduced
+        self._waiting: dict[Buffer, set[Slot]] = {}  # what has no gradient yet
+        self._early: list[Buffer] = []  # which can be reduced before the step
+        self._next: list[Buffer] = []  # of these, what has not been started, in this order
+        self._running: list[Callable[[], None]] = []
+        self._armed = False
+        for buffer in buffers:
+            for slot in buffer.slots:
+                slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, buffer, slot))
+
+    def begin(self) -> None:
+        """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
+        self._early = [
+            buffer
+            for buffer in self._buffers
+            if not any(slot.misplaced or slot.parameter in self._tied for slot in buffer.slots)
+        ]
+        self._waiting = {buffer: set(buffer.slots) for buffer in self._buffers}
+        self._next = list(self._early)
+        self._armed = True
+
+    def end(self) -> None:
+        """Reduce what else can be reduced before the step, and wait for all."""
+        if not self._armed:
+            return
+        self._armed = False
+        self._start(self._next)
+        self._finish()
+        self._reduced |= {slot: slot.version for buffer in self._early for slot in buffer.slots}
+
+    def _arrived(self, buffer: Buffer, slot: Slot, _: torch.Tensor) -> None:
+        """The hook of a gradient that has been added up."""
+        if not self._armed:
+            return
+        if slot not in self._waiting[buffer]:
+            raise RuntimeError(
+                f"{slot.name!r} got two gradients in one backward, as under activation checkpointing with "
+                "use_reentrant=True; pass use_reentrant=False there, or set parallel.zero to 0"
+            )
+        self._waiting[buffer].discard(slot)
+        complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
+        self._start(complete)
+        del self._next[: len(complete)]
+
+    def _start(self, buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            own = buffer.own(buffer.gradients)
+            self._running.append(start_reducing_parts(buffer.gradients, own, self._group, self._dtype))
+
+    def _finish(self) -> None:
+        for finish in self._running:
+            finish()
+        self._running = []
+
+    def touched(self) -> list[torch.Tensor]:
+        """The local gradients that were changed by hand after they had been reduced."""
+        return [slot.local_gradient for slot, then in self._reduced.items() if slot.version != then]
+
+    def reduce_the_rest(self) -> None:
+        """Reduce what the last backward did not."""
+        self._start(buffer for buffer in self._buffers if buffer.slots[0] not in self._reduced)
+        self._finish()
+        self._reduced = {}

@@ -1,0 +1,1 @@
+"""How a model is sharded over the tensor axis and partitioned over the pipeline axis."""

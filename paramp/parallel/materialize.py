@@ -1,0 +1,236 @@
+"""Building a model: in the dtype that its mode stores, and, where it is too large for one process, shard by shard.
+
+:func:`init_module` is a context in which a model's parameters are made in the mode's weight dtype, on the device, at
+once; without it they are made in fp32 on the CPU, and rounded and moved later.
+
+A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are shared out
+there, and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed
+that its name decides, keeps this rank's part of it, and lets the rest go::
+
+    outline   [embedding] [block 0] [block 1] [head]      whole, on meta
+    shards    [emb]       [blo]     [blo]     [hea]       cut, on meta
+                ▲ draw the whole submodule, keep this rank's part, go on to the next
+
+A rank never holds more than its shards and one submodule, and has the same values in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ..base.dtensor import own_part, wrap
+from ..base.module_surgery import BATCH_NORMS, shallow_copy, stored_dtype
+from ..distributed.context import current_context
+from ..distributed.rng import derive_seed
+from ..precision.autocast import default_dtype
+from ..precision.policy import AMP_TYPE, Precision
+
+__all__ = ["check_materializable", "init_module", "materialize", "outline", "stored_as"]
+
+
+@contextmanager
+def init_module(
+    precision: Precision | str | int | AMP_TYPE | Mapping[str, Any], device: torch.device | str | None = None
+) -> Iterator[None]:
+    """A context in which ``Model()`` makes its parameters and buffers in the mode's weight dtype, on the device.
+
+    Tensors that a model makes with a dtype of its own keep that. Where the mode keeps batch norms in fp32 (O2), theirs
+    are made in fp32. Contexts nest; the innermost counts.
+
+    With masters (the naive modes, O2) the masters of a model that was built here start from its half weights. Build it
+    outside, or on ``meta`` in fp32, for masters that start from fp32 ones.
+
+    Args:
+        precision: what :meth:`Precision.parse` takes.
+        device: None: that of the current context, else the GPU if there is one, else the CPU. ``"meta"``: no memory is
+            taken, and :func:`paramp.initialize` fills each rank's shards.
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+    mode = Precision.parse(precision)
+    if device is None:
+        context = current_context()
+        device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with ExitStack() as stack:
+        stack.enter_context(stored_as(mode))
+        stack.enter_context(default_dtype(mode.weights))
+        stack.enter_context(torch.device(device))
+        yield
+
+
+@contextmanager
+def stored_as(mode: Precision) -> Iterator[None]:
+    """Inside, batch norms register tensors in fp32 where ``mode`` keeps them there, if they have its weights' dtype."""
+
+    def in_fp32(module: nn.Module, _name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or tensor.dtype is not mode.weights or not isinstance(module, BATCH_NORMS):
+            return None
+        wide = tensor.detach().float()
+        return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+
+    with ExitStack() as stack:
+        if mode.keep_batchnorm_fp32:
+            for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+                stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ from meta
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Fill the parameters and buffers of ``module`` itself, as its class does it."""
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def check_materializable(module: nn.Module) -> None:
+    """Complain about a submodule that :func:`materialize` could not fill.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name, child in module.named_modules():
+        if is_on_meta(child) and not hasattr(child, "reset_parameters"):
+            raise ValueError(
+                f"model: {name or 'the model'} ({type(child).__name__}) is on the meta device and has no "
+                "reset_parameters(); add one that fills its parameters and buffers, or build it on the CPU"
+            )
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether tensors of ``module`` itself are on ``meta``."""
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def outline(module: nn.Module) -> nn.Module:
+    """``module`` as it is now, sharing its tensors; it stays so when ``module`` is cut."""
+    return _outline(module, {})
+
+
+def _outline(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in made:
+        made[module] = _copy(module)
+        children = {name: child and _outline(child, made) for name, child in module._modules.items()}
+        made[module]._modules = children
+    return made[module]
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module with the same tensors and modules, whose own may be replaced."""
+    copied = shallow_copy(module)
+    for table in TABLES:
+        setattr(copied, table, dict(getattr(module, table)))
+    return copied
+
+
+TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def materialize(
+    module: nn.Module,
+    seed: int,
+    device: torch.device,
+    *,
+    whole: nn.Module | None = None,
+    fill: Callable[[nn.Module], None] = reset_parameters,
+    dtype: torch.dtype | None = None,
+    keep_batchnorm_fp32: bool = False,
+) -> None:
+    """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
+
+    Each submodule with tensors on ``meta`` is filled in full on the CPU, with the random state seeded by ``seed`` and
+    the submodule's name; of what is a DTensor in ``module``, this rank's part is kept. Ties are kept: the first module
+    that has the parameter decides. The caller's random state is left as it was. No collective is used.
+
+    Args:
+        whole: its :func:`outline` from before it was cut. None: it is not.
+        fill: fills the tensors of one module itself.
+        dtype: what floating-point tensors are stored in. None: what they have on ``meta``.
+        keep_batchnorm_fp32: those of batch norms are in fp32, whatever ``dtype`` says.
+
+    Raises:
+        ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them.
+    """
+    if fill is reset_parameters:
+        check_materializable(module)
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+
+    def keep(child: nn.Module, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if like not in filled:  # by another name of it
+            stored = value.dtype
+            if dtype is not None:
+                stored = stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+            filled[like] = _part(value, like, stored, device)
+        return filled[like]
+
+    with torch.random.fork_rng(devices=[]):
+        for name, original in (whole or outline(module)).named_modules():
+            if is_on_meta(original):
+                torch.manual_seed(derive_seed(seed, name))
+                _fill(module.get_submodule(name), original, fill, keep)
+
+
+def _fill(
+    child: nn.Module,
+    original: nn.Module,
+    fill: Callable[[nn.Module], None],
+    keep: Callable[[nn.Module, str, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Draw the module ``original`` in full on the CPU, and put what is kept of it into ``child``."""
+    drawn = _copy(original)
+    for table in ("_parameters", "_buffers"):
+        tensors = getattr(drawn, table)
+        tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
+    fill(drawn)
+    _check_filled(drawn)
+    for table in ("_parameters", "_buffers"):
+        tensors, values = getattr(child, table), getattr(drawn, table)
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_meta:
+                tensors[name] = keep(child, name, values[name], tensor)
+    for name, value in drawn.__dict__.items():  # what filling it computed beside
+        if name not in TABLES and value is not original.__dict__.get(name):
+            child.__dict__[name] = value
+
+
+def _check_filled(drawn: nn.Module) -> None:
+    """Complain about tensors that still hold what :func:`_empty_on_cpu` put into them.
+
+    Raises:
+        ValueError: naming one.
+    """
+    for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
+        if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
+            raise ValueError(
+                f"model: reset_parameters() of {type(drawn).__name__} leaves {name!r} without a value, which it has to "
+                "give it for a model on the meta device; fill it there, or build the model on the CPU"
+            )
+
+
+def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    nothing = math.nan if tensor.is_floating_point() else 0  # what was not filled is seen
+    empty = torch.full_like(tensor, nothing, device="cpu", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _part(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What this rank keeps of ``value`` where ``like``, on ``meta``, stands for it: of a shard, a copy."""
+    value = value.detach()
+    if isinstance(like, DTensor):
+        part = own_part(value.reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
+        value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
+    else:
+        value = value.to(device, dtype)
+    return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value

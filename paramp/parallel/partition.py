@@ -1,0 +1,147 @@
+"""How a model is cut into pipeline stages.
+
+A :class:`Cut` knows the units of a model in the order in which they are applied, and makes the stage that has some of
+them. There are three: :class:`SequentialCut` here, for ``nn.Sequential``; that of Hugging Face models
+(:mod:`paramp.parallel.huggingface`); and that of any other model, which is traced (:mod:`paramp.parallel.partition_fx`). In every stage,
+modules and parameters have the names that they have in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from ..base.errors import ConfigError, nearest
+from ..base.module_surgery import keep_only, names_outside
+
+__all__ = ["Cut", "SequentialCut", "check_names", "is_sequential", "plan_stages", "units"]
+
+
+class Cut(Protocol):
+    """One model, ready to be cut."""
+
+    @property
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """What stages are made of, by name, in the order of their use."""
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Modules that are taken apart, so that they are not called as such in any stage."""
+
+    def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
+        """The module of each stage, whose units are the names in ``plan``.
+
+        The first takes the model's input, each other one what the one before returned. They share the model's
+        parameters, and between them have all of them.
+        """
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether ``module`` is an ``nn.Sequential`` whose forward is still that of ``nn.Sequential``."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that ``model`` applies one after the other, nested ``nn.Sequential`` ones opened, by name."""
+    for name, child in model._modules.items():  # named_children() would pass over a module that comes again
+        if child is None:
+            continue
+        if is_sequential(child):
+            yield from units(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+class SequentialCut:
+    """The cut of an ``nn.Sequential``, which may contain others: between any two of its modules."""
+
+    opened: frozenset[str] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.units = list(units(model))
+
+    def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
+        outside = names_outside(self._model, [name for stage in plan for name in stage])
+        return [keep_only(self._model, [*stage, *(outside if stage is plan[0] else ())]) for stage in plan]
+
+
+def plan_stages(
+    units: Sequence[tuple[str, nn.Module]], num_stages: int, split: Sequence[str] | None = None
+) -> list[list[str]]:
+    """The names of the units of each stage.
+
+    Args:
+        split: the names at which the second and each later stage begins. None: the cut whose largest stage is
+            smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
+
+    Raises:
+        ConfigError: there are fewer units than stages, or none of a name given.
+    """
+    names = [name for name, _ in units]
+    if len(names) < num_stages:
+        raise ConfigError(
+            f"parallel.pipeline.size: got {num_stages} stages, but the model has {len(names)} modules in sequence; "
+            f"expected at most {len(names)} (size x stages_per_rank)"
+        )
+    later = _balanced([multiplied_parameters(unit) for _, unit in units], num_stages)
+    starts = [0, *(later if split is None else _positions(names, split))]
+    return [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
+
+
+def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
+    positions: list[int] = []
+    check_names(split, names)
+    for name in split:
+        # "blocks" stands for the first of its modules.
+        found = next(i for i, known in enumerate(names) if known == name or known.startswith(f"{name}."))
+        if found <= (positions[-1] if positions else 0):
+            raise ConfigError(
+                f"parallel.pipeline.split: got {list(split)}, where {name!r} leaves the stage before it empty; "
+                "name the modules in the model's order, and not its first"
+            )
+        positions.append(found)
+    return positions
+
+
+def check_names(split: Sequence[str], names: Sequence[str]) -> None:
+    """Complain about an entry of ``split`` that is none of ``names`` nor contains one.
+
+    Raises:
+        ConfigError: naming the entry and the nearest of ``names``.
+    """
+    for name in split:
+        if not any(known == name or known.startswith(f"{name}.") for known in names):
+            raise ConfigError(
+                f"parallel.pipeline.split: got {name!r}, expected one of {', '.join(names)}{nearest(name, names)}"
+            )
+
+
+def _balanced(weights: Sequence[int], num_stages: int) -> list[int]:
+    """Where the later stages begin so that the heaviest stage is lightest (linear partition)."""
+    costs = [1 + weight for weight in weights]
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[n] is the least possible heaviest stage for the first n modules, and where its last stage begins.
+    best = [(float(total[n]), [0]) for n in range(len(costs) + 1)]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                (
+                    (max(best[start][0], total[end] - total[start]), [*best[start][1], start])
+                    for start in range(stage, end)
+                ),
+                default=(float("inf"), []),
+            )
+            for end in range(len(costs) + 1)
+        ]
+    return best[-1][1][1:]
+
+
+def multiplied_parameters(module: nn.Module) -> int:
+    """How many parameters of ``module`` are multiplied with activations; those of embeddings are looked up."""
+    looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in looked_up)

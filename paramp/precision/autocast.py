@@ -1,0 +1,146 @@
+"""torch's autocast, with norms and softmax in the same dtype on the CPU as on CUDA.
+
+On CUDA autocast widens to fp32 what loses by half precision: norms, softmax, exponentials, powers, sums, losses. On the
+CPU it does not: there they run in whatever dtype they are given, so that a model computes something else.
+:func:`computing` closes that gap: within it the operators that CUDA's table widens are given fp32 on the CPU too.
+
+That is done where autocast itself works, in torch's dispatcher: each of these operators gets a kernel for the CPU's
+autocast key. So operators inside other operators are reached, and forwards that checkpointing computes again. The
+kernels are registered at the first use, once, and outside of :func:`widening` only pass on what they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .policy import Precision
+
+__all__ = ["computing", "default_dtype", "to_compute", "to_outputs", "widening"]
+
+NAMES = (
+    # norms
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "norm", "renorm", "frobenius_norm", "nuclear_norm"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "cosine_similarity", "dist", "pdist", "cdist"),
+    # softmax and sums
+    *("softmax", "log_softmax", "softplus", "logsumexp", "sum", "prod", "cumsum", "cumprod"),
+    # exponentials, logarithms, powers
+    *("exp", "expm1", "log", "log10", "log2", "log1p", "pow", "rsqrt", "reciprocal"),
+    *("acos", "asin", "cosh", "sinh", "tan", "erfinv"),
+    # losses
+    *("nll_loss", "nll_loss2d", "poisson_nll_loss", "hinge_embedding_loss", "cosine_embedding_loss", "kl_div"),
+    *("l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),
+    *("soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    # resampling
+    *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
+    *(f"upsample_{kind}" for kind in ("trilinear3d", "bicubic2d")),
+)
+"""The operators that torch's table for CUDA widens (``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``)."""
+
+PROMOTED = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+    "scatter_add",
+)
+"""The operators that it gives the widest dtype among their arguments (``AT_FORALL_PROMOTE``)."""
+
+KEY = "AutocastCPU"
+_depth = 0
+
+
+@functools.cache
+def _install() -> torch.library.Library:
+    """Register the kernels, for each overload that autocast knows on CUDA and not on the CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in (*NAMES, *PROMOTED):
+        packet = getattr(torch.ops.aten, name)
+        for operator in (getattr(packet, overload) for overload in packet.overloads()):
+            if _has_kernel(operator, "AutocastCUDA") and not _has_kernel(operator, KEY):
+                library.impl(operator, _kernel(operator, _to_widest if name in PROMOTED else _to_fp32), KEY)
+    return library
+
+
+def _has_kernel(operator: Any, key: str) -> bool:
+    name = operator.name()
+    # some overloads belong to TorchScript alone
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _kernel(operator: Callable[..., Any], cast: Callable[[Any], Any]) -> Callable[..., Any]:
+    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            if _depth:
+                args, kwargs = cast((args, kwargs))
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _to_fp32(arguments: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if _is_low(tensor) else tensor, arguments)
+
+
+def _to_widest(arguments: Any) -> Any:
+    """As on CUDA: to fp32 if any of the tensors is in fp32, and what is in fp64 is left alone."""
+    leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return _to_fp32(arguments) if any(leaf.dtype is torch.float32 for leaf in leaves) else arguments
+
+
+def _is_low(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4 and tensor.device.type == "cpu"
+
+
+@contextmanager
+def widening(precision: Precision, device_type: str) -> Iterator[None]:
+    """The part of :func:`computing` that the backward needs too, where checkpointing computes a forward again."""
+    global _depth
+    if not precision.autocast or device_type != "cpu":
+        yield
+        return
+    _install()
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors that are made without a dtype have this one."""
+    outer = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(outer)
+
+
+@contextmanager
+def computing(precision: Precision, device_type: str) -> Iterator[None]:
+    """Inside, a model's forward computes in the mode ``precision`` on devices of ``device_type``."""
+    with ExitStack() as stack:
+        if precision.autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=precision.compute))
+            stack.enter_context(widening(precision, device_type))
+        if precision.default_dtype:
+            stack.enter_context(default_dtype(precision.weights))
+        yield
+
+
+def to_compute(tensor: torch.Tensor, precision: Precision, device: torch.device | None = None) -> torch.Tensor:
+    """A model's input, on ``device``; in the compute dtype if it is a floating-point one."""
+    return tensor.to(device, precision.compute if tensor.is_floating_point() else None)
+
+
+def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """A model's output; a floating-point one in the mode's dtype for outputs, by default fp32 or wider."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(precision.outputs or torch.promote_types(tensor.dtype, torch.float32))

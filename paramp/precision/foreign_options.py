@@ -1,0 +1,289 @@
+"""The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of paramp's own table.
+
+Each function here takes options as their documents name them and returns a :class:`Spelled`: the row they start from,
+and which of its fields they change. What those fields mean is said in :mod:`paramp.precision.policy` alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..base.coerce import convert
+from ..base.errors import ConfigError, key_name, nearest, shown
+
+__all__ = ["AMP_TYPE", "OPT_LEVELS", "Properties", "Spelled", "apex_options", "apex_properties", "colossalai_options"]
+
+
+class AMP_TYPE(enum.Enum):
+    """The three spellings of Colossal-AI's ``fp16=dict(mode=...)``."""
+
+    APEX = "apex"
+    TORCH = "torch"
+    NAIVE = "naive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelled:
+    """A row of the table of modes, and what is to be changed in it."""
+
+    row: str
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`~paramp.precision.policy.Precision`."""
+    scaling: Mapping[str, Any] | None = field(default_factory=dict)
+    """Fields of its :class:`~paramp.precision.policy.LossScaling`; None: losses are not scaled."""
+
+
+# ------------------------------------------------------------------------------------------------------------- Apex
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What an Apex level is made of. None: of no concern to the level."""
+
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+    """A number, or ``"dynamic"``."""
+
+
+OPT_LEVELS = {
+    "O0": Properties(
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=None,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+    "O1": Properties(
+        cast_model_type=None,
+        patch_torch_functions=True,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale="dynamic",
+    ),
+    "O2": Properties(
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": Properties(
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+}
+"""Apex's table (its ``amp/frontend.py`` and documentation)."""
+
+_ROWS = {"O0": "32-true", "O1": "16-mixed", "O2": "O2", "O3": "O3"}
+
+
+def apex_properties(
+    opt_level: str = "O1",
+    *,
+    cast_model_type: torch.dtype | str | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+) -> Properties:
+    """The properties of ``opt_level`` with those overridden that are given.
+
+    Strings are accepted where Apex accepts them: ``"128.0"`` and ``"dynamic"``, ``"True"`` and ``"False"``.
+
+    Raises:
+        ConfigError: an unknown level, a value of the wrong type, or one that contradicts the level.
+    """
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
+        raise ConfigError(
+            f"opt_level: got {shown(opt_level)}, expected one of {', '.join(OPT_LEVELS)} (the letter O, not a zero)"
+        )
+    given: dict[str, Any] = {}
+    if cast_model_type not in (None, False):
+        given["cast_model_type"] = as_dtype("cast_model_type", cast_model_type)
+    if patch_torch_functions is not None:
+        given["patch_torch_functions"] = _as_bool("patch_torch_functions", patch_torch_functions)
+    if keep_batchnorm_fp32 is not None:
+        given["keep_batchnorm_fp32"] = _as_bool("keep_batchnorm_fp32", keep_batchnorm_fp32)
+    if master_weights is not None:
+        given["master_weights"] = _as_bool("master_weights", master_weights)
+    if loss_scale is not None:
+        given["loss_scale"] = _as_scale(loss_scale)
+
+    def refuse(name: str, reason: str) -> None:
+        raise ConfigError(f"{name}: got {shown(given[name])} with opt_level {opt_level!r}; {reason}")
+
+    if opt_level == "O1":
+        if given.get("cast_model_type", torch.float32) is not torch.float32:
+            refuse("cast_model_type", "O1 casts what functions are given and leaves the weights in fp32; use O2 or O3")
+        if "keep_batchnorm_fp32" in given:
+            refuse("keep_batchnorm_fp32", "under O1 batch norms run in fp32 by themselves; leave it out")
+        if "master_weights" in given:
+            refuse("master_weights", "under O1 the weights are in fp32 themselves; leave it out")
+    elif given.get("patch_torch_functions"):
+        refuse("patch_torch_functions", "only O1 has it, together with weights in fp32; use O1")
+    return replace(OPT_LEVELS[opt_level], **given)
+
+
+def apex_options(
+    opt_level: str = "O1",
+    *,
+    enabled: bool = True,
+    cast_model_outputs: torch.dtype | str | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    **overrides: Any,
+) -> Spelled:
+    """Apex's arguments: ``overrides`` are those of :func:`apex_properties`.
+
+    ``num_losses`` is checked and means nothing to an engine, which has one loss; ``verbosity`` 0 is silence.
+
+    Raises:
+        ConfigError: as :func:`apex_properties`.
+    """
+    properties = apex_properties(opt_level, **overrides)
+    if not _as_bool("enabled", enabled):
+        return Spelled(row="32-true", scaling=None)
+    for name, value, least in (("num_losses", num_losses, 1), ("verbosity", verbosity, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name}: got {shown(value)}, expected an integer of {least} or more")
+    weights = properties.cast_model_type or torch.float32
+    changes: dict[str, Any] = {
+        "weights": weights,
+        "compute": torch.float16 if properties.patch_torch_functions else weights,
+        "autocast": properties.patch_torch_functions,
+        "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
+        "masters": bool(properties.master_weights) and weights.itemsize < 4,
+        "norms": torch.float32 if properties.patch_torch_functions else weights,
+    }
+    if cast_model_outputs is not None:
+        changes["outputs"] = as_dtype("cast_model_outputs", cast_model_outputs)
+    scale = properties.loss_scale
+    scaling: dict[str, Any] | None
+    if isinstance(scale, str):
+        first = 2.0**16 if max_loss_scale is None else min(2.0**16, convert(max_loss_scale, float, "max_loss_scale"))
+        least = convert(min_loss_scale, float | None, "min_loss_scale")
+        scaling = {"init_scale": first, "min_scale": least, "max_scale": max_loss_scale}
+    elif scale == 1.0 and weights is torch.float32:
+        scaling = None
+    else:
+        scaling = {"init_scale": scale, "min_scale": scale, "max_scale": scale}
+    return Spelled(row=_ROWS[opt_level], precision=changes, scaling=scaling)
+
+
+_SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def as_dtype(name: str, value: object) -> torch.dtype:
+    """``value`` as a floating-point dtype; also by its name, as ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    found = value
+    if isinstance(value, str):
+        name_in_torch = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name_in_torch, name_in_torch), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"{name}: got {shown(value)}, expected a floating-point dtype such as torch.float16, or None")
+    return found
+
+
+def _as_bool(name: str, value: object) -> bool:
+    known = {"True": True, "False": False}
+    found = known.get(value, value) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ConfigError(f"{name}: got {shown(value)}, expected True or False")
+    return found
+
+
+def _as_scale(value: object) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale < float("inf"):
+        raise ConfigError(f"loss_scale: got {shown(value)}, expected 'dynamic' or a finite number above 0")
+    return scale
+
+
+# -------------------------------------------------------------------------------------------------------- Colossal-AI
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ColossalaiMode:
+    """TORCH or NAIVE: the row it starts from, and what it calls the fields of that row."""
+
+    row: str
+    scaling: Mapping[str, str]
+    precision: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of its loss scaling, where they are not the row's."""
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+_COLOSSALAI = {
+    AMP_TYPE.TORCH: _ColossalaiMode(
+        row="16-mixed",
+        scaling=_same("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    ),
+    AMP_TYPE.NAIVE: _ColossalaiMode(
+        row="16-naive",
+        # The document's scale starts at 2**32; it reaches a usable value after about a dozen skipped steps.
+        defaults={"init_scale": 2.0**32},
+        scaling={"initial_scale": "init_scale"}
+        | _same("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
+        precision={"log_num_zeros_in_grad": "log_num_zeros", "verbose": "verbose"},
+    ),
+}
+
+_OPTIONS = {mode: [*row.scaling, *row.precision] for mode, row in _COLOSSALAI.items()} | {
+    AMP_TYPE.APEX: [
+        *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"),
+        *("master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"),
+        *("min_loss_scale", "max_loss_scale"),
+    ]
+}
+
+
+def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> Spelled:
+    """``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)`` as the Colossal-AI document writes it.
+
+    Raises:
+        ConfigError: an option that the mode does not have, or a value that it cannot be.
+    """
+    for name in given:
+        if name not in _OPTIONS[mode]:
+            others = [f"AMP_TYPE.{other.name}" for other, names in _OPTIONS.items() if name in names]
+            elsewhere = f" (it belongs to {' and '.join(others)})" if others else ""
+            raise ConfigError(
+                f"{key_name(name)}: no such option of AMP_TYPE.{mode.name}, expected one of "
+                f"{', '.join(_OPTIONS[mode])}{elsewhere}{nearest(name, _OPTIONS[mode])}"
+            )
+    if mode is AMP_TYPE.APEX:
+        return apex_options(**given)
+    row = _COLOSSALAI[mode]
+    scaling = {row.scaling[name]: _checked(name, value) for name, value in given.items() if name in row.scaling}
+    precision = {row.precision[name]: _as_bool(name, value) for name, value in given.items() if name in row.precision}
+    return Spelled(row=row.row, precision=precision, scaling={**row.defaults, **scaling})
+
+
+_TYPES: dict[str, Any] = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """``value`` of an option of the loss scaling, if it has the option's type."""
+    return _as_bool(name, value) if name == "enabled" else convert(value, _TYPES.get(name, float), name)

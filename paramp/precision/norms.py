@@ -1,0 +1,310 @@
+"""Layer, group and RMS norms that compute in autocast's dtype, and putting them into a model.
+
+Under autocast a norm of torch's is computed in fp32: its input is widened, its output is fp32 and has to be narrowed
+again for the next matrix product, four bytes an element each way. The norms here take and give autocast's dtype
+instead::
+
+    x, weight, bias ── cast to fp16 or bf16 ──► mean and variance in fp32 ──► rounded once, to fp16 or bf16
+
+The parameters stay in fp32 and get fp32 gradients; what is low is their copy of this forward. Without autocast each is
+bit for bit the norm that it was made from.
+
+Not every kernel keeps the statistics of low-precision input in fp32. torch's layer and RMS norms on CUDA do, and
+Apex's. torch's on a CPU round mean and 1/deviation to the input's dtype for the backward (where the mean is 50
+deviations, gradients of weights were 9 to 16 units in the last place off), and its group norm does so on CUDA for the
+forward too. There the rounded operands are widened to fp32 and the result is rounded: the same numbers everywhere, in
+the same dtypes.
+
+``LP*`` are the norms of Composer's "Low Precision" algorithms, ``Fused*`` those of its "Fused LayerNorm": the same,
+with the kernels of NVIDIA's Apex where these are installed (:mod:`paramp.base.optional_packages`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import replace_class
+from ..base.optional_packages import find_apex
+from .policy import AMP_TYPE, Precision
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "LPGroupNorm",
+    "LPLayerNorm",
+    "LPRMSNorm",
+    "NoEffectWarning",
+    "Optimizers",
+    "replace_norms",
+]
+
+log = logging.getLogger(__name__)
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+WITHOUT_EFFECT = ("fp16", "fp8", "amp_fp8", "fp8-mixed")
+"""Precisions beside those without autocast in which Composer's low-precision norms change nothing."""
+
+
+class NoEffectWarning(UserWarning):
+    """Surgery was asked for that changes nothing."""
+
+
+class LPLayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` in autocast's dtype: under autocast it takes and gives fp16 or bf16, else it is the plain norm.
+
+    Parameters stay in their dtype, and their gradients have it. Statistics are in fp32.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _low_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LPGroupNorm(nn.GroupNorm):
+    """``nn.GroupNorm`` in autocast's dtype; see :class:`LPLayerNorm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _low_group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class LPRMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` in autocast's dtype; see :class:`LPLayerNorm`. ``eps=None`` is that of fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _low_rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """:class:`LPLayerNorm` with the kernels of NVIDIA's Apex, where it is installed; else with torch's own.
+
+    Apex's take plain CUDA tensors of one dtype, and both weight and bias or neither. DTensors, such as the shards of
+    sequence parallelism, go to torch's.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _fused_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """:class:`LPRMSNorm` with the kernels of NVIDIA's Apex; see :class:`FusedLayerNorm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+# --------------------------------------------------------------------------------------------------- the computation
+
+FP32_STATISTICS = ("cuda",)
+"""Devices on which torch's own layer and RMS norms keep the statistics of low-precision input in fp32."""
+
+
+# fx.wrap: a symbolic trace notes each of these as one call, as it does torch's own norms.
+@fx.wrap
+def _low_layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.layer_norm(x, list(shape), weight, bias, eps)
+
+    return _in_autocast_dtype(norm, _widened(norm, FP32_STATISTICS), x, weight, bias)
+
+
+@fx.wrap
+def _low_group_norm(
+    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.group_norm(x, num_groups, weight, bias, eps)
+
+    return _in_autocast_dtype(norm, _widened(norm), x, weight, bias)
+
+
+@fx.wrap
+def _low_rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
+    def plain(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(x, list(shape), weight, eps)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(x, list(shape), weight, _eps_of(x, eps))
+
+    return _in_autocast_dtype(plain, _widened(norm, FP32_STATISTICS), x, weight)
+
+
+@fx.wrap
+def _fused_layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        apex = _apex_norms() if _fits_apex(x, weight, bias) else None
+        if apex is None or (weight is None) != (bias is None):
+            return F.layer_norm(x, list(shape), weight, bias, eps)
+        if weight is None:
+            return apex.fused_layer_norm(x, tuple(shape), eps)
+        return apex.fused_layer_norm_affine(x, weight, bias, tuple(shape), eps)
+
+    fused = _widened(norm, FP32_STATISTICS)
+    return _in_autocast_dtype(fused, fused, x, weight, bias)
+
+
+@fx.wrap
+def _fused_rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        apex = _apex_norms() if _fits_apex(x, weight) else None
+        if apex is None:
+            return F.rms_norm(x, list(shape), weight, _eps_of(x, eps))
+        if weight is None:
+            return apex.fused_rms_norm(x, tuple(shape), _eps_of(x, eps))
+        return apex.fused_rms_norm_affine(x, weight, tuple(shape), _eps_of(x, eps))
+
+    fused = _widened(norm, FP32_STATISTICS)
+    return _in_autocast_dtype(fused, fused, x, weight)
+
+
+Norm = Callable[..., torch.Tensor]
+
+
+def _in_autocast_dtype(plain: Norm, low: Norm, x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+    """``low`` of ``x`` and ``weights`` cast to autocast's dtype; where there is none, ``plain`` of them."""
+    dtype = _autocast_dtype(x)
+    if dtype is None:
+        return plain(x, *weights)
+    cast = [None if value is None else value.to(dtype) for value in (x, *weights)]
+    with torch.autocast(x.device.type, enabled=False):
+        return low(*cast)
+
+
+def _widened(norm: Norm, unless_on: Sequence[str] = ()) -> Norm:
+    """``norm`` of fp16 or bf16 input, computed in fp32 and rounded once; not on the devices ``unless_on``."""
+
+    def computed(x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+        if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type in unless_on:
+            return norm(x, *weights)
+        return norm(*[None if value is None else value.float() for value in (x, *weights)]).to(x.dtype)
+
+    return computed
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts ``x`` to on its device; None where it does not, as with float64."""
+    kind = x.device.type
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return None
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _eps_of(x: torch.Tensor, eps: float | None) -> float:
+    """torch's meaning of ``eps=None`` for an RMS norm: that of the dtype it is computed in."""
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
+
+
+def _fits_apex(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+    tensors = [x, *(weight for weight in weights if weight is not None)]
+    return (
+        all(_is_plain_cuda(tensor) and tensor.dtype is x.dtype for tensor in tensors)
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_plain_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and not isinstance(tensor, DTensor)
+
+
+@functools.cache
+def _apex_norms() -> ModuleType | None:
+    """The module of Apex with its norms as functions; None where they cannot be used."""
+    if not find_apex().fused_norms:
+        return None
+    try:
+        importlib.import_module("fused_layer_norm_cuda")
+        return importlib.import_module("apex.normalization.fused_layer_norm")
+    except (ImportError, OSError) as error:  # built for another torch
+        warnings.warn(f"NVIDIA's Apex is installed but does not load ({error}); torch's norms are used", stacklevel=2)
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------- the surgery
+
+
+def replace_norms(
+    model: nn.Module,
+    plain: type[nn.Module],
+    replacement: type[nn.Module],
+    *,
+    precision: Precision | str | int | AMP_TYPE | None = None,
+    optimizers: Optimizers | None = None,
+) -> int:
+    """Make the norms of ``model`` that are ``plain`` ones compute as ``replacement``, in place.
+
+    Modules and parameters stay the objects that they are (:func:`paramp.base.module_surgery.replace_class`), so that optimizers,
+    made before or after, and their state hold.
+
+    Args:
+        precision: a name of Composer's or of a mode; in one that has no low-precision autocast nothing changes, with a
+            warning. None: change, and let the autocast that is active at each forward decide.
+        optimizers: as in Composer, those that hold the model's parameters; none of their entries has to be swapped.
+
+    Returns:
+        How many modules were changed.
+
+    Raises:
+        ConfigError: an unknown precision.
+        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.
+    """
+    _check_optimizers(optimizers)
+    if not _has_effect(precision):
+        name = precision.name if isinstance(precision, Precision) else precision
+        listed = name in WITHOUT_EFFECT
+        why = "in which Composer leaves norms alone" if listed else "which has no autocast to fp16 or bf16"
+        warnings.warn(
+            f"{replacement.__name__} has no effect in precision {name!r}, {why}; {type(model).__name__} stays as it is",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+        return 0
+    names = replace_class(model, plain, replacement)
+    if not names and not any(isinstance(module, replacement) for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} has no {plain.__name__} with torch's own forward; {replacement.__name__} replaced "
+            "none",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    log.info("%s: %d x %s instead of %s", type(model).__name__, len(names), replacement.__name__, plain.__name__)
+    return len(names)
+
+
+def _check_optimizers(optimizers: Optimizers | None) -> None:
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    for optimizer in () if given is None else given:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizers: got {type(optimizer).__name__}, expected an optimizer or several")
+
+
+def _has_effect(precision: Precision | str | int | AMP_TYPE | None) -> bool:
+    if precision is None:
+        return True
+    name = precision.name if isinstance(precision, Precision) else precision
+    if name in WITHOUT_EFFECT:
+        return False
+    try:
+        return Precision.parse(precision).autocast
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or one of {', '.join(WITHOUT_EFFECT)}, which change nothing") from None

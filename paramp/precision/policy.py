@@ -1,0 +1,342 @@
+"""What is computed in which dtype: one frozen :class:`Precision` a mode, one row of :data:`PRESETS` each.
+
+A mode is data. The engine never asks which mode it runs; it asks a row what the weights are stored in, whether
+autocast is on, whether fp32 masters exist and how the loss is scaled. A new mode is a new row.
+
+"mixed" is torch AMP's scheme (Micikevicius et al., "Mixed Precision Training", 2018, with fp32 weights and
+per-operation casts). "naive" is Megatron's and Colossal-AI's: the whole model in half precision, norms included,
+and the optimizer stepping fp32 masters. O2 and O3 are Apex's levels, "true" and "transformer-engine" are Lightning
+Fabric's words. In every mode a gradient that is not finite skips the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
+
+import torch
+
+from ..base.coerce import convert
+from ..base.errors import ConfigError, key_name, nearest, shown
+from .foreign_options import AMP_TYPE, Spelled, as_dtype, colossalai_options
+
+__all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
+
+
+def _fp32(scale: float) -> bool:
+    """Whether ``scale`` is a normal number of float32."""
+    return SMALLEST <= scale <= LARGEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss scale starts and moves; the arguments of :class:`paramp.DistributedGradScaler`."""
+
+    init_scale: float = 2.0**16
+    """The first scale. It adapts within a few steps, so only its order of magnitude matters."""
+    growth_factor: float = 2.0
+    """The scale is multiplied by this after ``growth_interval`` steps in a row without overflow."""
+    backoff_factor: float = 0.5
+    """The scale is multiplied by this on an overflow."""
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    """The scale backs off from this overflow on, counted since the last growth; earlier ones only skip the step."""
+    min_scale: float | None = None
+    max_scale: float | None = None
+    enabled: bool = True
+    """False: losses are not scaled. Non-finite gradients skip the step all the same."""
+
+    @staticmethod
+    def static(scale: float) -> LossScaling:
+        """A scale that stays: its floor and its ceiling are itself."""
+        return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, name: str, allowed: str) -> None:
+            if not condition:
+                raise ConfigError(f"{name}: got {shown(getattr(self, name))}, expected {allowed}")
+
+        require(_fp32(self.init_scale), "init_scale", SCALES)
+        require(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
+        require(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
+        require(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
+        require(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
+        require(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
+        floor = self.min_scale or 0.0
+        require(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Which linear layers multiply in 8 bits, and how their operands are scaled (:mod:`paramp.precision.float8`)."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale for each tensor, or one for each row of it (more exact, and slower)."""
+    modules: tuple[str, ...] = ("**",)
+    """Globs over module names, ``*`` for one part between dots and ``**`` for any number: these are converted, where
+    they are Linear layers of a size that the hardware takes."""
+    skip: tuple[str, ...] = ("**.head", "**.lm_head", "**.output", "**.fc", "**.classifier")
+    """Globs over module names: these are not, whatever ``modules`` says. By default the output layer by its usual
+    names: it is the most sensitive to rounding, and its logits are what the loss is computed from."""
+    transformer_engine: bool = False
+    """Linear layers and norms of Transformer Engine, where it is installed; else as without it."""
+    te_recipe: Mapping[str, Any] | None = None
+    """The arguments of Transformer Engine's ``DelayedScaling``, such as ``fp8_format="HYBRID"``. None: its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceDtypes:
+    """What gradients are summed in over ranks, for each axis of the mesh. None: in their own dtype."""
+
+    dp: torch.dtype | None = None
+    """Over data ranks."""
+    tp: torch.dtype | None = None
+    """Over tensor ranks: partial sums, such as those of norms under sequence parallelism."""
+    pp: torch.dtype | None = None
+    """Over pipeline ranks: of tied parameters."""
+
+    @staticmethod
+    def parse(value: Any) -> ReduceDtypes:
+        """One dtype for all axes, or a mapping of axes to dtypes.
+
+        Raises:
+            ConfigError: an unknown axis or dtype.
+        """
+        if isinstance(value, ReduceDtypes):
+            return value
+        axes = [item.name for item in fields(ReduceDtypes)]
+        given = value if isinstance(value, Mapping) else dict.fromkeys(axes, value)
+        for axis in given:
+            if axis not in axes:
+                raise ConfigError(
+                    f"reduce_dtype.{key_name(axis)}: no such axis, expected one of {', '.join(axes)}"
+                    f"{nearest(axis, axes)}"
+                )
+        return ReduceDtypes(
+            **{
+                axis: None if dtype is None else as_dtype(f"reduce_dtype.{axis}", dtype)
+                for axis, dtype in given.items()
+            }
+        )
+
+
+STORAGE = ("masters", "grad_dtype", "reduce_dtype")
+"""The options of every mode: :meth:`Precision.storing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """One mode of precision.
+
+    Build one with :meth:`parse`; vary one with :func:`dataclasses.replace`.
+    """
+
+    name: str
+    weights: torch.dtype
+    """What parameters and floating-point buffers are stored in on the device."""
+    compute: torch.dtype
+    """What matrix products run in, and what activations travel in between pipeline stages."""
+    autocast: bool = False
+    """Weights stay in ``weights`` and each operation casts to ``compute`` (``torch.autocast``)."""
+    norms: torch.dtype
+    """What norms and softmax, and the sums and exponentials that autocast on CUDA widens, take and return, on the CPU
+    and on CUDA alike. (Statistics inside a norm are in fp32 at least, whatever this is.) Without autocast it is
+    ``compute``, because that is the only dtype there."""
+    keep_batchnorm_fp32: bool = False
+    """Batch norms keep their weights and statistics in fp32, whatever the other weights are stored in."""
+    outputs: torch.dtype | None = None
+    """What the model's floating-point output is cast to. None: fp32, or fp64 where that is computed in."""
+    default_dtype: bool = False
+    """Tensors that the model's forward makes without a dtype get that of the weights, as in Fabric's "true" modes."""
+    float8: Float8 | None = None
+    """Linear layers whose products run in 8 bits; the other operations in ``compute``."""
+    masters: bool | Literal["remainder"] = False
+    """The optimizer steps fp32 copies of the weights; with ``"remainder"`` the 16 bits that complete a half-precision
+    weight to its master are kept in place of them (:mod:`paramp.optim.master_residuals`)."""
+    grad_dtype: torch.dtype | None = None
+    """What gradients are added up in over microbatches. None: the weights' dtype."""
+    reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
+    scaling: LossScaling | None = None
+    """None: gradients of this compute dtype do not underflow, so the loss is not scaled."""
+    log_num_zeros: bool = False
+    """Count the zeros in the gradients at every step (underflow shows there first)."""
+    verbose: bool = field(default=False, compare=False)
+    """Log every change of the loss scale."""
+
+    def __post_init__(self) -> None:
+        if not self.autocast and self.norms is not self.compute:
+            raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
+
+    def storing(self, masters: str | None = None, grad_dtype: Any = None, reduce_dtype: Any = None) -> Precision:
+        """This mode with other masters, gradients or reductions; what is None stays.
+
+        Args:
+            masters: ``"full"`` or ``"remainder"``, in modes that have masters.
+            grad_dtype: the weights' dtype, or float32 to add up microbatches in.
+            reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
+
+        Raises:
+            ConfigError: the mode cannot do that.
+        """
+        changed = self
+        if masters is not None:
+            _require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
+            allowed = "nothing, because the mode has no masters; 16-naive, bf16-naive and O2 have"
+            _require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
+            changed = replace(changed, masters="remainder" if masters == "remainder" else True)
+        if grad_dtype is not None:
+            dtype = as_dtype("grad_dtype", grad_dtype)
+            _require(
+                dtype is self.weights or (dtype is torch.float32 and self.weights.itemsize < 4),
+                "grad_dtype",
+                grad_dtype,
+                f"{self.weights} or torch.float32" if self.weights.itemsize < 4 else f"{self.weights}",
+            )
+            changed = replace(changed, grad_dtype=dtype)
+        if reduce_dtype is not None:
+            changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
+        return changed
+
+    @staticmethod
+    def parse(value: Precision | str | int | AMP_TYPE | Mapping[str, Any]) -> Precision:
+        """The mode called ``value``: a name or alias, or a mapping of a ``mode`` and options.
+
+        ``{"mode": "16-mixed", "init_scale": 1024.0}`` takes the fields of the mode's :class:`LossScaling` and
+        :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as its mode, the options are those
+        of Colossal-AI's ``fp16`` dict.
+
+        Raises:
+            ConfigError: an unknown name, or an option that the dict's mode does not have.
+        """
+        if isinstance(value, Precision):
+            return value
+        if isinstance(value, Mapping):
+            return _parse_options(value)
+        key = ALIASES.get(value, value) if isinstance(value, (str, int, AMP_TYPE)) else value
+        if isinstance(key, str) and key in PRESETS:
+            return PRESETS[key]
+        if value is AMP_TYPE.APEX:
+            return _parse_options({"mode": value})  # at its default level
+        known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
+        raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
+
+
+def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
+    """A row whose matrix products need an autocast where they do not run in the weights' dtype.
+
+    Under autocast, norms and softmax compute in fp32; otherwise in the one dtype that there is.
+    """
+    autocast = weights is not compute
+    norms = torch.float32 if autocast else compute
+    return Precision(
+        **{"name": name, "weights": weights, "compute": compute, "autocast": autocast, "norms": norms, **changes}
+    )
+
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+PRESETS: dict[str, Precision] = {
+    row.name: row
+    for row in (
+        _row("32-true", FP32, FP32),
+        _row("64-true", FP64, FP64, default_dtype=True),
+        _row("16-mixed", FP32, FP16, scaling=LossScaling()),
+        _row("bf16-mixed", FP32, BF16),
+        _row(
+            "16-naive",
+            FP16,
+            FP16,
+            masters=True,
+            scaling=LossScaling(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32),
+        ),
+        _row("bf16-naive", BF16, BF16, masters=True),
+        _row("O2", FP16, FP16, keep_batchnorm_fp32=True, masters=True, scaling=LossScaling(max_scale=2.0**24)),
+        _row("O3", FP16, FP16, scaling=LossScaling.static(1.0)),
+        _row("16-true", FP16, FP16, default_dtype=True),
+        _row("bf16-true", BF16, BF16, default_dtype=True),
+        _row("fp8-mixed", FP32, BF16, float8=Float8()),
+        _row("transformer-engine", BF16, BF16, default_dtype=True, float8=Float8(transformer_engine=True)),
+        _row(
+            "transformer-engine-float16",
+            FP16,
+            FP16,
+            default_dtype=True,
+            float8=Float8(transformer_engine=True),
+            scaling=LossScaling(),
+        ),
+    )
+}
+
+ALIASES: dict[str | int | AMP_TYPE, str] = {
+    32: "32-true",
+    "32": "32-true",
+    "fp32": "32-true",
+    "O0": "32-true",
+    64: "64-true",
+    "64": "64-true",
+    16: "16-mixed",
+    "16": "16-mixed",
+    "amp": "16-mixed",
+    "amp_fp16": "16-mixed",
+    "O1": "16-mixed",
+    AMP_TYPE.TORCH: "16-mixed",
+    "bf16": "bf16-mixed",
+    "amp_bf16": "bf16-mixed",
+    AMP_TYPE.NAIVE: "16-naive",
+    "amp_fp8": "fp8-mixed",
+}
+
+
+def _parse_options(options: Mapping[str, Any]) -> Precision:
+    """``{"mode": ..., option: value}``: with an ``AMP_TYPE`` the Colossal-AI document's options, with the name of a
+    mode those of its row's :class:`LossScaling` and :class:`Float8`."""
+    given = dict(options)
+    storage = {name: given.pop(name) for name in STORAGE if name in given}
+    if storage:
+        return _parse_options(given).storing(**storage)
+    mode = given.pop("mode", None)
+    if isinstance(mode, str):  # a TOML file has no enums
+        mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
+    if isinstance(mode, AMP_TYPE):
+        return _applied(colossalai_options(mode, given))
+    if not isinstance(mode, (str, int)) or isinstance(mode, bool):
+        allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
+        raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
+    row = Precision.parse(mode)
+    internal = {"transformer_engine"}  # is what the mode's name says
+    if row.float8 is not None and not row.float8.transformer_engine:
+        internal.add("te_recipe")
+    parts = {name: part for name in ("scaling", "float8") if (part := getattr(row, name)) is not None}
+    where = {item.name: name for name, part in parts.items() for item in fields(part)}
+    where = {name: part for name, part in where.items() if name not in internal}
+    for name in given:
+        if name not in where:
+            known = [*where, *STORAGE]
+            raise ConfigError(
+                f"{key_name(name)}: no such option of mode {row.name!r}, expected one of {', '.join(known)}"
+                f"{nearest(name, known)}"
+            )
+    for name, part in parts.items():
+        hints = get_type_hints(type(part))
+        changes = {key: convert(value, hints[key], key) for key, value in given.items() if where[key] == name}
+        if "init_scale" in changes and part == LossScaling.static(getattr(part, "init_scale", 1.0)):
+            changes = {"min_scale": changes["init_scale"], "max_scale": changes["init_scale"], **changes}
+        row = replace(row, **{name: replace(part, **changes)})
+    return row
+
+
+def _applied(spelled: Spelled) -> Precision:
+    row = PRESETS[spelled.row]
+    scaling = None if spelled.scaling is None else replace(row.scaling or LossScaling(), **spelled.scaling)
+    return replace(row, scaling=scaling, **spelled.precision)

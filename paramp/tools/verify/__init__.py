@@ -1,0 +1,1 @@
+"""``paramp verify``: a model on a layout against itself in one process."""

@@ -1,0 +1,129 @@
+"""Export, import and inspect, and the safetensors files, against the package of that name."""
+
+import json
+import re
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+from reference import batches, small_gpt
+
+import paramp
+from paramp.base.errors import CheckpointError
+from paramp.checkpoint.safetensors_io import DTYPES, read_header, read_rows, write_tensors
+from paramp.tools.cli import main
+
+
+def bits(value):
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint after two steps in 16-naive, and the model's weights then."""
+    path = tmp_path_factory.mktemp("exchange") / "checkpoint"
+    with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 64.0}}):
+        model = small_gpt()
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), model.loss)
+        for x, y in batches(2):
+            engine.forward_backward(x, y)
+            engine.step()
+        engine.save(path)
+        return path, engine.full_state_dict()
+
+
+def test_safetensors_files_are_what_the_package_reads_and_writes(tmp_path):
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        value = torch.randint(0, 2, (3, 2)).to(torch.float32 if dtype.itemsize == 1 else torch.int32)
+        tensors[name] = value.to(dtype)
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "strided": torch.arange(6.0).view(2, 3).t()}
+    shapes = {name: (value.dtype, value.shape) for name, value in tensors.items()}
+    written = write_tensors(tmp_path / "ours", shapes, tensors.__getitem__, {"format": "pt"})
+    assert written.size == (tmp_path / "ours").stat().st_size
+    theirs = safetensors.torch.load_file(tmp_path / "ours")
+    assert theirs.keys() == tensors.keys()
+    safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "theirs")
+    entries, _ = read_header(tmp_path / "theirs")
+    for name, value in tensors.items():
+        for found in (theirs[name], read_rows(tmp_path / "theirs", entries[name])):
+            assert found.dtype is value.dtype
+            assert found.shape == value.shape
+            assert torch.equal(bits(found), bits(value)), name
+    assert torch.equal(read_rows(tmp_path / "ours", read_header(tmp_path / "ours")[0]["I32"], 1, 2), tensors["I32"][1:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:5],
+        lambda data: data[:40],
+        lambda data: data[:-1],
+        lambda data: b"\xff" * 8 + data[8:],
+        lambda data: data.replace(b'"F32"', b'"F33"'),
+        lambda data: data.replace(b'"data_offsets":[0', b'"data_offsets":[4'),
+        lambda data: data[:8] + b"x" + data[9:],
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path, damage):
+    file = tmp_path / "model.safetensors"
+    write_tensors(file, {"a": (torch.float32, (2,))}, lambda _: torch.ones(2))
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "stored"])
+def test_export_writes_the_model(saved, tmp_path, dtype, capsys):
+    path, weights = saved
+    file = tmp_path / "new" / "model.safetensors"
+    assert main(["export", str(path), "--to", str(file), "--dtype", dtype]) == 0
+    assert capsys.readouterr().out.strip() == str(file)
+    exported = safetensors.torch.load_file(file)
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "stored": torch.float32}[dtype]
+    assert exported.keys() == {name for name in weights if name != "head.weight" or "head.weight" in exported}
+    assert all(torch.equal(value, weights[name].to(wanted)) for name, value in exported.items())
+    assert main(["export", str(path), "--to", str(file)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
+    _, weights = saved
+    file, path = tmp_path / "model.safetensors", tmp_path / "imported"
+    # with every name of a tied weight, as other programs write them
+    safetensors.torch.save_file({name: value.clone() for name, value in weights.items()}, file)
+    assert main(["import", str(file), "--to", str(path)]) == 0
+    with paramp.launch_from_torch({"precision": "bf16-mixed"}):
+        model = small_gpt(seed=1)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), model.loss)
+        engine.load(path)
+        assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
+        assert engine.num_steps == 0
+    assert main(["inspect", str(path)]) == 0
+    assert "weights only, imported from model.safetensors" in capsys.readouterr().out
+
+
+def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys):
+    path = shutil.copytree(saved[0], tmp_path / "copy")
+    (path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "whole" in out.splitlines()[0]
+    assert "saved after 2 steps, 0 skipped; pp 1, dp 1, tp 1" in out
+    assert "precision 16-naive; AdamW" in out
+    assert "evil.pkl is none of them, and is not read" in out
+    assert re.search(r"model\.embedding\.tokens\.weight +float32 +\(128, 32\)", out)
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 8
+    file.write_bytes(data)
+    assert main(["inspect", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["damage"] == [f"{str(file)!r} is damaged: its checksum is not that of what was written"]
+    assert found["values"]["counts"][:2] == [2, 0]
+    (path / "manifest.json").unlink()
+    assert main(["inspect", str(path)]) == 1
+    assert "manifest.json' is missing" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "none")]) == 1
+    assert "no such checkpoint" in capsys.readouterr().out

@@ -1,0 +1,446 @@
+"""Checkpoints: the run that resumes against the run that never stopped, in the same layout and in others."""
+
+import functools
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import from_small_scale
+from pool import on_ranks, run_on_ranks
+from reference import ROUNDING, UNITS_LOSS, batches, rank_slice, small_gpt
+
+import paramp
+from paramp.base.errors import CheckpointError
+
+LAYOUTS = {
+    "1": (1, {}),
+    "tp4": (4, {"tensor": 4}),
+    "pp4": (4, {"pipeline": 4}),
+    "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
+    "dp2·tp2": (4, {"data": 2, "tensor": 2}),
+    "dp4": (4, {"data": 4}),
+    "dp4 + zero1": (4, {"data": 4, "zero": 1}),
+    "dp2·tp2 + zero1": (4, {"data": 2, "tensor": 2, "zero": 1}),
+    "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
+    "pp2·tp2, two stages a rank": (
+        4,
+        {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}, "tensor": 2},
+    ),
+}
+BEFORE, AFTER = 3, 5
+
+
+def start(context, *, optimizer=torch.optim.AdamW, model=None, **changes):
+    model = model or small_gpt(**changes)
+    engine, _, _, scheduler = paramp.initialize(
+        model,
+        functools.partial(optimizer, lr=1e-2),
+        model.loss,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )
+    return engine, scheduler
+
+
+def train(engine, scheduler, steps, first=0, overflow_at=()):
+    """Losses and the norms of the gradients."""
+    context, seen = engine.context, []
+    for step, (x, y) in enumerate(list(batches(first + steps))[first:], start=first):
+        engine.zero_grad()
+        x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+        engine.forward_backward(x, y, return_loss=False)
+        if step in overflow_at and context.rank == 0:
+            parameter = next(engine.module.parameters())
+            getattr(parameter.grad, "_local_tensor", parameter.grad).view(-1)[0] = float("inf")
+        result = engine.step()
+        scheduler.step()
+        seen.append((result.loss, result.grad_norm, result.loss_scale, scheduler.get_last_lr()[0]))
+    return seen
+
+
+def config(layout, precision, **others):
+    return {
+        "parallel": LAYOUTS[layout][1],
+        "precision": from_small_scale(precision),
+        "clip_grad_norm": 1.0,
+    } | others
+
+
+def run_and_save(
+    world, layout, precision, path, optimizer="AdamW", wait=True, dropout=0.0, masters=None, vocab_size=120
+):
+    """What a run that saves in the middle goes on with, its weights, scaler and counts in the end; the scaler then."""
+    with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
+        engine, scheduler = start(
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, vocab_size=vocab_size
+        )
+        train(engine, scheduler, BEFORE, overflow_at=(1,))
+        engine.save(path, wait=wait)
+        saved = engine.scaler.state_dict()
+        after = train(engine, scheduler, AFTER, first=BEFORE)
+        counts = (engine.num_steps, engine.num_skipped)
+        return after, engine.full_state_dict(), engine.scaler.state_dict(), counts, saved
+
+
+def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, masters=None, vocab_size=120):
+    """The same of a run that loads."""
+    with paramp.launch_from_torch(config(layout, precision, masters=masters)) as context:
+        engine, scheduler = start(
+            context, optimizer=getattr(torch.optim, optimizer), dropout=dropout, vocab_size=vocab_size
+        )
+        train(engine, scheduler, 1, first=20)  # what it has done before does not matter
+        engine.load(path)
+        saved = engine.scaler.state_dict()
+        after = train(engine, scheduler, AFTER, first=BEFORE)
+        return (
+            after,
+            engine.full_state_dict(),
+            engine.scaler.state_dict(),
+            (engine.num_steps, engine.num_skipped),
+            saved,
+        )
+
+
+def on(layout, body, **kwargs):
+    return run_on_ranks(LAYOUTS[layout][0], "test_checkpoint", body, {"layout": layout} | kwargs)[0]
+
+
+SAME = [
+    ("1", {"precision": "32-true", "wait": False}),
+    ("pp2·tp2", {"precision": "16-naive"}),
+    ("pp2·tp2", {"precision": "16-mixed", "dropout": 0.2, "wait": False}),
+    ("pp2·tp2, two stages a rank", {"precision": "bf16-mixed"}),
+    ("dp2·tp2", {"precision": "16-naive", "optimizer": "RAdam"}),
+    ("dp2·tp2 + zero1", {"precision": "16-naive", "masters": "remainder"}),
+    ("pp2·dp2 + zero1", {"precision": "16-mixed", "dropout": 0.2}),
+    ("dp4 + zero1", {"precision": "bf16-naive", "masters": "remainder"}),
+    ("1", {"precision": "16-true", "optimizer": "SGD"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), SAME)
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
+    path = str(tmp_path / "saved")
+    went_on = on(layout, "run_and_save", path=path, **options)
+    options = {key: value for key, value in options.items() if key != "wait"}
+    resumed = on(layout, "run_resumed", path=path, **options)
+    assert resumed[0] == went_on[0]
+    assert all(torch.equal(value, resumed[1][name]) for name, value in went_on[1].items())
+    assert resumed[2:4] == went_on[2:4]
+    assert resumed[3] == (BEFORE + AFTER - 1, 1)
+
+
+TARGETS = ["1", "tp4", "pp4", "dp2·tp2", "dp4", "dp4 + zero1", "dp2·tp2 + zero1", "pp2·tp2, two stages a rank"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of pp2·tp2 in 16-naive, and what the run that saved it went on with."""
+    path = str(tmp_path_factory.mktemp("saved") / "checkpoint")
+    return path, on("pp2·tp2", "run_and_save", precision="16-naive", path=path)
+
+
+@pytest.mark.parametrize("layout", TARGETS)
+def test_any_layout_goes_on_from_what_another_saved(saved, layout):
+    path, went_on = saved
+    resumed = on(layout, "run_resumed", precision="16-naive", path=path)
+    assert resumed[4] == went_on[4]
+    for (loss, norm, *exact), (expected, expected_norm, *expected_exact) in zip(resumed[0], went_on[0], strict=True):
+        assert abs(loss - expected) / expected < UNITS_LOSS * ROUNDING[torch.float16]
+        assert norm == pytest.approx(expected_norm, rel=0.02)
+        assert exact == expected_exact
+
+
+def shared_folder():
+    """A folder that all ranks know, and that is deleted with the test's process."""
+    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+    torch.distributed.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def linear_engine(seed=0, make=torch.optim.AdamW, size=6, model=None):
+    torch.manual_seed(seed)
+    model = model or torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.Tanh(), torch.nn.Linear(size, size))
+    return paramp.initialize(model, make(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)[0]
+
+
+def step(engine, seed=0):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + 10 * engine.context.dp.rank))
+    engine.forward_backward(x, x)
+    engine.step()
+    engine.zero_grad()
+
+
+@on_ranks(2, cuda=True)
+def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
+    held, write = threading.Event(), paramp.checkpoint.async_save.write
+
+    def slow_write(*arguments):
+        assert held.wait(60)
+        write(*arguments)
+
+    with paramp.launch_from_torch({"precision": "16-naive"}):
+        folder = shared_folder()
+        engine = linear_engine()
+        step(engine)
+        paramp.checkpoint.async_save.write = slow_write
+        try:
+            engine.save(folder / "saved", wait=False)
+            expected = engine.full_state_dict()
+            for seed in range(3):
+                step(engine, seed)
+            assert not (folder / "saved").exists()
+            held.set()
+            engine.finish_saving()
+        finally:
+            paramp.checkpoint.async_save.write = write
+        assert not torch.equal(engine.full_state_dict()["0.weight"], expected["0.weight"])
+        other = linear_engine(1)
+        other.load(folder / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in other.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_leaving_the_context_waits_for_what_is_being_saved(world):
+    with paramp.launch_from_torch({}):
+        folder = shared_folder()
+        linear_engine().save(folder / "saved", wait=False)
+    assert paramp.checkpoint.dcp_storage.problems(folder / "saved") == []
+
+
+@on_ranks(2, cuda=True)
+def test_running_statistics_and_frozen_weights_come_back_on_each_data_rank(world):
+    def model():
+        layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6))
+        layers[0].requires_grad_(False)
+        return layers
+
+    with paramp.launch_from_torch({"precision": "O2"}):
+        folder = shared_folder()
+        engine = linear_engine(model=model())
+        for seed in range(3):
+            step(engine, seed)
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        means = [torch.empty(6) for _ in range(2)]
+        torch.distributed.all_gather(means, expected["1.running_mean"])
+        assert not torch.equal(*means)
+        engine.save(folder / "saved")
+        other = linear_engine(1, model=model())
+        other.load(folder / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in other.module.state_dict().items())
+
+
+@on_ranks(2)
+def test_weights_alone_leave_the_rest(world):
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        folder = shared_folder()
+        engine = linear_engine()
+        step(engine)
+        engine.save(folder / "saved")
+        other = linear_engine(1, make=torch.optim.SGD)
+        with pytest.raises(CheckpointError, match="optimizer: got SGD, expected the checkpoint's AdamW"):
+            other.load(folder / "saved")
+        other.load(folder / "saved", weights_only=True)
+        assert other.num_steps == 0
+        weights = engine.full_state_dict()
+        assert all(torch.equal(value, weights[name]) for name, value in other.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_checkpoints_of_other_models_are_refused_everywhere(world):
+    with paramp.launch_from_torch({"gradient_accumulation": 2}) as context:
+        folder = shared_folder()
+        engine = linear_engine()
+        engine.save(folder / "saved")
+        longer = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+        with pytest.raises(CheckpointError, match=r"1\.bias of the model is missing in the checkpoint, and 3 others"):
+            linear_engine(model=longer).load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"2\.bias is in the checkpoint and not in the model, and 1 others"):
+            linear_engine(model=torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())).load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"weight has the shape \(6, 6\) in .*, expected \(8, 8\)"):
+            linear_engine(size=8).load(folder / "saved")
+        step(engine)
+        with pytest.raises(CheckpointError, match="gradients that wait for a step, after 1 of 2 accumulation steps"):
+            engine.save(folder / "saved")
+        odd = type("Odd", (), {"state_dict": lambda self: {"hook": print}, "load_state_dict": print})()
+        engine.track("odd", odd)
+        step(engine)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.tracked\.odd\.hook: got builtin_function_or_method"):
+            engine.save(folder / "saved")
+        assert context.world_size == 2
+
+
+class Odd(torch.nn.Module):
+    """Untrained tensors whose elements do not lie in order, or are one."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+        self.turned = torch.nn.Parameter(torch.full((4, 8), value).cumsum(0).t(), requires_grad=False)
+        self.register_buffer("image", torch.full((1, 2, 3, 3), value).cumsum(1).to(memory_format=torch.channels_last))
+        self.register_buffer("spread", torch.full((4, 1), value).expand(4, 8))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_untrained_tensors_of_any_memory_format_come_back(tmp_path):
+    with paramp.launch_from_torch({}):
+        engine = linear_engine(model=Odd(1.0))
+        engine.save(tmp_path / "saved")
+        other = linear_engine(model=Odd(2.0))
+        other.load(tmp_path / "saved")
+        expected, found = engine.module.state_dict(), other.module.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class CountsItself(torch.optim.SGD):
+    """Keeps a number of Python's, on which its steps depend."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] * 0.999 ** state["count"])
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, CountsItself])
+@pytest.mark.parametrize("before", [0, 2])
+def test_state_that_does_not_begin_at_zero(tmp_path, make, before):
+    """Also into an engine that has other state already."""
+    with paramp.launch_from_torch({}):
+        engine, other = linear_engine(make=make), linear_engine(1, make=make)
+        for seed in range(before):
+            step(engine, seed)
+        engine.save(tmp_path / "saved")
+        for seed in range(3):
+            step(other, 5 + seed)
+        fresh = linear_engine(2, make=make)
+        for loaded in (other, fresh):
+            loaded.load(tmp_path / "saved")
+        for seed in range(2):
+            for one in (engine, other, fresh):
+                step(one, seed)
+        expected = engine.full_state_dict()
+        for one in (other, fresh):
+            assert all(torch.equal(value, expected[name]) for name, value in one.full_state_dict().items())
+
+
+def test_an_optimizers_state_follows_the_dtype_of_another_mode(tmp_path):
+    with paramp.launch_from_torch({"precision": "bf16-naive"}):
+        engine = linear_engine(make=torch.optim.NAdam)
+        step(engine)
+        engine.save(tmp_path / "saved")
+    with paramp.launch_from_torch({"precision": "bf16-true"}):
+        other = linear_engine(make=torch.optim.NAdam)
+        other.load(tmp_path / "saved")
+        step(other)
+        assert other.num_steps == 2
+
+
+@pytest.mark.parametrize(("saved", "loaded", "scale"), [("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0)])
+def test_a_scaler_keeps_its_modes_settings(tmp_path, saved, loaded, scale):
+    with paramp.launch_from_torch({"precision": saved}):
+        linear_engine(make=torch.optim.SGD).save(tmp_path / "saved")
+    with paramp.launch_from_torch({"precision": loaded}):
+        engine = linear_engine(make=torch.optim.SGD)
+        before = engine.scaler.state_dict()
+        engine.load(tmp_path / "saved")
+        assert engine.scaler.state_dict() == before
+        assert engine.scaler.get_scale() == scale
+
+
+def test_what_an_optimizer_does_not_hold_has_no_state(tmp_path):
+    with paramp.launch_from_torch({}):
+        engine = linear_engine()
+        step(engine)
+        engine.save(tmp_path / "saved")
+        other = linear_engine(make=lambda parameters, lr: torch.optim.AdamW(list(parameters)[:2], lr=lr))
+        other.load(tmp_path / "saved")
+        step(other)
+        with pytest.raises(CheckpointError, match="got amsgrad=True, expected the checkpoint's False"):
+            linear_engine(make=functools.partial(torch.optim.AdamW, amsgrad=True)).load(tmp_path / "saved")
+
+
+class Extra(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"steps": 5}
+
+    def set_extra_state(self, state):
+        raise AssertionError
+
+
+def test_a_modules_extra_state_is_refused_rather_than_lost(tmp_path):
+    with paramp.launch_from_torch({}), pytest.raises(CheckpointError, match=r"Extra has a get_extra_state\(\)"):
+        linear_engine(model=torch.nn.Sequential(Extra(6, 6))).save(tmp_path / "saved")
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_on_all(world):
+    class Tracked:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def state_dict(self):
+            return {"a": [][0]} if self.fails == "save" else {"a": 1}
+
+        def load_state_dict(self, state):
+            if self.fails == "load":
+                raise ValueError("not this")
+
+    with paramp.launch_from_torch({}) as context:
+        folder = shared_folder()
+        engine = linear_engine()
+        mine = context.rank == 1
+        engine.track("thing", Tracked("save" if mine else ""))
+        with pytest.raises(CheckpointError, match="save: IndexError: list index out of range"):
+            engine.save(folder / "saved")
+        engine.track("thing", Tracked("load" if mine else ""))
+        engine.save(folder / "saved")
+        with pytest.raises(ValueError if mine else CheckpointError, match="not this"):
+            engine.load(folder / "saved")
+        with pytest.raises(CheckpointError, match=r"path: got '.*/0' on rank 0 and '.*/1' on rank 1"):
+            engine.save(folder / str(context.rank))
+
+
+class Sometimes(torch.nn.Module):
+    """A layer that some steps leave out, so that its weights have been stepped less often than others."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.use = True
+
+    def forward(self, x):
+        return self.always(x) + (self.sometimes(x) if self.use else 0.0)
+
+
+def test_weights_that_were_stepped_less_often_stay_so(tmp_path):
+    def go_on(engine):
+        for seed in range(3):
+            step(engine, seed)
+        return engine.full_state_dict()
+
+    with paramp.launch_from_torch({}):
+        engine = linear_engine(model=Sometimes())
+        for seed, use in enumerate((True, False, False, True)):
+            engine.module.use = use
+            step(engine, seed)
+        engine.save(tmp_path / "saved")
+        expected = go_on(engine)
+        other = linear_engine(model=Sometimes())
+        other.load(tmp_path / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in go_on(other).items())
+
+
+def test_a_tied_weight_is_written_by_one_of_its_stages(tmp_path):
+    """Under ZeRO the stages cut their copies up at different places."""
+    path = str(tmp_path / "saved")
+    options = {"precision": "16-naive", "path": path, "vocab_size": 1200}
+    went_on = on("pp2·dp2 + zero1", "run_and_save", **options)
+    resumed = on("pp2·dp2 + zero1", "run_resumed", **options)
+    assert resumed[0] == went_on[0]
+    resharded = on("tp4", "run_resumed", **options)
+    assert [loss for loss, *_ in resharded[0]] == pytest.approx([loss for loss, *_ in went_on[0]], rel=0.01)

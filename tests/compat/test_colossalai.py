@@ -1,0 +1,337 @@
+"""What Colossal-AI's scripts import and call beside the engine's loop, against plain torch and arithmetic by hand."""
+
+import math
+
+import pytest
+import torch
+from commands import python, torchrun
+from pool import on_ranks
+from reference import batches, local, rank_slice, small_gpt
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import paramp
+from paramp import ConfigError
+from paramp.compat.colossalai.context import ParallelMode
+from paramp.compat.colossalai.core import global_context as gpc
+from paramp.compat.colossalai.logging import get_dist_logger
+from paramp.compat.colossalai.nn import lr_scheduler as schedules
+from paramp.compat.colossalai.utils import get_current_device, get_dataloader
+
+# ------------------------------------------------------------------------------------- global_context and the logger
+
+
+def test_nothing_launched():
+    assert not any(gpc.is_initialized(mode) for mode in ParallelMode)
+    for question in (lambda: gpc.config, gpc.get_global_rank, lambda: gpc.get_world_size(ParallelMode.DATA)):
+        with pytest.raises(RuntimeError, match=r"call paramp\.launch_from_torch"):
+            question()
+    assert get_current_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@on_ranks(4)
+def test_the_global_context_is_the_current_one(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, "NUM_EPOCHS": 7}) as context:
+        assert gpc.config.NUM_EPOCHS == 7
+        assert gpc.get_global_rank() == world.rank
+        modes = {"GLOBAL": (world.rank, 4), "MODEL": (world.rank, 4), "DATA": (0, 1)}
+        modes |= {"PIPELINE": (world.rank // 2, 2), "TENSOR": (world.rank % 2, 2), "PARALLEL_1D": (world.rank % 2, 2)}
+        for name, place in modes.items():
+            mode = ParallelMode[name]
+            assert (gpc.get_local_rank(mode), gpc.get_world_size(mode)) == place
+            assert (gpc.is_first_rank(mode), gpc.is_last_rank(mode)) == (place[0] == 0, place[0] == place[1] - 1)
+            assert gpc.is_initialized(mode)
+        assert gpc.get_ranks_in_group(ParallelMode.TENSOR) == [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
+        assert (gpc.data_parallel_size, gpc.pipeline_parallel_size, gpc.tensor_parallel_size) == (1, 2, 2)
+        assert get_current_device() == context.device
+        with pytest.raises(ValueError, match="parallel_mode: got 'tp'"):
+            gpc.get_group("tp")
+    with paramp.launch_from_torch({}):
+        assert not gpc.is_initialized(ParallelMode.PIPELINE)  # scripts ask this to know whether there are stages
+        gpc.destroy()
+        assert not gpc.is_initialized(ParallelMode.GLOBAL)
+
+
+@on_ranks(4)
+def test_the_logger_speaks_on_the_ranks_it_is_told(world):
+    import contextlib
+    import io
+    import tempfile
+    from pathlib import Path
+
+    logger = get_dist_logger("test")
+    assert get_dist_logger("test") is logger
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}), contextlib.redirect_stderr(io.StringIO()) as printed:
+        logger.info("first", ranks=[0])
+        logger.info("everyone, 100 %")
+        logger.warning("second of each pair", ParallelMode.TENSOR, [1])
+        logger.debug("too fine")
+        with tempfile.TemporaryDirectory() as folder:
+            logger.log_to_file(folder, suffix="x")
+            logger.error("kept")
+            assert "test ERROR: kept" in (Path(folder) / f"rank_{world.rank}_x.log").read_text()
+            handler = logger.logger.handlers.pop()
+            handler.close()
+        with pytest.raises(ConfigError, match="level: got 'INF', expected"):
+            logger.set_level("INF")
+    lines = [line.split("] ")[1] for line in printed.getvalue().splitlines()]
+    expected = ["test INFO: first"] * (world.rank == 0) + ["test INFO: everyone, 100 %"]
+    assert lines == expected + ["test WARNING: second of each pair"] * (world.rank % 2) + ["test ERROR: kept"]
+
+
+def test_without_a_launch_the_logger_is_rank_0(capsys):
+    get_dist_logger().info("alone", ranks=[0])
+    get_dist_logger().info("another", ranks=[1])
+    assert capsys.readouterr().err.endswith("paramp INFO: alone\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ loaders
+
+
+def numbers(count):
+    return TensorDataset(torch.arange(count))
+
+
+def read(loader):
+    return [int(value) for (batch,) in loader for value in batch]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@on_ranks(4)
+def test_each_data_rank_gets_its_part_and_once_is_enough(world, shuffle):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        loader = get_dataloader(numbers(13), shuffle=shuffle, batch_size=2, pin_memory=True, num_workers=0)
+        model = nn.Linear(1, 1)
+        _, given, _, _ = paramp.initialize(model, torch.optim.SGD(model.parameters()), None, loader, plan={})
+        for ours in (loader, given):
+            parts = [None] * 4
+            torch.distributed.all_gather_object(parts, read(ours))
+            assert parts[0] == parts[1]
+            assert parts[2] == parts[3]
+            assert sorted({*parts[0], *parts[2]}) == list(range(13))
+            assert len(parts[0]) == len(parts[2]) == 7
+            assert (parts[0] == [0, 2, 4, 6, 8, 10, 12]) is not shuffle
+        assert context.dp.size == 2
+        whole = get_dataloader(numbers(5), add_sampler=False, batch_size=2)
+        assert read(whole) == [0, 1, 2, 3, 4]
+        stream = get_dataloader(Stream(), batch_size=1)
+        _, _, again, _ = paramp.initialize(
+            other := nn.Linear(1, 1), torch.optim.SGD(other.parameters()), None, None, stream, plan={}
+        )
+        assert [int(batch) for batch in again] == [context.dp.rank, 2 + context.dp.rank]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_loader_without_a_launch_is_for_one_process_and_repeats_with_its_seed():
+    one, same, other = (get_dataloader(numbers(50), shuffle=True, seed=seed, batch_size=10) for seed in (3, 3, 4))
+    assert isinstance(one, DataLoader)
+    first = read(one)
+    assert sorted(first) == list(range(50))
+    assert first == read(same) != read(other)
+    assert first != read(one)  # the next epoch
+    assert len(get_dataloader(numbers(5), batch_size=2, drop_last=True)) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+
+def rates(make, steps):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def cosine(step, total, floor=0.0):
+    return floor + (2.0 - floor) * (1 + math.cos(math.pi * step / total)) / 2
+
+
+def test_schedules_by_hand():
+    rise = [0.5, 1.0, 1.5, 2.0]
+    expected = {
+        "CosineAnnealingLR": ({"eta_min": 0.5}, [cosine(step, 8, 0.5) for step in range(9)]),
+        "CosineAnnealingWarmupLR": ({"warmup_steps": 4}, [*rise, *(cosine(step, 4) for step in range(5))]),
+        "FlatAnnealingLR": ({"pct_start": 0.5}, [2.0] * 4 + [cosine(step, 4) for step in range(5)]),
+        "FlatAnnealingWarmupLR": (
+            {"warmup_steps": 4, "pct_start": 0.5, "eta_min": 0.25},
+            [*rise, 2.0, 2.0, *(cosine(step, 2, 0.25) for step in range(3))],
+        ),
+        "LinearWarmupLR": ({"warmup_steps": 3}, [0.5, 1.0, 1.5, 2.0, 1.6, 1.2, 0.8, 0.4, 0.0]),
+        "MultiStepLR": ({"milestones": [2, 5]}, [2.0] * 2 + [0.2] * 3 + [0.02] * 4),
+        "MultiStepWarmupLR": ({"warmup_steps": 4, "milestones": [6]}, [*rise, 2.0, 2.0, 0.2, 0.2, 0.2]),
+        "PolynomialLR": (
+            {"power": 2.0, "end_lr": 1.0},
+            [1.0 + ((8 - step) / 8) ** 2 for step in range(9)],
+        ),
+        "PolynomialWarmupLR": ({"warmup_steps": 4, "end_lr": 0.0}, [*rise, 2.0, 1.5, 1.0, 0.5, 0.0]),
+    }
+    assert set(expected) == set(schedules.__all__)
+    for name, (options, values) in expected.items():
+        kind = getattr(schedules, name)
+        found = rates(lambda optimizer, kind=kind, options=options: kind(optimizer, total_steps=8, **options), 9)
+        assert found == pytest.approx(values), name
+
+
+def test_schedules_resume_from_their_state():
+    def make():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        return optimizer, schedules.CosineAnnealingWarmupLR(optimizer, 8, warmup_steps=2)
+
+    optimizer, scheduler = make()
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    other, resumed = make()
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    for one in (optimizer, other):
+        one.step()
+    scheduler.step()
+    resumed.step()
+    assert resumed.get_last_lr() == scheduler.get_last_lr()
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_schedules_refuse_what_cannot_be():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    with pytest.raises(ConfigError, match="warmup_steps: got 8, expected 0 to 7"):
+        schedules.LinearWarmupLR(optimizer, 8, warmup_steps=8)
+    with pytest.raises(ConfigError, match="pct_start: got 2"):
+        schedules.FlatAnnealingLR(optimizer, 8, pct_start=2)
+    with pytest.raises(ConfigError, match="milestones: got none"):
+        schedules.MultiStepWarmupLR(optimizer, 8)
+
+
+def test_a_scheduler_that_initialize_was_not_given_drives_the_engines_optimizer():
+    with paramp.launch_from_torch({"fp16": {"mode": paramp.amp.AMP_TYPE.NAIVE, "initial_scale": 4.0}}):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+        scheduler = schedules.CosineAnnealingLR(optimizer, total_steps=2)
+        engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss)
+        engine.forward_backward(torch.ones(4, 3), torch.ones(4, 1))
+        next(model.parameters()).grad.fill_(math.inf)
+        assert engine.step().overflow
+        scheduler.step()  # no warning of torch's that the optimizer has not stepped: the order was right
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+
+
+# --------------------------------------------------------------------------------------------------- execute_schedule
+
+
+def expected_step():
+    """Loss, output, and gradient norm of the whole batch in plain torch."""
+    model = small_gpt(num_layers=2)
+    x, y = next(batches(1))
+    output = model(x)
+    loss = model.loss(output, y)
+    loss.backward()
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return loss.item(), output.detach(), norm.item()
+
+
+def check_schedule(context):
+    loss, output, norm = expected_step()
+    model = small_gpt(num_layers=2)
+    engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+    x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in next(batches(1)))
+    mine = rank_slice(output, context.dp.rank, context.dp.size)
+    pair, last = (x, y), context.is_last_stage
+
+    def check(returned, *, with_output=True, with_loss=True):
+        found, label, value = returned
+        assert (found is not None, label is not None) == (with_output and last, with_output and last)
+        if found is not None:
+            assert (found - mine).abs().max() < 1e-4
+            assert not found.requires_grad
+            assert torch.equal(label, y)
+        assert (value is not None) is with_loss
+        if value is not None:
+            assert abs(value.item() - loss) < 1e-4
+
+    engine.eval()
+    check(engine.execute_schedule(iter([pair]), forward_only=True))
+    check(engine.execute_schedule(iter([pair]), forward_only=True, return_loss=False), with_loss=False)
+    check(
+        engine.execute_schedule(iter([pair]), forward_only=True, return_loss=False, return_output_label=False),
+        with_output=False,
+        with_loss=False,
+    )
+    assert not any(
+        local(parameter.grad).any() for _, parameter in engine.named_parameters() if parameter.grad is not None
+    )
+    engine.train()
+    steps = iter([pair, pair])
+    check(engine.execute_schedule(steps))
+    result = engine.step()
+    assert abs(result.grad_norm - norm) < 1e-4 * norm
+    engine.zero_grad()
+    found, label, value = engine.execute_schedule(steps, return_output_label=False)
+    assert (found, label) == (None, None)
+    assert value.item() < loss  # it has learned
+    with pytest.raises(StopIteration):
+        engine.execute_schedule(steps)
+    with pytest.raises(ValueError, match="return_loss: got False"):
+        engine.execute_schedule(iter([pair]), return_loss=False)
+    with pytest.raises(ValueError, match="data_iter: got list, expected an iterator"):
+        engine.execute_schedule([pair])
+    with pytest.raises(ValueError, match="data_iter: it yielded Tensor, expected a pair"):
+        engine.execute_schedule(iter([x]))
+
+
+def test_the_schedule_on_one_rank_in_microbatches():
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 1, "microbatches": 2}}}) as context:
+        check_schedule(context)
+
+
+@pytest.mark.parametrize("parallel", [{"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2}])
+@on_ranks(4)
+def test_the_schedule_on_four_ranks(world, parallel):
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        check_schedule(context)
+
+
+def test_a_forward_without_loss_needs_no_criterion():
+    with paramp.launch_from_torch({}):
+        model = nn.Linear(3, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters()))
+        x, y = torch.ones(4, 3), torch.zeros(4)
+        output, label, loss = engine.execute_schedule(iter([[x, y]]), forward_only=True, return_loss=False)
+        assert torch.equal(output, model(x))
+        assert (label is y or torch.equal(label, y), loss) == (True, None)
+        with pytest.raises(ValueError, match="criterion: initialize got none"):
+            engine.execute_schedule(iter([(x, y)]))
+
+
+# ------------------------------------------------------------------------------------------ launching without a with
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, paramp
+from paramp.core import global_context as gpc
+paramp.launch_from_torch(config=dict(NUM_EPOCHS=3))
+total = torch.ones(1)
+dist.all_reduce(total)
+sys.stdout.write(f"sum {{total.item()}} {{gpc.config.NUM_EPOCHS}}\\n")  # in one piece: two ranks write to one pipe
+if {fails}:
+    raise ValueError("mine")
+"""
+
+
+def test_a_script_without_a_with_closes_quietly(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(fails=False))
+    result = torchrun(2, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."))
+    assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2)
+    assert "Traceback" not in result.stderr
+    assert "Warning" not in result.stderr
+    script.write_text(SCRIPT.format(fails=True))
+    alone = python("-W", "error", str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."))
+    assert alone.returncode == 1
+    assert alone.stderr.rstrip().endswith("ValueError: mine")

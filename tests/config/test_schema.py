@@ -1,0 +1,399 @@
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import paramp
+from paramp.compat.colossalai.amp import AMP_TYPE
+from paramp.config.files import load, merge
+from paramp.config.schema import Config, flatten
+from paramp.precision.policy import PRESETS, Precision
+
+
+def test_defaults():
+    config = load(None)
+    assert config == Config()
+    assert config.precision is PRESETS["32-true"]
+    assert (config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data) == (1, 1, "auto")
+    assert config.seed == 1024
+    assert config.clip_grad_norm is None
+
+
+def test_the_colossalai_spelling():
+    config = load(
+        {
+            "BATCH_SIZE": 128,
+            "parallel": {"tensor": {"size": 2, "mode": "1d"}, "pipeline": 2},
+            "fp16": {"mode": AMP_TYPE.NAIVE},
+        }
+    )
+    assert config.BATCH_SIZE == 128
+    assert (config.parallel.tensor.size, config.parallel.pipeline.size) == (2, 2)
+    scaling = config.precision.scaling
+    # The document's defaults.
+    assert (scaling.init_scale, scaling.min_scale, scaling.max_scale) == (2.0**32, 1, 2.0**32)
+    assert (scaling.growth_factor, scaling.backoff_factor) == (2, 0.5)
+    assert (scaling.growth_interval, scaling.hysteresis) == (1000, 2)
+
+
+def test_the_documents_torch_options_and_defaults():
+    config = load({"fp16": {"mode": AMP_TYPE.TORCH}})
+    assert config.precision == PRESETS["16-mixed"]
+    scaling = config.precision.scaling
+    assert (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2, 0.5)
+    assert (scaling.growth_interval, scaling.enabled, scaling.hysteresis) == (2000, True, 1)
+    config = load({"fp16": {"mode": AMP_TYPE.TORCH, "init_scale": 4, "enabled": False}})
+    assert (config.precision.scaling.init_scale, config.precision.scaling.enabled) == (4, False)
+    config = load({"fp16": {"mode": AMP_TYPE.NAIVE, "log_num_zeros_in_grad": True, "initial_scale": 8}})
+    assert config.precision.log_num_zeros
+    assert config.precision.scaling.init_scale == 8
+
+
+def test_the_documents_apex_options_and_defaults():
+    def parse(**options):
+        return load({"fp16": {"mode": AMP_TYPE.APEX, **options}}).precision
+
+    plain = parse()
+    assert dataclasses.replace(plain, scaling=None) == dataclasses.replace(PRESETS["16-mixed"], scaling=None)
+    assert (plain.scaling.init_scale, plain.scaling.min_scale, plain.scaling.max_scale) == (2.0**16, None, 16777216.0)
+    assert parse(opt_level="O0") == parse(enabled=False) == PRESETS["32-true"]
+    assert parse(opt_level="O2") == PRESETS["O2"]
+    assert parse(opt_level="O3") == PRESETS["O3"]
+    static = parse(opt_level="O2", loss_scale="128.0", keep_batchnorm_fp32="False", cast_model_outputs=torch.float16)
+    assert (static.scaling.init_scale, static.scaling.min_scale, static.scaling.max_scale) == (128, 128, 128)
+    assert (static.keep_batchnorm_fp32, static.outputs) == (False, torch.float16)
+    assert parse(max_loss_scale=8.0).scaling.init_scale == 8  # as Apex starts at its ceiling
+    brain = parse(opt_level="O2", cast_model_type=torch.bfloat16, min_loss_scale=1.0, num_losses=2, verbosity=0)
+    assert (brain.weights, brain.compute, brain.norms) == (torch.bfloat16,) * 3
+    assert (brain.masters, brain.scaling.min_scale) == (True, 1)
+
+
+def test_a_static_scale_that_is_set_stays():
+    static = load({"precision": {"mode": "O3", "init_scale": 128.0}}).precision.scaling
+    assert (static.init_scale, static.min_scale, static.max_scale) == (128, 128, 128)
+    assert Precision.parse(AMP_TYPE.APEX) == load({"fp16": {"mode": AMP_TYPE.APEX}}).precision
+
+
+def test_a_mode_by_its_name_takes_the_options_of_its_row():
+    precision = load({"precision": {"mode": "16-naive", "init_scale": 4, "hysteresis": 1}}).precision
+    assert (precision.name, precision.scaling.init_scale, precision.scaling.hysteresis) == ("16-naive", 4, 1)
+    assert precision.scaling.growth_interval == PRESETS["16-naive"].scaling.growth_interval
+    precision = load({"precision": {"mode": "amp_fp8", "recipe": "rowwise", "skip": ["head"]}}).precision
+    assert (precision.float8.recipe, precision.float8.skip, precision.scaling) == ("rowwise", ("head",), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        (32, "32-true"),
+        ("fp32", "32-true"),
+        ("O0", "32-true"),
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("amp", "16-mixed"),
+        ("amp_fp16", "16-mixed"),
+        ("O1", "16-mixed"),
+        (AMP_TYPE.TORCH, "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("amp_bf16", "bf16-mixed"),
+        (AMP_TYPE.NAIVE, "16-naive"),
+        ("16-naive", "16-naive"),
+        ("bf16-naive", "bf16-naive"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        ("amp_fp8", "fp8-mixed"),
+        ("O2", "O2"),
+        ("O3", "O3"),
+    ],
+)
+def test_aliases(name, row):
+    assert Precision.parse(name) is PRESETS[row]
+
+
+def test_the_table_of_modes():
+    rows = {
+        name: (row.weights, row.compute, row.autocast, row.masters, row.scaling is not None)
+        for name, row in PRESETS.items()
+    }
+    full, half, brain = torch.float32, torch.float16, torch.bfloat16
+    assert rows == {
+        "32-true": (full, full, False, False, False),
+        "64-true": (torch.float64, torch.float64, False, False, False),
+        "16-mixed": (full, half, True, False, True),
+        "bf16-mixed": (full, brain, True, False, False),
+        "16-naive": (half, half, False, True, True),
+        "bf16-naive": (brain, brain, False, True, False),
+        "O2": (half, half, False, True, True),
+        "O3": (half, half, False, False, True),
+        "16-true": (half, half, False, False, False),
+        "bf16-true": (brain, brain, False, False, False),
+        "fp8-mixed": (full, brain, True, False, False),
+        "transformer-engine": (brain, brain, False, False, False),
+        "transformer-engine-float16": (half, half, False, False, True),
+    }
+    assert [name for name, row in PRESETS.items() if row.keep_batchnorm_fp32] == ["O2"]
+    assert {row.norms for row in PRESETS.values() if row.autocast} == {full}
+    assert all(row.norms is row.compute for row in PRESETS.values() if not row.autocast)
+    static = PRESETS["O3"].scaling
+    assert (static.init_scale, static.min_scale, static.max_scale) == (1, 1, 1)
+    assert PRESETS["16-naive"].scaling.init_scale == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
+        ({"parallel": {"tensr": 2}}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
+        ({"parallel": {"tensor": {"size": 0}}}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
+        ({"parallel": {"tensor": {"sise": 2}}}, r"parallel\.tensor\.sise: no such key.*'size'"),
+        ({"parallel": {"tensor": {"mode": "2d"}}}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
+        ({"parallel": {"tensor": "two"}}, r"parallel\.tensor: got 'two', expected a table"),
+        ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
+        ({"parallel": {"data": True}}, r"parallel\.data: got True"),
+        ({"parallel": {"zero": 2}}, r"parallel\.zero: got 2, expected 0 or 1"),
+        ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},
+            r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*did you mean '1f1b'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 4, "microbatches": 2}}},
+            r"parallel\.pipeline\.microbatches: got 2, expected at least 4",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 3, "split": ["a"]}}},
+            r"parallel\.pipeline\.split: got \['a'\], expected 2",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "zbw"}}},
+            r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "zbv", "split": ["a"]}}},
+            r"split: got \['a'\], expected 3 module names, .* after the first of 4, 2 on each of 2 ranks",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "stages_per_rank": 2}}},
+            r"parallel\.pipeline\.stages_per_rank: got 2, expected 1 for the schedule '1f1b'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "DualPipeV", "stages_per_rank": 3}}},
+            r"parallel\.pipeline\.stages_per_rank: got 3, expected 2 for the schedule 'dualpipev'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "looped-bfs", "stages_per_rank": 0}}},
+            r"parallel\.pipeline\.stages_per_rank: got 0, expected an integer of 1 or more",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 3, "schedule": "dualpipev", "microbatches": 5}}},
+            r"microbatches: got 5, expected at least 6, 2 for each of the 3 ranks, for the schedule 'dualpipev'",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 7}}},
+            r"microbatches: got 7, expected a multiple of 3, such as 6, because .* in 3 rounds of 2 or more",
+        ),
+        (
+            {"parallel": {"pipeline": {"size": 4, "schedule": "interleaved-zero-bubble", "microbatches": 9}}},
+            r"microbatches: got 9, expected a multiple of 2, such as 8",
+        ),
+        ({"train": {"trace": 3}}, r"train\.trace: got 3, expected nothing, because there is no log_dir"),
+        ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
+        ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
+        ({"precision": True}, r"precision: got True"),
+        ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
+        ({"fp16": {"mode": AMP_TYPE.TORCH, "hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
+        ({"fp16": {"mode": AMP_TYPE.NAIVE, "init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
+        ({"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
+        (
+            {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
+            r"fp16\.backoff_factor: got 2\.0, expected a number betw",
+        ),
+        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
+        ({"fp16": {"mode": AMP_TYPE.TORCH, "opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
+        (
+            {"fp16": {"mode": AMP_TYPE.APEX, "keep_batchnorm_fp32": True}},
+            r"fp16\.keep_batchnorm_fp32: got True with opt_level 'O1'",
+        ),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
+        ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
+        (
+            {"precision": {"mode": "32-true", "init_scale": 2}},
+            r"precision\.init_scale: no such option of mode '32-true'",
+        ),
+        (
+            {"precision": {"mode": "fp8-mixed", "te_recipe": {}}},
+            r"precision\.te_recipe: no such option of mode 'fp8-mi",
+        ),
+        ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
+        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
+        ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
+        (
+            {"precision": "16-mixed", "masters": "remainder"},
+            r"masters: got 'remainder', expected nothing, because the mode has no masters; 16-naive",
+        ),
+        ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
+        ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
+        ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
+        (
+            {"precision": "O2", "grad_dtype": "bf16"},
+            r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32",
+        ),
+        ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
+        ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
+        ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
+        ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
+        ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
+        ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
+        ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
+        ({"seed": -1}, r"seed: got -1"),
+        ({"train": {"lr": 0}}, r"train\.lr: got 0\.0, expected a finite number above 0"),
+        ({"train": {"batch_sise": 8}}, r"train\.batch_sise: no such key.*'batch_size'"),
+    ],
+)
+def test_errors_name_path_value_and_what_is_allowed(tree, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        load(tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
+        ({"": 1}, r"'': no such key"),
+        ({None: 1}, r"None: no such key"),
+        ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
+        ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
+        ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
+        (
+            {"seed": 10**5000},
+            r"seed: got a value of the type int \(.*digits.*\), expected an integer that 64",
+        ),
+        ({"seed": 2**63}, r"seed: got 9223372036854775808, expected an integer that 64 bits hold"),
+        ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
+        ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
+        ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
+        ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
+        ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
+    ],
+)
+def test_errors_are_one_short_line_whatever_is_given(tree, message):
+    with pytest.raises(paramp.ConfigError) as caught:
+        load(tree)
+    assert re.match(message, str(caught.value).removeprefix("parallel.")), caught.value
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_toml_and_python_files_give_the_same(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text('LAYERS = 3\nprecision = "16-naive"\n[parallel]\ntensor = 2\n[parallel.pipeline]\nsize = 2\n')
+    python = tmp_path / "run.py"
+    python.write_text("CONFIG = dict(LAYERS=3, precision='16-naive', parallel=dict(tensor=2, pipeline=dict(size=2)))\n")
+    flat = tmp_path / "flat.py"
+    flat.write_text(
+        "import os\nfrom paramp.amp import AMP_TYPE\n"
+        "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n"
+    )
+    assert load(toml) == load(python) == load(flat)
+    assert load(str(toml)).LAYERS == 3
+
+
+def test_files_that_are_missing_or_broken(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file .*absent\.toml"):
+        load(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("parallel = [")
+    with pytest.raises(paramp.ConfigError, match=r"broken\.toml' is not valid TOML"):
+        load(broken)
+    for text, message in (("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError: division by zero")):
+        python = tmp_path / "broken.py"
+        python.write_text(text)
+        with pytest.raises(paramp.ConfigError, match=rf"broken\.py' does not run: {message}"):
+            load(python)
+    other = tmp_path / "run.yaml"
+    other.write_text("")
+    with pytest.raises(paramp.ConfigError, match=r"expected \.toml or \.py"):
+        load(other)
+
+
+def test_overrides_win_and_keep_the_rest():
+    base = {"parallel": {"tensor": 2, "pipeline": {"size": 2, "microbatches": 4}}, "fp16": {"mode": AMP_TYPE.NAIVE}}
+    tree = merge(base, {"parallel": {"tensor": {"size": 4}, "pipeline": {"schedule": "gpipe"}}, "precision": "bf16"})
+    config = load(tree)
+    assert config.parallel.tensor.size == 4
+    assert (config.parallel.pipeline.microbatches, config.parallel.pipeline.schedule) == (4, "gpipe")
+    assert config.precision.name == "bf16-mixed"
+
+
+def test_the_data_axis_fills_the_world():
+    config = load({"parallel": {"tensor": 2, "pipeline": 2}})
+    assert config.parallel.data_size(8) == 2
+    with pytest.raises(paramp.ConfigError, match=r"tensor 2 x pipeline 2 = 4 does not divide the world of 6 ranks"):
+        config.parallel.data_size(6)
+    config = load({"parallel": {"tensor": 2, "data": 3}})
+    with pytest.raises(paramp.ConfigError, match=r"x data 3 = 6, but the world has 4 ranks"):
+        config.parallel.data_size(4)
+
+
+def test_flatten_gives_plain_values():
+    flat = flatten(load({"parallel": {"tensor": 2}, "NAME": "x"}))
+    assert flat["parallel.tensor.size"] == 2
+    assert flat["NAME"] == "x"
+    assert flat["precision"] == "32-true"
+
+
+def test_flatten_gives_plain_values_of_odd_ones_too():
+    own = [torch.zeros(1), (1, torch.float16), "x"]
+    flat = flatten(load({"OWN": own, "BIG": 10**5000, "TABLE": {"inner": {1, 2}}, "LONG": object}))
+    assert json.loads(json.dumps(flat)) == flat
+    assert flat["OWN"] == ["tensor([0.])", [1, "torch.float16"], "x"]
+    assert flat["TABLE.inner"] == "{1, 2}"
+    assert flat["BIG"].startswith("a value of the type int (")
+
+
+def test_the_configuration_is_frozen_and_names_what_it_has():
+    config = load({"WIDTH": 3})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="no key 'HEIGHT'"):
+        _ = config.HEIGHT
+
+
+def test_unknown_names_in_a_python_file_are_errors_too(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text("import os\nfrom pathlib import Path\n_private = 1\nparalell = dict(tensor=2)\n")
+    with pytest.raises(paramp.ConfigError, match=r"paralell: no such key.*did you mean 'parallel'"):
+        load(path)
+
+
+def test_a_config_made_directly_takes_the_same_spellings():
+    config = Config(precision="16-mixed", parallel={"tensor": 2})
+    assert config == load({"precision": "16-mixed", "parallel": {"tensor": 2}})
+    with pytest.raises(paramp.ConfigError, match="precision: got 'fp17'"):
+        Config(precision="fp17")
+
+
+def test_both_spellings_of_precision_in_one_file_are_refused_over_defaults_too():
+    both = {"precision": "32-true", "fp16": {"mode": AMP_TYPE.NAIVE}}
+    with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
+        load(merge({"precision": "16-mixed"}, both))
+    assert load(merge({"precision": "16-mixed"}, {"fp16": {"mode": AMP_TYPE.NAIVE}})).precision.name == "16-naive"
+
+
+def test_what_gradients_and_masters_are_kept_in_is_in_the_resolved_configuration():
+    def storage(tree):
+        flat = flatten(load(tree))
+        return [flat[f"precision.{key}"] for key in ("masters", "grad_dtype", "reduce_dtype.dp", "reduce_dtype.tp")]
+
+    assert storage({}) == ["none", "float32", "float32", "float32"]
+    assert storage({"precision": "16-naive"}) == ["full", "float16", "float16", "float16"]
+    given = {"masters": "remainder", "grad_dtype": "fp32", "reduce_dtype": {"dp": torch.bfloat16}}
+    resolved = ["remainder", "float32", "bfloat16", "float32"]
+    assert storage({"precision": "16-naive"} | given) == resolved
+    assert storage({"precision": {"mode": "16-naive"} | given}) == resolved
+    assert storage({"fp16": {"mode": AMP_TYPE.NAIVE}} | given) == resolved

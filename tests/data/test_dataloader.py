@@ -1,0 +1,435 @@
+"""The user's own loaders over the data axis: every sample once, the same in a model group, as many batches on all."""
+
+import random
+
+import pytest
+import torch
+from pool import on_ranks
+from reference import batches, plain_fp32_training, small_gpt
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import paramp
+from paramp import ConfigError
+from paramp.data.dataloader import deal
+
+FORKS = "ignore:This process .* is multi-threaded, use of fork"  # Python 3.12 and newer say so of every worker
+
+
+def few_cores(test):
+    """For tests with workers, on machines with fewer cores than those."""
+    return pytest.mark.filterwarnings("ignore:This DataLoader will create", FORKS)(test)
+
+
+class Numbers(Dataset):
+    """The whole numbers, each with a random one, as an augmentation would draw it in a worker."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index, int(torch.randint(10**9, ())) if get_worker_info() else 0
+
+
+class Stream(IterableDataset):
+    """The numbers, dealt to workers as torch's documentation does it."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(worker.id if worker else 0, self.count, worker.num_workers if worker else 1))
+
+
+class SizedStream(Stream):
+    """One that knows how many numbers it has."""
+
+    def __len__(self):
+        return self.count
+
+
+class Blocks(Sampler):
+    """Batches of a size that varies."""
+
+    def __iter__(self):
+        yield from ([0], [1, 2], [3, 4, 5], [6], [7, 8], [9, 10, 11], [12])
+
+    def __len__(self):
+        return 7
+
+
+class Shuffled(Sampler):
+    """A sampler of the user's that draws from torch's default stream, one number at a time."""
+
+    def __iter__(self):
+        left = list(range(20))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+    def __len__(self):
+        return 20
+
+
+def epoch(loader):
+    """The batches of one epoch, as lists of numbers."""
+    found = []
+    for batch in loader:
+        numbers = batch[0] if isinstance(batch, (list, tuple)) else batch
+        found.append(numbers.tolist() if isinstance(numbers, torch.Tensor) else numbers)
+    return found
+
+
+def on_all(make, size, seed=5):
+    """The loader of each of ``size`` data ranks, whose random numbers are in different states."""
+    loaders = []
+    for rank in range(size):
+        torch.manual_seed(rank)
+        loaders.append(deal(make(), rank, size, seed))
+    return loaders
+
+
+def flat(found):
+    return [number for batch in found for number in batch]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_sample_once_an_epoch_and_as_many_batches_everywhere(size, shuffle, drop_last):
+    loaders = on_all(lambda: DataLoader(Numbers(50), batch_size=4, shuffle=shuffle, drop_last=drop_last), size)
+    orders = []
+    for _ in range(2):
+        found = [epoch(loader) for loader in loaders]
+        assert [len(part) for part in found] == [len(loaders[0])] * size
+        assert {len(batch) for part in found for batch in part[:-1]} == {4}
+        assert len({len(part[-1]) for part in found}) == 1
+        dealt = [number for round_ in zip(*map(flat, found), strict=True) for number in round_]
+        if drop_last:
+            assert len(dealt) == len(set(dealt)) == 50 // (4 * size) * 4 * size
+        else:
+            assert set(dealt) == set(range(50))
+            assert len(dealt) == -(-50 // size) * size
+            assert dealt[50:] == dealt[: len(dealt) - 50]  # filled up from the beginning
+        if not shuffle:
+            assert dealt[:48] == list(range(48))
+        orders.append(dealt)
+    assert (orders[0] != orders[1]) == shuffle
+
+
+def test_fewer_samples_than_ranks():
+    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Numbers(2)), 5)] == [
+        [[0]],
+        [[1]],
+        [[0]],
+        [[1]],
+        [[0]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (
+            lambda: DataLoader(Numbers(3000), batch_size=2000, shuffle=True, drop_last=True),
+            "^batch_size 2000, but a data rank has 1500 samples, so drop_last leaves no batch; expected at most 1500$",
+        ),
+        (lambda: DataLoader(Numbers(1), drop_last=True), "its 1 samples do not fill a batch of 1 for each of 2 data"),
+        (lambda: DataLoader(Numbers(0)), "its dataset is empty; expected at least one sample"),
+        (lambda: DataLoader(Numbers(0), drop_last=True), "its dataset is empty"),
+        (lambda: DataLoader(Numbers(0), batch_size=None), "its dataset is empty"),
+        (lambda: DataLoader(Numbers(4), sampler=SubsetRandomSampler([])), "yields none of its dataset's 4 samples"),
+        (
+            lambda: DataLoader(SizedStream(4), batch_size=4, drop_last=True),
+            "4 samples do not fill a batch of 4 for",
+        ),
+        (lambda: DataLoader(SizedStream(0)), "its dataset is empty"),
+    ],
+)
+def test_a_loader_that_leaves_no_batch_is_refused(loader, message):
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=message):
+            deal(loader(), rank, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: RandomSampler(Numbers(20)),
+        lambda: RandomSampler(Numbers(20), replacement=True, num_samples=30),
+        lambda: SubsetRandomSampler(range(3, 15)),
+        lambda: WeightedRandomSampler([1.0, 5.0, 2.0] * 5, 40),
+        lambda: RandomSampler(Numbers(20), generator=torch.Generator().manual_seed(random.randrange(10**6))),
+        Shuffled,
+    ],
+)
+def test_random_orders_are_the_same_whatever_state_a_rank_is_in(sampler):
+    def loader():
+        return DataLoader(Numbers(20), batch_size=3, sampler=sampler())
+
+    whole = deal(loader(), 0, 1, 5)
+    parts = on_all(loader, 2)
+    for _ in range(2):
+        torch.manual_seed(random.randrange(10**6))
+        before = torch.get_rng_state()
+        order = flat(epoch(whole))
+        dealt = [flat(epoch(part)) for part in parts]
+        assert [number for pair in zip(*dealt, strict=True) for number in pair][: len(order)] == order
+        assert torch.equal(torch.get_rng_state(), before)
+    assert flat(epoch(whole)) != order
+    whole.sampler.set_epoch(1)
+    assert flat(epoch(whole)) == order  # as after a resume
+    assert flat(epoch(deal(loader(), 0, 1, 6))) != flat(epoch(deal(loader(), 0, 1, 5)))
+
+
+def test_custom_batch_samplers_are_dealt_batch_by_batch():
+    loaders = on_all(lambda: DataLoader(Numbers(13), batch_sampler=Blocks()), 2)
+    assert [epoch(loader) for loader in loaders] == [
+        [[0], [3, 4, 5], [7, 8], [12]],
+        [[1, 2], [6], [9, 10, 11], [0]],  # filled up with the first
+    ]
+    assert [len(loader) for loader in loaders] == [4, 4]
+    explicit = on_all(lambda: DataLoader(Numbers(9), batch_sampler=BatchSampler(range(9), 2, drop_last=True)), 2)
+    assert [epoch(loader) for loader in explicit] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    single = on_all(lambda: DataLoader(Numbers(4), batch_size=None, collate_fn=lambda item: [item[0]]), 2)
+    assert [list(loader) for loader in single] == [[[0], [2]], [[1], [3]]]
+
+
+def test_the_users_loader_stays_as_it_is_and_subclasses_stay_subclasses():
+    class Own(DataLoader):
+        def __init__(self, name):
+            super().__init__(Numbers(8), batch_size=2)
+            self.name = name
+
+    own = Own("mine")
+    dealt = deal(own, 1, 2, 5)
+    assert isinstance(dealt, Own)
+    assert (dealt.name, dealt.batch_size, dealt.dataset) == ("mine", 2, own.dataset)
+    assert epoch(own) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert epoch(dealt) == [[1, 3], [5, 7]]
+    assert deal([1, 2], 1, 2, 5) == [1, 2]
+    assert deal(None, 1, 2, 5) is None
+
+
+@few_cores
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_read_the_same_in_a_model_group_and_draw_other_numbers_elsewhere(persistent):
+    def make():
+        return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent)
+
+    torch.manual_seed(1)
+    first = deal(make(), 0, 2, 5)
+    torch.manual_seed(2)
+    twin, other = deal(make(), 0, 2, 5), deal(make(), 1, 2, 5)
+    orders = []
+    for _ in range(2):
+        mine, same, theirs = ([torch.stack(batch, 1) for batch in loader] for loader in (first, twin, other))
+        assert torch.equal(torch.cat(mine), torch.cat(same))
+        assert set(torch.cat(mine)[:, 0].tolist()) | set(torch.cat(theirs)[:, 0].tolist()) == set(range(12))
+        assert not set(torch.cat(mine)[:, 1].tolist()) & set(torch.cat(theirs)[:, 1].tolist())
+        orders.append(torch.cat(mine)[:, 0].tolist())
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_iterable_datasets_are_dealt_batch_by_batch(size, drop_last):
+    class Sized(Stream):
+        def __len__(self):
+            return self.count
+
+    loaders = on_all(lambda: DataLoader(Sized(14), batch_size=2, drop_last=drop_last), size)
+    for _ in range(2):
+        found = [epoch(loader) for loader in loaders]
+        whole = [[index, index + 1] for index in range(0, 14, 2)]
+        rounds = 7 // size if drop_last else -(-7 // size)
+        assert [len(part) for part in found] == [len(loader) for loader in loaders] == [rounds] * size
+        dealt = [batch for round_ in zip(*found, strict=True) for batch in round_]
+        assert dealt[:7] == whole[: len(dealt)]
+        for rank, part in enumerate(found):
+            if not drop_last and 7 % size and rank >= 7 % size:
+                assert part[-1] == part[0]
+    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(2)), 4)] == [[[0]], [[1]], [[0]], [[0]]]
+    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(0)), 2)] == [[], []]
+
+
+@few_cores
+def test_iterable_datasets_with_workers():
+    loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True), 2)
+    for _ in range(2):
+        found = [epoch(loader) for loader in loaders]
+        assert sorted(flat(found[0]) + flat(found[1])) == list(range(24))
+    assert loaders[0].num_workers == 2
+
+
+def test_samplers_that_deal_by_themselves():
+    def loader(replicas, rank):
+        sampler = DistributedSampler(Numbers(8), num_replicas=replicas, rank=rank, shuffle=False)
+        return DataLoader(Numbers(8), batch_size=2, sampler=sampler)
+
+    right = loader(2, 1)
+    dealt = deal(right, 1, 2, 5)
+    assert dealt.sampler is right.sampler
+    assert epoch(dealt) == [[1, 3], [5, 7]]
+    for replicas, rank in ((4, 1), (2, 0)):
+        message = rf"DistributedSampler deals to rank {rank} of {replicas}, but this is data rank 1 of 2"
+        with pytest.raises(ConfigError, match=message):
+            deal(loader(replicas, rank), 1, 2, 5)
+        hidden = DataLoader(Numbers(8), batch_sampler=BatchSampler(loader(replicas, rank).sampler, 2, False))
+        with pytest.raises(ConfigError, match=message):
+            deal(hidden, 1, 2, 5)
+
+
+@few_cores
+def test_batches_in_the_order_in_which_they_happen_to_come():
+    with pytest.raises(ConfigError, match="in_order=False gives batches in the order in which its workers are done"):
+        deal(DataLoader(Numbers(8), num_workers=2, in_order=False), 0, 2, 5)
+
+
+def engine_with(loader, config, **others):
+    model = small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return paramp.initialize(model, optimizer, model.loss, train_dataloader=loader, **others)
+
+
+@on_ranks(4)
+def test_training_from_a_loader_is_training_on_the_union(world):
+    """dp 2 x tp 2 with batches of 4 against plain torch with the same samples in batches of 8."""
+    steps = list(batches(4))
+    data = TensorDataset(*(torch.cat(part) for part in zip(*steps, strict=True)))
+    config = {"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}
+    with paramp.launch_from_torch(config) as context:
+        torch.manual_seed(world.rank)
+        engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), config, test_dataloader=[1])
+        assert test == [1]
+        losses = []
+        for x, y in train:
+            losses.append(float(engine.forward_backward(x, y)))
+            engine.step()
+            engine.zero_grad()
+        expected, _ = plain_fp32_training(4)
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+        shuffled = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
+        _, train, test, _ = engine_with(shuffled[0], config, test_dataloader=shuffled[1])
+        everyone = [None] * 4
+        mine = [torch.cat([x for x, _ in loader]).tolist() for loader in (train, test)]
+        torch.distributed.all_gather_object(everyone, (context.dp.rank, mine))
+        assert everyone[0] == everyone[1]  # one model group
+        assert everyone[2] == everyone[3]
+        both = everyone[0][1][0] + everyone[2][1][0]
+        assert sorted(both) == sorted(data.tensors[0].tolist())
+        assert mine[0] != mine[1]  # two loaders have an order each
+
+
+@on_ranks(4)
+def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
+    config = {"parallel": {"tensor": 2, "data": 2}}
+    with paramp.launch_from_torch(config):
+        numbers = Numbers(8)
+        everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # deals to all four ranks
+        with pytest.raises(
+            ConfigError,
+            match="train_dataloader: its DistributedSampler deals to rank 0 of 4, but this is data rank 0 of 2; leave",
+        ):
+            engine_with(everywhere, config)
+        once = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))  # wrong on two ranks
+        with pytest.raises(ConfigError, match="deals to rank 1 of 2, but this is data rank 0 of 2"):
+            engine_with(once, config)
+        uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
+        with pytest.raises(
+            ConfigError,
+            match="test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, where rank 2 has 9 samples",
+        ):
+            engine_with(None, config, test_dataloader=uneven)
+        with pytest.raises(ConfigError, match="train_dataloader: batch_size 8, but a data rank has 4 samples, so drop"):
+            engine_with(DataLoader(numbers, batch_size=8, drop_last=True), config)
+        engine_with(DataLoader(numbers) if world.rank == 0 else None, config)
+
+
+def read_some(loader, count):
+    """The first samples of an epoch, as flat numbers."""
+    batches = iter(loader)
+    return [int(number) for _ in range(count) for number in _numbers(next(batches))]
+
+
+def _numbers(batch):
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+RESUMED = {
+    "shuffled": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True),
+    "a sampler of the user's": lambda: DataLoader(Numbers(20), batch_size=2, sampler=Shuffled()),
+    "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1),
+    "a stream": lambda: DataLoader(Stream(24), batch_size=2),
+    "a sampler that deals by itself": lambda: DataLoader(
+        Numbers(24), batch_size=2, sampler=DistributedSampler(Numbers(24), 1, 0, shuffle=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(name):
+    def epoch(loader):
+        return [int(number) for batch in loader for number in _numbers(batch)]
+
+    (whole,), (stopped,), (resumed,) = (on_all(RESUMED[name], 1) for _ in range(3))
+    expected = [epoch(whole) for _ in range(3)]
+    assert stopped.state_dict() == {"epoch": 0, "given": 0}
+    assert epoch(stopped) == expected[0]
+    assert stopped.state_dict() == {"epoch": 1, "given": 0}
+    given = read_some(stopped, 3)
+    state = stopped.state_dict()
+    assert state == {"epoch": 1, "given": 6}
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert given + epoch(resumed) == expected[1]
+    assert resumed.state_dict() == {"epoch": 2, "given": 0}
+    assert epoch(resumed) == expected[2]
+
+
+def test_another_number_of_data_ranks_goes_on_after_the_same_samples():
+    make = RESUMED["shuffled"]
+    order = read_some(on_all(make, 1)[0], 12)
+    before = on_all(make, 4)
+    assert sorted(number for loader in before for number in read_some(loader, 2)) == sorted(order[:16])
+    after = on_all(make, 2)
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    assert sorted(number for loader in after for number in read_some(loader, 2)) == sorted(order[16:])
+    odd = on_all(lambda: DataLoader(Numbers(24), batch_size=5, shuffle=True), 2)
+    with pytest.warns(UserWarning, match="had read 16 samples of its epoch, no multiple of the 10"):
+        odd[0].load_state_dict(before[0].state_dict())
+
+
+def test_an_iteration_begun_before_a_load_is_refused():
+    (loader,) = on_all(RESUMED["shuffled"], 1)
+    batches = iter(loader)
+    loader.load_state_dict({"epoch": 3, "given": 4})
+    with pytest.raises(RuntimeError, match="was begun before a checkpoint was loaded"):
+        next(batches)
+
+
+def test_skipping_batches_draws_no_random_numbers():
+    (loader,) = on_all(RESUMED["a sampler that deals by itself"], 1)
+    loader.load_state_dict({"epoch": 0, "given": 6})
+    torch.manual_seed(1)
+    batches = iter(loader)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    assert after == torch.rand(())
+    next(batches)

@@ -1,0 +1,148 @@
+"""Contexts: who is where, one after the other, and what goes wrong."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import TORCHRUN, run, torchrun
+from pool import on_ranks
+
+import paramp
+from paramp.distributed.rendezvous import free_port
+
+
+def test_a_world_of_one_needs_no_launcher():
+    with paramp.launch_from_torch({"seed": 3}) as context:
+        assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
+        assert context.is_first_stage
+        assert context.is_last_stage
+        assert context.is_main
+        assert context.mesh.mesh_dim_names == ("pp", "dp", "tp")
+        assert tuple(context.mesh.mesh.shape) == (1, 1, 1)
+        assert paramp.get_context() is context
+        assert context.config.seed == 3
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="no parallel context"):
+        paramp.get_context()
+
+
+def test_a_layout_that_needs_more_than_one_process():
+    with pytest.raises(paramp.ConfigError, match="does not divide the world of 1 ranks; start a multiple of 4"):
+        paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}})
+    assert not dist.is_initialized()
+
+
+def test_one_context_after_another():
+    for seed in (1, 2, 3):
+        with paramp.launch_from_torch({"seed": seed}) as context:
+            assert context.config.seed == seed
+            assert dist.is_initialized()
+        context.close()  # twice is harmless
+        assert not dist.is_initialized()
+
+
+def test_the_seed_argument_and_the_configurations():
+    with paramp.launch_from_torch({"seed": 7}) as context:
+        assert context.config.seed == 7
+    with paramp.launch_from_torch({"seed": 7}, seed=8) as context:
+        assert context.config.seed == 8
+
+
+def test_launch_with_everything_given():
+    with paramp.launch(None, 0, 1, "127.0.0.1", free_port()) as context:
+        assert context.world_size == 1
+        assert torch.distributed.get_backend() == "gloo" or context.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "port", "message"),
+    [(2, 2, 29500, "rank: got 2, expected 0 to 1"), (0, 1, 0, "port: got 0"), (0, 1, 70000, "port: got 70000")],
+)
+def test_launch_with_nonsense(rank, world, port, message):
+    with pytest.raises(paramp.LaunchError, match=message):
+        paramp.launch(None, rank, world, "127.0.0.1", port)
+
+
+def test_some_variables_missing(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(paramp.LaunchError, match="RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        paramp.launch_from_torch()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_asking_for_a_gpu_that_is_not_there():
+    with pytest.raises(paramp.LaunchError, match="torch sees no GPU"):
+        paramp.launch_from_torch(device="cuda")
+
+
+def test_free_ports_are_free():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free_port()))
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_worlds_one_after_another_under_torchrun(standalone):
+    """The agent's store outlives a world, and gloo would meet the addresses of the last one there."""
+    script = "tests/support/scripts/contexts_one_after_another.py"
+    result = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", script]) if standalone else torchrun(2, script)
+    assert result.returncode == 0, result.stderr
+    losses = [line.split(": ")[1] for line in result.stdout.splitlines() if line.startswith("round")]
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+
+
+@on_ranks(8)
+def test_ranks_are_dealt_with_tp_fastest_and_pp_slowest(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}) as context:
+        assert (context.pp.size, context.dp.size, context.tp.size) == (2, 2, 2)
+        rank = world.rank
+        assert (context.pp.rank, context.dp.rank, context.tp.rank) == (rank // 4, rank // 2 % 2, rank % 2)
+        assert dist.get_process_group_ranks(context.tp.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert dist.get_process_group_ranks(context.pp.group) == [rank % 4, rank % 4 + 4]
+        first = rank // 2 % 2 * 2
+        assert dist.get_process_group_ranks(context.model_group) == [first, first + 1, first + 4, first + 5]
+        assert context.is_first_stage == (rank < 4)
+        assert context.is_last_stage == (rank >= 4)
+        assert context.is_main == (rank == 0)
+
+
+@on_ranks(4)
+def test_contexts_of_different_layouts_in_one_process(world):
+    """DTensor remembers decisions by the shape of a mesh, and would take a dead group for a live one."""
+    for parallel in (
+        {"tensor": 2, "pipeline": 2},
+        {"tensor": 2, "data": 2},
+        {"tensor": 4},
+        {"tensor": 2, "pipeline": 2},
+    ):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            from reference import batches, small_gpt
+
+            model = small_gpt(num_layers=2)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+            assert engine.forward_backward(*next(batches(1))).item() == pytest.approx(5.0, abs=0.6)
+            engine.step()
+    assert dist.is_initialized()  # the world was not paramp's to end
+
+
+@on_ranks(4)
+def test_a_world_that_differs_from_the_launchers(world):
+    os.environ["WORLD_SIZE"] = "8"
+    try:
+        with pytest.raises(paramp.LaunchError, match=r"already runs as rank . of 4, but the launcher says rank . of 8"):
+            paramp.launch_from_torch()
+    finally:
+        os.environ["WORLD_SIZE"] = "4"
+
+
+class Stop(Exception):
+    pass
+
+
+@on_ranks(2)
+def test_an_exception_leaves_the_context_as_it_is_on_every_rank(world):
+    with pytest.raises(Stop), paramp.launch_from_torch({"parallel": {"data": 2}}):
+        raise Stop

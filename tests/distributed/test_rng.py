@@ -1,0 +1,195 @@
+"""The same start in every layout; dropout that differs where it must and nowhere else."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+from reference import SMALL, batches, rank_slice, small_gpt
+from torch import nn
+
+import paramp
+from paramp.distributed.rng import derive_seed, sharded_random
+from paramp.models import GPT
+from paramp.parallel.materialize import materialize
+
+LAYOUTS = {
+    "pp2-tp2": {"pipeline": 2, "tensor": 2},
+    "dp2-tp2-sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "pp4": {"pipeline": 4},
+}
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def meta_gpt():
+    with torch.device("meta"):
+        return GPT(SMALL)
+
+
+def single_process_start():
+    model = meta_gpt()
+    materialize(model, 5, torch.device("cpu"))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_a_model_on_meta_starts_the_same_in_every_layout(world, layout):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "seed": 5}):
+        engine, *_ = paramp.initialize(meta_gpt, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        expected = single_process_start()
+        actual = engine.full_state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@on_ranks(4)
+def test_a_model_built_after_launch_is_the_same_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}, "seed": 11}):
+        first = GPT(SMALL).head.weight[0, 0].item()
+        assert everywhere(first) == [first] * 4
+    torch.manual_seed(11)
+    assert GPT(SMALL).head.weight[0, 0].item() == first
+
+
+def test_weights_depend_on_seed_and_name():
+    start = single_process_start()
+    assert not torch.equal(start["blocks.0.mlp.up.weight"], start["blocks.1.mlp.up.weight"])
+    again = meta_gpt()
+    state = torch.get_rng_state()
+    materialize(again, 6, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(again.state_dict()["head.weight"], start["head.weight"])
+    assert again.head.weight is again.embedding.tokens.weight
+
+
+def test_a_module_on_meta_that_cannot_fill_itself_is_named():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(ValueError, match=r"1 \(Scale\) is on the meta device and has no reset_parameters"):
+        materialize(nn.Sequential(nn.Linear(2, 2), Scale()), 0, torch.device("cpu"))
+
+
+def test_seeds_of_neighbours_are_unrelated():
+    seeds = {derive_seed(seed, name) for seed in range(50) for name in ("a", "b", "a.b")}
+    assert len(seeds) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Draws(nn.Module):
+    """Notes a number of the stage's stream, one for shards, and one more of the stage's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.drawn = []
+
+    def forward(self, x):
+        before = torch.rand(()).item()
+        with sharded_random():
+            sharded = torch.rand(()).item()
+        self.drawn.append((before, sharded, torch.rand(()).item()))
+        return x * self.weight
+
+
+@on_ranks(8)
+def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": 2, "tensor": 2}}) as context:
+        model = nn.Sequential(Draws(), Draws())
+        engine, *_ = paramp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, plan={}
+        )
+        torch.manual_seed(0)
+        engine.forward_backward(torch.ones(4, 1), torch.ones(4, 1))
+        outside = torch.rand(()).item()
+        (unit,) = engine.module.children()
+        seen = everywhere(((context.pp.rank, context.dp.rank), unit.drawn[-2:]))
+    torch.manual_seed(0)
+    assert outside == torch.rand(()).item()  # the default stream goes on as if nothing had been drawn
+    stages = dict(seen)
+    assert len({draws[0][0] for draws in stages.values()}) == 4
+    for place, draws in seen:
+        for (before, _, after), (first, _, last) in zip(draws, stages[place], strict=True):
+            assert (before, after) == (first, last)
+    sharded = [sharded for _, draws in seen for _, sharded, _ in draws]
+    assert len(set(sharded)) == 16  # eight ranks, two microbatches
+
+
+@on_ranks(2)
+def test_checkpointed_dropout_on_shards_draws_the_same_mask_again(world):
+    from torch.utils.checkpoint import checkpoint
+
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        x = torch.ones(1000, requires_grad=True)
+
+        def drop(value):
+            with sharded_random():
+                return nn.functional.dropout(value, 0.5)
+
+        output = checkpoint(drop, x, use_reentrant=False)
+        output.sum().backward()
+        assert torch.equal(output.detach(), x.grad)
+        assert everywhere(output.tolist())[0] != everywhere(output.tolist())[1]
+
+
+@on_ranks(4)
+def test_shuffled_loaders_agree_within_a_model_group(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
+        model = small_gpt()
+        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = torch.utils.data.DataLoader(range(50), shuffle=True, batch_size=50)
+        order = next(iter(loader)).tolist()
+        assert everywhere(order) == [order] * 4
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(4)
+def test_dropout_in_the_model_follows_the_rule(world, sequence_parallel):
+    """tp 4: masks on replicated activations are equal, masks on pieces of the sequence are not."""
+    parallel = {"tensor": 4, "sequence_parallel": sequence_parallel}
+    masks = {}
+    with paramp.launch_from_torch({"parallel": parallel}):
+        model = small_gpt(dropout=0.5)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+
+        def watch(name):
+            def hook(module, inputs, output):
+                masks[name] = (output == 0).tolist()
+
+            return hook
+
+        for name, module in engine.module.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(watch(name))
+        loss = engine.forward_backward(*next(batches(1)))
+        assert loss.isfinite()
+        assert engine.step().stepped
+    embedding, block = "embedding.dropout", "blocks.0.dropout"
+    gathered = everywhere(masks)
+    assert all(other[embedding] == masks[embedding] for other in gathered)
+    if sequence_parallel:
+        assert len({str(other[block]) for other in gathered}) == 4
+    else:
+        assert all(other[block] == masks[block] for other in gathered)
+
+
+@on_ranks(4)
+def test_training_with_dropout_is_reproducible(world):
+    runs = []
+    for _ in range(2):
+        with paramp.launch_from_torch({"parallel": LAYOUTS["pp2-tp2"]}) as context:
+            model = small_gpt(dropout=0.3)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+            losses = []
+            for x, y in batches(3):
+                losses.append(engine.forward_backward(*(rank_slice(t, context.dp.rank, 1) for t in (x, y))).item())
+                engine.step()
+            runs.append(losses)
+    assert runs[0] == runs[1]

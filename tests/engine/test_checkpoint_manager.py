@@ -1,0 +1,190 @@
+"""Runs that end before their time, and go on."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+from commands import python
+from pool import on_ranks
+from victims import FULL, TINY, Run, torchrun_command
+
+import paramp
+from paramp.base.errors import ConfigError
+from paramp.checkpoint.dcp_storage import problems
+from paramp.distributed.rendezvous import free_port
+from paramp.engine.checkpoint_manager import accumulation_for
+from paramp.engine.signals import StopRequest
+
+SCRIPT = [*TINY, "--precision", "32-true"]
+
+
+def losses(folder, name="metrics.jsonl"):
+    return {record["step"]: record["loss"] for record in map(json.loads, (folder / name).read_text().splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "ranks", "before", "expected"),
+    [
+        (32, 1, 2, (1, 4), 2),
+        (32, 1, 4, (2, 2), 1),
+        (32, 2, 1, (1, 4), 4),
+        (24, 1, 3, (1, 4), 2),  # 4/3 would not do, so parts are smaller
+        (24, 1, 4, (2, 3), 2),
+        (32, 1, 2, (3, 2), 4),
+        (32, 1, 2, (4, 2), 4),
+    ],
+)
+def test_accumulation_keeps_the_global_batch(batch, microbatches, ranks, before, expected):
+    accumulation = accumulation_for(batch, microbatches, ranks, before)
+    assert accumulation == expected
+    per_call = batch / (accumulation * ranks * microbatches)
+    assert per_call == int(per_call)
+    assert per_call <= batch / (before[0] * before[1] * microbatches)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(32, 3), (2, 4)])
+def test_a_batch_that_does_not_divide_is_refused(batch, ranks):
+    with pytest.raises(ConfigError, match=rf"train.batch_size: got {batch}, which does not divide over {ranks} data"):
+        accumulation_for(batch, 1, ranks, (1, 2))
+
+
+@on_ranks(2)
+def test_every_rank_learns_that_one_was_asked_to_stop(world):
+    before = signal.getsignal(signal.SIGTERM)
+    with paramp.launch_from_torch({}) as context, StopRequest() as stop:
+        assert not stop.agreed(context)
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(context)
+        assert (stop.received is None) == (context.rank == 0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@on_ranks(2)
+def test_an_engine_saves_where_its_loaders_are(world):
+    import tempfile
+
+    numbers = torch.utils.data.TensorDataset(torch.arange(24.0)[:, None], torch.zeros(24, 1))
+
+    def start():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(numbers, batch_size=2, shuffle=True)
+        engine, loader, _, _ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, loader)
+        return engine, loader
+
+    def read(loader, count=100):
+        return [x.flatten().tolist() for _, (x, _) in zip(range(count), loader, strict=False)]
+
+    with paramp.launch_from_torch({}), tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        torch.distributed.broadcast_object_list(folders)
+        engine, loader = start()
+        given = read(loader, 2)
+        engine.save(folders[0] + "/saved")
+        rest = read(start()[1])
+        engine, loader = start()
+        engine.load(folders[0] + "/saved")
+        assert given + read(loader) == rest
+
+
+STEPS = 20
+WHOLE = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of one process that nobody disturbs, and its losses."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = python(*WHOLE, "--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log"))
+    assert result.returncode == 0, result.stderr
+    return folder, losses(folder / "log")
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
+    folder, log = tmp_path / "checkpoints", tmp_path / "log"
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    with (folder / "step-00000020" / "rank-00000.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    command = [*WHOLE, "--checkpoint-dir", str(folder)]
+    result = python(*command, "--log-dir", str(log))
+    assert result.returncode == 0, result.stderr
+    assert "resume: passed over: " in result.stdout
+    assert "rank-00000.safetensors' has 1000 bytes, of" in result.stdout
+    assert f"resumed from {folder / 'step-00000018'}, after step 18" in result.stdout
+    assert losses(log) == whole[1]
+    assert losses(log, "metrics.1.jsonl") == whole[1]
+    assert not problems(folder / "step-00000020")
+    assert (log / "train.log").read_text().count("step 20/20") == 2
+    other = python(*command, "--data", "LICENSE")
+    assert other.returncode == 2
+    assert "train.data: 'LICENSE' is not the data of then (" in other.stderr
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, tmp_path):
+    """SIGTERM to the script that has started its ranks; then one data rank in place of two."""
+    folder = tmp_path / "checkpoints"
+    options = ["--checkpoint-dir", str(folder), "--log-dir", str(tmp_path / "log")]
+    with Run([sys.executable, *WHOLE, *options, "--dp", "2", "--checkpoint-every", "2"], tmp_path / "out") as run:
+        assert run.wait_for((folder / "step-00000002").exists), run.log.read_text()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == 143, run.log.read_text()
+        text = run.log.read_text()
+    stopped = max(folder.iterdir())
+    assert f"saved {stopped}" in text
+    assert "by signal 15; --resume auto goes on from there" in text
+    assert not problems(stopped)
+    result = python(*WHOLE, *options)
+    assert result.returncode == 0, result.stderr
+    assert "1 data ranks, at first 2: gradient_accumulation = 2 keeps the global batch of 16" in result.stdout
+    assert f"resumed from {stopped}" in result.stdout
+    assert losses(tmp_path / "log") == pytest.approx(whole[1], abs=1e-4)
+
+
+def test_data_that_gets_lost_is_an_error_after_a_checkpoint(tmp_path):
+    data, folder = tmp_path / "train.bin", tmp_path / "checkpoints"
+    np.random.default_rng(0).integers(0, 256, 2**16).astype(np.uint16).tofile(data)
+    options = ["--checkpoint-dir", str(folder), "--steps", "100000", "--data", str(data), "--checkpoint-every", "1000"]
+    with Run([sys.executable, *SCRIPT, *options, "--dp", "2"], tmp_path / "out") as run:
+        assert run.wait_for(lambda: "10/100000" in run.log.read_text()), run.log.read_text()
+        with data.open("r+b") as file:
+            file.truncate(2**12)
+        code = run.finish(60)
+        text = run.log.read_text()
+    assert code == 2, text
+    (saved,) = folder.iterdir()
+    assert f"saved {saved}" in text
+    assert not problems(saved)
+    assert text.count("error: ") == 1, text
+    assert repr(str(data)) in text
+    assert "at byte" in text
+
+
+@pytest.mark.skipif(not FULL, reason="one of make chaos, because it takes half a minute")
+def test_a_lost_machine_leaves_a_smaller_run_that_goes_on(tmp_path):
+    """torchrun with ``--nnodes 1:2``: two launchers of a rank each, of which one is killed with its rank."""
+    folder = tmp_path / "checkpoints"
+    arguments = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    arguments += ["--rdzv-id", "test"]
+    arguments += [*SCRIPT, "--steps", "40", "--seq-len", "128", "--batch-size", "16"]
+    arguments += ["--checkpoint-dir", str(folder), "--checkpoint-every", "5", "--log-dir", str(tmp_path / "log")]
+
+    def launcher(is_host):
+        conf = f"last_call_timeout=2,is_host={is_host}"
+        return torchrun_command(1, "--rdzv-conf", conf, *arguments, restarts=3)
+
+    with Run(launcher(1), tmp_path / "one") as one:
+        with Run(launcher(0), tmp_path / "two") as two:
+            assert one.wait_for((folder / "step-00000005").exists), one.log.read_text()
+            two.end()
+        assert one.finish() == 0, one.log.read_text()
+        text = one.log.read_text()
+    assert "data_size = 2" in text
+    assert "data_size = 1" in text
+    assert "gradient_accumulation = 2 keeps the global batch of 16" in text
+    assert len(losses(tmp_path / "log")) == 40

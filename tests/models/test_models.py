@@ -1,0 +1,280 @@
+"""The models: their published sizes, their arithmetic, and training under layouts, against plain torch."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from reference import rank_slice
+
+import paramp
+from paramp.models import GPT, ResNet, ResNetConfig, ViT, ViTConfig, resnet34
+from paramp.precision.policy import ConfigError
+
+
+def size_of(build):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+def test_sizes_are_the_published_ones():
+    assert size_of(lambda: resnet34(num_classes=1000)) == 21_797_672
+    assert size_of(lambda: ResNet.preset("resnet18")) == 11_689_512
+    assert size_of(lambda: ViT.preset("vit-b16")) == 86_567_656
+
+
+# ------------------------------------------------------------------------------------------------------------ ResNet
+
+
+def resnet_by_hand(state, x, depths, small_images):
+    """The output of a ResNet in training mode, in torchvision's names, from its state dict alone."""
+
+    def norm(x, name):
+        mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), unbiased=False, keepdim=True)
+        weight, bias = (state[f"{name}.{part}"].view(1, -1, 1, 1) for part in ("weight", "bias"))
+        return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
+
+    def convolve(x, name, stride, padding):
+        return F.conv2d(x, state[f"{name}.weight"], stride=stride, padding=padding)
+
+    x = convolve(x, "conv1", 1, 1) if small_images else convolve(x, "conv1", 2, 3)
+    x = norm(x, "bn1").clamp(min=0)
+    x = x if small_images else F.max_pool2d(x, 3, 2, 1)
+    for group, depth in enumerate(depths, 1):
+        for index in range(depth):
+            name, stride = f"layer{group}.{index}", 2 if group > 1 and index == 0 else 1
+            shortcut = x
+            if group > 1 and index == 0:
+                shortcut = norm(convolve(x, f"{name}.downsample.0", stride, 0), f"{name}.downsample.1")
+            x = norm(convolve(x, f"{name}.conv1", stride, 1), f"{name}.bn1").clamp(min=0)
+            x = (norm(convolve(x, f"{name}.conv2", 1, 1), f"{name}.bn2") + shortcut).clamp(min=0)
+    return x.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"]
+
+
+@pytest.mark.parametrize("small_images", [False, True])
+def test_a_resnet_computes_what_the_paper_says(small_images):
+    torch.manual_seed(0)
+    config = ResNetConfig(depths=(2, 1, 1), width=4, num_classes=5, small_images=small_images)
+    model = ResNet(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms that start at 1 and 0 would hide mistakes
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    expected = resnet_by_hand(model.state_dict(), x, config.depths, small_images)
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        *(
+            (
+                lambda name=name, value=value: GPT.preset("tiny", **{name: value}),
+                f"^{name}: got {value!r}, expected an int",
+            )
+            for name in ("num_layers", "num_heads", "width", "max_seq_len", "vocab_size")
+            for value in (0, 1.0, "4", True)
+        ),
+        *(
+            (lambda name=name: ViT.preset("tiny", **{name: -1}), f"^{name}: got -1, expected an integer of 1 or more$")
+            for name in ("num_heads", "image_size", "patch_size", "in_channels", "num_classes")
+        ),
+        *(
+            (lambda name=name: ResNet.preset("tiny", **{name: 2.5}), f"^{name}: got 2.5, expected an integer of 1 or")
+            for name in ("width", "in_channels", "num_classes")
+        ),
+        (lambda: ResNet.preset("tiny", depths=(1, 2.0)), r"^depths: got \(1, 2.0\), expected a number of blocks of 1"),
+        (lambda: ResNet.preset("tiny", depths=3), "^depths: got 3, expected a number of blocks of 1 or more for each"),
+        (
+            lambda: ResNet.preset("tiny", num_class=1),
+            r"^num_class: got 1, but ResNetConfig has no such field; .* \(did you mean 'num_classes'\?\)$",
+        ),
+        (lambda: GPT.preset("tiny", seq_len=1), r"\(did you mean 'max_seq_len'\?\)$"),
+    ],
+)
+def test_what_a_configuration_refuses(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_what_a_resnet_refuses():
+    with pytest.raises(ConfigError, match=r"depths: got \(2, 0\), expected a number of blocks of 1 or more"):
+        ResNetConfig(depths=(2, 0))
+    with pytest.raises(ConfigError, match="num_classes: got 0"):
+        resnet34(num_classes=0)
+    with pytest.raises(ConfigError, match=r"model: got 'resnet43', expected one of .*\(did you mean 'resnet34'\?\)"):
+        ResNet.preset("resnet43")
+    model = ResNet.preset("tiny")
+    with pytest.raises(ConfigError, match="a ResNet has no sequence"):
+        model.tensor_parallel_plan(2, True)
+    with pytest.raises(ConfigError, match="got 3, but the model's 64 features do not divide"):
+        model.tensor_parallel_plan(3, False)
+
+
+def test_a_resnet_is_cut_between_blocks_and_into_as_many_for_each_stage():
+    model = ResNet.preset("resnet34", width=4)
+    assert model.pipeline_split(2) == ["layer3.1"]  # 8 of 16 blocks
+    assert model.pipeline_split(4) == ["layer2.1", "layer3.1", "layer3.5"]
+    assert model.pipeline_split(17) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- ViT
+
+SMALL_VIT = ViTConfig(num_layers=2, num_heads=4, width=16, image_size=8, patch_size=2, in_channels=2, num_classes=5)
+
+
+def vit_by_hand(state, x, config):
+    """The output of a ViT from its state dict alone, head by head."""
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    # a convolution whose stride is its size takes every patch once, row by row
+    kernel = state["embedding.patches.weight"].unflatten(1, (config.in_channels, config.patch_size, config.patch_size))
+    x = F.conv2d(x, kernel, state["embedding.patches.bias"], stride=config.patch_size).flatten(2).transpose(1, 2)
+    if config.class_token:
+        x = torch.cat([state["embedding.token"].expand(len(x), 1, -1), x], 1)
+    x = x + state["embedding.positions"]
+    size = config.width // config.num_heads
+    for block in range(config.num_layers):
+        name = f"blocks.{block}"
+        packed = linear(norm(x, f"{name}.norm1"), f"{name}.attention.qkv")
+        heads = []
+        for head in range(config.num_heads):
+            query, key, value = packed[..., 3 * size * head : 3 * size * (head + 1)].split(size, -1)
+            heads.append((query @ key.transpose(1, 2) / size**0.5).softmax(-1) @ value)
+        x = x + linear(torch.cat(heads, -1), f"{name}.attention.out")
+        hidden = linear(norm(x, f"{name}.norm2"), f"{name}.mlp.up")
+        hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+        x = x + linear(hidden, f"{name}.mlp.down")
+    x = norm(x, "norm")
+    return linear(x[:, 0] if config.class_token else x.mean(1), "head")
+
+
+def unsettle(model):
+    """Tell apart what starts equal: norms and biases that do nothing would hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_a_vit_computes_what_the_paper_says(class_token):
+    torch.manual_seed(0)
+    config = replace(SMALL_VIT, class_token=class_token)
+    model = unsettle(ViT(config).double())
+    x = torch.randn(3, 2, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), vit_by_hand(model.state_dict(), x, config), rtol=1e-10, atol=1e-10)
+
+
+def test_what_a_vit_refuses():
+    with pytest.raises(ConfigError, match="image_size: got 30, expected a multiple of patch_size 16"):
+        ViTConfig(num_layers=1, num_heads=1, width=8, image_size=30)
+    with pytest.raises(ConfigError, match="model: got 'vit-b', expected one of tiny, vit-b16"):
+        ViT.preset("vit-b")
+    with torch.device("meta"):
+        model = ViT.preset("vit-b16")
+    with pytest.raises(ConfigError, match="the model's 12 heads do not divide"):
+        model.tensor_parallel_plan(8, False)
+    with pytest.raises(ConfigError, match=r"sequence of 197 .*size 2; expected False, .*class_token=False, of 196$"):
+        model.tensor_parallel_plan(2, True)
+    with pytest.raises(ConfigError, match=r"sequence of 197 .*size 3; expected False$"):
+        model.tensor_parallel_plan(3, True)
+    with pytest.raises(ValueError, match=r"images: got \(1, 2, 9, 8\), expected \(batch, 2, 8, 8\)"):
+        ViT(SMALL_VIT)(torch.zeros(1, 2, 9, 8))
+
+
+# ------------------------------------------------------------------------------------------------------ under layouts
+
+MODELS = {
+    "resnet": lambda: ResNet(ResNetConfig(depths=(1, 2), width=4, num_classes=5, in_channels=2, small_images=True)),
+    "vit": lambda: ViT(SMALL_VIT),
+    "vit-mean": lambda: ViT(replace(SMALL_VIT, class_token=False)),
+}
+
+# Each takes the batch in two parts, one after the other or on two ranks: BatchNorm sees the same images together.
+LAYOUTS = {
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
+    "dp2-tp2": {"data": 2, "tensor": 2},
+    "pp2-tp2-sp": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2, "sequence_parallel": True},
+}
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return unsettle(MODELS[kind]())
+
+
+def images(steps):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        yield torch.randn(8, 2, 8, 8, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def plain_training(kind, steps):
+    """Losses, weights and running statistics of a plain torch loop that takes each batch in two parts."""
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x, y in images(steps):
+        optimizer.zero_grad()
+        parts = [F.cross_entropy(model(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
+        sum(parts).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(sum(parts).item())
+    return losses, copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("resnet", "pp2-tp2"),
+        ("resnet", "dp2-tp2"),
+        ("vit", "pp2-tp2"),
+        ("vit", "dp2-tp2"),
+        ("vit-mean", "pp2-tp2-sp"),
+    ],
+)
+@on_ranks(4)
+def test_training_follows_plain_torch(world, kind, layout):
+    losses, weights = plain_training(kind, 6)
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
+        model = build(kind)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.loss)
+        for (x, y), expected in zip(images(6), losses, strict=True):
+            x, y = (rank_slice(value, context.dp.rank, context.dp.size) for value in (x, y))
+            assert abs(engine.forward_backward(x, y).item() - expected) < 1e-5
+            engine.step()
+            engine.zero_grad()
+        actual = engine.full_state_dict()
+    assert actual.keys() == weights.keys()
+    for name, value in actual.items():
+        if context.dp.size > 1 and ("running" in name or "batches" in name):
+            continue  # each data rank's own, of its half of the images
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "vit"])
+def test_a_model_on_meta_fills_itself(kind):
+    with paramp.launch_from_environment({"seed": 3}):
+        with torch.device("meta"):
+            model = MODELS[kind]()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = engine.full_state_dict()
+    start = MODELS[kind]().state_dict()  # of other random numbers, distributed alike
+    assert state.keys() == start.keys()
+    for name, value in state.items():
+        if value.numel() >= 64 and value.is_floating_point():
+            assert value.std().item() == pytest.approx(start[name].std().item(), rel=0.35)
+        elif start[name].numel() == 1 or start[name].unique().numel() == 1:
+            assert torch.equal(value, start[name]), name

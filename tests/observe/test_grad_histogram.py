@@ -1,0 +1,126 @@
+"""Gradients by their binary exponents, against numpy on the whole gradients."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from reference import batches, rank_slice, small_gpt
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import paramp
+from paramp.observe.grad_histogram import GradientHistogram
+from paramp.tools.plot import draw_histogram, plot_histogram
+
+SCALED = {"mode": "16-naive", "init_scale": 2.0**12}
+
+
+def numpys(gradients):
+    """Exponents, zeros and what is not finite, of whole gradients."""
+    values = np.concatenate([gradient.detach().double().numpy().ravel() for gradient in gradients])
+    finite = values[np.isfinite(values) & (values != 0)]
+    exponents, counts = np.unique(np.floor(np.log2(np.abs(finite))).astype(int), return_counts=True)
+    return (
+        dict(zip(exponents.tolist(), counts.tolist(), strict=True)),
+        (values == 0).sum(),
+        (~np.isfinite(values)).sum(),
+    )
+
+
+def test_the_counts_are_numpys():
+    with paramp.launch_from_torch({"precision": SCALED}):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        engine.forward_backward(*next(batches(1)))
+        gradients = [parameter.grad for _, parameter in engine.named_parameters()]
+        gradients[3].view(-1)[:2] = torch.tensor([math.inf, math.nan])
+        histogram = engine.gradient_histogram()
+    counts, zeros, bad = numpys(gradients)
+    assert histogram.counts == counts
+    assert (histogram.zeros, histogram.non_finite, bad) == (zeros, bad, 2)
+    whole = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    assert histogram.total == whole.numel()
+    assert histogram.largest == whole[whole.isfinite()].abs().max()
+    assert (histogram.scale, histogram.dtype) == (2.0**12, torch.float16)
+    assert histogram.underflow == (whole.abs() < 2.0**-14).sum() / whole.numel()
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"zero": 1, "data": 2}, {"tensor": 2, "sequence_parallel": True}])
+@on_ranks(2)
+def test_each_element_counts_once(world, parallel):
+    with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}) as context:
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        x, y = (rank_slice(part, context.dp.rank, context.dp.size) for part in next(batches(1)))
+        engine.forward_backward(x, y)
+        engine.step()  # shows where gradients lie
+        engine.zero_grad()
+        engine.forward_backward(x, y)
+        histogram = engine.gradient_histogram()
+        whole = []
+        for slot in engine._weights.slots:
+            gradient = slot.parameter.grad
+            whole.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    named = {name: shape for name, shape in engine._shapes.items() if name != "head.weight"}  # tied to the embedding
+    assert histogram.total == pytest.approx(sum(math.prod(shape) for shape in named.values()))
+    if context.dp.size == 1 and not context.config.parallel.sequence_parallel:
+        counts, zeros, _ = numpys(whole)
+        assert histogram.counts == pytest.approx(counts)
+        assert histogram.zeros == pytest.approx(zeros)
+
+
+@on_ranks(2)
+def test_stages_add_up_and_data_ranks_are_averaged(world):
+    totals = []
+    for parallel in ({"pipeline": 2}, {"data": 2}):
+        with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, 0.25)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            x = torch.ones(2, 4) * (1 + world.rank * (parallel == {"data": 2}))
+            engine.forward_backward(x, -x)
+            totals.append(engine.gradient_histogram())
+    assert [histogram.total for histogram in totals] == [40, 40]
+    assert all(count % 0.5 == 0 for count in totals[1].counts.values())
+
+
+HAND_MADE = GradientHistogram({-20: 1.0, -14: 2.0, 3: 1.0}, 4.0, 0.0, 12.0, 1024.0, torch.float16)
+
+
+def test_underflow_headroom_and_other_scales():
+    assert HAND_MADE.total == 8
+    assert HAND_MADE.underflow == 5 / 8
+    assert HAND_MADE.headroom == pytest.approx(math.log2(65504 / 12))
+    higher, lower = HAND_MADE.at_scale(2.0**16), HAND_MADE.at_scale(512.0)
+    assert higher.counts == {-14: 1.0, -8: 2.0, 9: 1.0}
+    assert (higher.underflow, lower.underflow) == (4 / 8, 7 / 8)
+    assert higher.headroom == pytest.approx(HAND_MADE.headroom - 6)
+    assert (lower.largest, lower.scale) == (6.0, 512.0)
+    for scale in (1000.0, 0.0, -1024.0):
+        with pytest.raises(ValueError, match="times a power of two"):
+            HAND_MADE.at_scale(scale)
+    assert GradientHistogram({}, 0.0, 0.0, 0.0, 1.0, torch.float32).headroom == math.inf
+    assert HAND_MADE.describe() == "gradients at a loss scale of 1024 in float16: 62.50% underflow, headroom 2**12.4"
+
+
+def test_the_file_and_the_picture(tmp_path, monkeypatch):
+    HAND_MADE.save(tmp_path / "gradients.json")
+    saved = json.loads((tmp_path / "gradients.json").read_text())
+    assert saved["counts"] == {"-20": 1, "-14": 2, "3": 1}
+    assert (saved["zeros"], saved["underflow"], saved["dtype"]) == (4, 5 / 8, "float16")
+    (axes,) = draw_histogram(HAND_MADE).axes
+    bars = {bar.get_x(): bar.get_height() for bar in axes.patches}
+    assert {place: bars[place] for place in (-20, -14, 3)} == {-20: 1 / 8, -14: 2 / 8, 3: 1 / 8}
+    assert min(bars) < -24
+    assert bars[min(bars)] == 4 / 8
+    assert [round(float(line.get_xdata()[0])) for line in axes.lines] == [-24, -14, 16]
+    plot_histogram(HAND_MADE, tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(paramp.ConfigError, match=r'matplotlib is not installed; run pip install "paramp\[plot\]"'):
+        plot_histogram(HAND_MADE, tmp_path / "gradients.png")

@@ -1,0 +1,67 @@
+"""Model FLOPs utilisation: the model's FLOPs against torch's own counter, and the peaks of devices by name."""
+
+import pytest
+import torch
+from reference import batches, small_gpt
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import paramp
+from paramp.observe.mfu import mfu, peak_flops, world_peak_flops
+
+
+def test_the_models_flops_are_those_that_torch_counts():
+    model = small_gpt()
+    x, y = next(batches(1))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the flash kernel is not counted
+        model.loss(model(x), y).backward()
+    config = model.config
+    padding = 6 * (config.padded_vocab_size - config.vocab_size) * config.width  # computed, but not needed
+    assert (model.flops_per_token(x.shape[1]) + padding) * x.numel() == counter.get_total_flops()
+
+
+def test_gpt2_by_hand():
+    model = paramp.models.GPT(paramp.models.GPTConfig(num_layers=2, num_heads=2, width=8, max_seq_len=4, vocab_size=10))
+    assert model.flops_per_token(4) == 6 * (2 * 12 * 64 + 10 * 8) + 12 * 2 * 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
+        ("NVIDIA H100 PCIe", torch.float16, 756.0),
+        ("NVIDIA H100 NVL", torch.float16, 835.5),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA B200", torch.bfloat16, 2250.0),
+        ("Tesla V100-PCIE-16GB", torch.float16, 112.0),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125.0),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("NVIDIA A10G", torch.float16, 70.0),
+        ("NVIDIA A10", torch.float16, 125.0),
+        ("NVIDIA L40S", torch.float16, 362.05),
+        ("NVIDIA L40", torch.float16, None),
+        ("NVIDIA GeForce RTX 4090", torch.float16, 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.float16, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.float16, None),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+        ("Something else", torch.float16, None),
+        ("NVIDIA H100 80GB HBM3", torch.float64, None),
+    ],
+)
+def test_peaks_by_name(name, dtype, teraflops):
+    assert peak_flops(name, dtype) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_tf32_where_torch_may_use_it():
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == pytest.approx(156e12)
+    assert peak_flops("Tesla T4", torch.float32, tf32=True) == pytest.approx(8.1e12)
+
+
+def test_a_cpu_has_a_peak_only_if_it_is_given():
+    with paramp.launch_from_torch({}, device="cpu") as context:
+        assert world_peak_flops(context) is None
+        assert world_peak_flops(context, 2e12) == 2e12
+    assert mfu(1e12, 2.0, 1e12) == 0.5
+    assert mfu(1e12, 2.0, None) is None

@@ -1,0 +1,267 @@
+"""One bit in one copy: found, named, and repaired; and nothing is found where nothing is wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+from reference import batches, local, rank_slice, small_gpt
+
+import paramp
+from paramp.observe.replica_check import BLOCK, _multipliers, hash_bits
+
+CONFIG = {"clip_grad_norm": 1.0}
+
+
+def build(context, optimizer=torch.optim.AdamW, **options):
+    """A small GPT after one step."""
+    model = small_gpt(num_layers=2)
+    engine, *_ = paramp.initialize(model, optimizer(model.parameters(), lr=1e-2, **options), model.loss)
+    train(engine, 1)
+    return engine
+
+
+def train(engine, steps, overflow_at=None):
+    dp = engine.context.dp
+    for step, (x, y) in enumerate(batches(steps)):
+        engine.forward_backward(rank_slice(x, dp.rank, dp.size), rank_slice(y, dp.rank, dp.size))
+        if step == overflow_at and engine.context.rank == 0:
+            local(next(engine.module.parameters()).grad).view(-1)[0] = float("inf")
+        engine.step()
+        engine.zero_grad()
+
+
+def flip(tensor, index=-1, bit=0):
+    """Turn one bit, the lowest, of one element."""
+    words = tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    words[index] ^= 1 << bit
+
+
+def parameter(engine, ending):
+    return next((name, value) for name, value in engine.named_parameters() if name.endswith(ending))
+
+
+def master(engine, ending):
+    """The part of a master, or of a remainder, that this rank steps; None if it steps none of it."""
+    for slot, _, buffer in engine._weights.pairs():
+        if slot.name.endswith(ending):
+            return (buffer.masters if buffer.remainders is None else buffer.remainders)[buffer.own_range(slot)]
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- the hash
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16])
+def test_a_hash_sees_each_single_bit(dtype):
+    tensor = torch.arange(13).to(dtype)
+    expected = hash_bits(tensor)
+    assert expected == hash_bits(tensor.clone())
+    octets = tensor.view(torch.uint8)
+    seen = set()
+    for octet in range(octets.numel()):
+        for bit in range(8):
+            octets[octet] ^= 1 << bit
+            seen.add(int(hash_bits(tensor)))
+            octets[octet] ^= 1 << bit
+    assert len(seen) == octets.numel() * 8
+    assert int(expected) not in seen
+
+
+def test_a_hash_is_what_its_description_says(monkeypatch):
+    """In blocks as in one, in Python's integers."""
+    monkeypatch.setitem(BLOCK, "cpu", 4)
+    _multipliers.cache_clear()
+    try:
+        values = torch.randn(10, generator=torch.Generator().manual_seed(1))
+        odd = _multipliers(values.device).tolist()
+        assert len(odd) == 4
+        assert all(number % 2 == 1 for number in odd)
+        words = values.view(torch.int32).tolist()
+        expected = sum(word * odd[place % 4] * (2 * (place // 4) + 1) for place, word in enumerate(words))
+        assert int(hash_bits(values)) % 2**64 == expected % 2**64
+    finally:
+        _multipliers.cache_clear()
+
+
+def test_a_hash_of_a_transposed_tensor_and_of_nothing():
+    matrix = torch.randn(3, 5)
+    assert hash_bits(matrix.T) == hash_bits(matrix.T.contiguous())
+    assert hash_bits(matrix[:0]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ one bit
+
+
+def assert_found(engine, kind, name, ranks, others):
+    """This is what differs, and all; every rank sees it; and it can be repaired."""
+    (found,) = engine.check_replicas()
+    assert (found.kind, found.ranks, found.others) == (kind, ranks, others), found
+    assert found.parameter.endswith(name), found
+    what = f"the {kind} of {found.parameter!r}" if name else f"the {kind}"
+    assert str(found).startswith(f"{what} on rank {ranks[0]} (pp "), found
+    engine._replicas.repair([found])
+    assert engine.check_replicas() == []
+
+
+@on_ranks(4, cuda=True)
+def test_a_norms_weight_on_one_tensor_rank(world):
+    """In fp32, where the weight is what is stepped: dp2·tp2, so that three are right."""
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, **CONFIG}, device=world.device) as context:
+        engine = build(context)
+        if world.rank == 3:
+            flip(local(parameter(engine, "norm.weight")[1]))
+        (found,) = engine.check_replicas()
+        assert (found.kind, found.ranks, found.others) == ("weight", (3,), (0, 1, 2))
+        assert found.parameter == parameter(engine, "norm.weight")[0]
+        assert str(found) == (
+            f"the weight of {found.parameter!r} on rank 3 (pp 0, dp 1, tp 1) differs from rank 0 (pp 0, dp 0, tp 0), "
+            "rank 1 (pp 0, dp 0, tp 1), rank 2 (pp 0, dp 1, tp 0)"
+        )
+
+
+@on_ranks(4)
+def test_a_tied_embedding_on_one_stage(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **CONFIG}) as context:
+        engine = build(context)
+        (tie,) = context.ties
+        if world.rank == 3:
+            flip(local(tie.parameter))
+        # Rank 3 and rank 1 have the same shard; of two the lower one counts.
+        assert_found(engine, "weight", "head.weight", (3,), (1,))
+
+
+@on_ranks(2)
+def test_a_shard_on_one_data_rank(world):
+    with paramp.launch_from_torch({"parallel": {"data": 2}, "precision": "64-true", **CONFIG}) as context:
+        engine = build(context)
+        if world.rank == 0:
+            flip(local(parameter(engine, "mlp.up.weight")[1]), 5)
+        assert_found(engine, "weight", "mlp.up.weight", (1,), (0,))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_master_on_one_rank(world, masters, zero):
+    """Of a norm, which tensor ranks share; under ZeRO each data rank has a part of its own."""
+    config = {"precision": "16-naive", "masters": masters, "parallel": {"tensor": 2, "zero": zero}, **CONFIG}
+    with paramp.launch_from_torch(config) as context:
+        engine = build(context)
+        has_it = [None] * 4
+        dist.all_gather_object(has_it, master(engine, "norm.weight") is not None)
+        victim = max(rank for rank in range(4) if has_it[rank])
+        if world.rank == victim:
+            flip(master(engine, "norm.weight"))
+        same = [victim - 1] if zero else [0, 1, 2]
+        assert_found(engine, "master", "norm.weight", (victim,), tuple(same))
+        train(engine, 2)
+        assert engine.check_replicas() == []
+
+
+@on_ranks(2)
+def test_a_repaired_weight_is_its_master_rounded(world):
+    """The lowest rank's weight is the wrong one, but its master is right."""
+    with paramp.launch_from_torch({"precision": "bf16-naive", "parallel": {"data": 2}, **CONFIG}) as context:
+        engine = build(context)
+        right = local(parameter(engine, "norm.weight")[1]).detach().clone()
+        if world.rank == 0:
+            flip(local(parameter(engine, "norm.weight")[1]))
+        assert_found(engine, "weight", "norm.weight", (1,), (0,))
+        assert torch.equal(local(parameter(engine, "norm.weight")[1]), right)
+
+
+@on_ranks(4)
+def test_the_optimizers_state_and_the_scale(world):
+    with paramp.launch_from_torch({"precision": "16-mixed", "parallel": {"pipeline": 2}, **CONFIG}) as context:
+        engine = build(context)
+        if world.rank == 2:
+            flip(engine.optimizer.state[parameter(engine, "norm.weight")[1]]["exp_avg_sq"])
+        assert_found(engine, "optimizer state", "norm.weight", (3,), (2,))
+        if world.rank == 1:
+            flip(engine.scaler.tensors()[0])
+        assert_found(engine, "loss scale", "", (1,), (0, 2, 3))
+
+
+@on_ranks(2)
+def test_a_frozen_weight_counts_too(world):
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+        if world.rank == 1:
+            flip(engine.module.get_parameter("0.bias"))
+        assert_found(engine, "weight", "0.bias", (1,), (0,))
+
+
+# -------------------------------------------------------------------------------------------------- in training
+
+
+@on_ranks(4)
+def test_training_stops_at_the_next_check(world):
+    """Skipped steps count, too."""
+    config = {"precision": "16-mixed", "parallel": {"tensor": 2}, "check_replicas_every": 3, **CONFIG}
+    with paramp.launch_from_torch(config) as context:
+        engine = build(context)
+        if world.rank == 1:
+            flip(local(parameter(engine, "norm.bias")[1]), bit=20)  # the lowest might be rounded away in the step
+        train(engine, 1, overflow_at=0)
+        assert engine.num_skipped == 1
+        with pytest.raises(paramp.ReplicaDrift, match=r"the weight of '.*norm.bias' on rank 1 \(pp 0, dp 0, tp 1\)"):
+            train(engine, 1)
+
+
+@on_ranks(4)
+def test_training_goes_on_after_a_repair(world):
+    """A whole weight is wrong, so that all that follows from it differs as well."""
+    settings = {"check_replicas_every": 2, "repair_replicas": True}
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **settings, **CONFIG}) as context:
+        engine = build(context)
+        if world.rank == 1:
+            with torch.no_grad():
+                local(parameter(engine, "norm1.weight")[1]).mul_(3.0)
+        if context.is_main:
+            with pytest.warns(UserWarning, match=r"replicas: .* copied from the lowest rank that holds it"):
+                train(engine, 1)
+        else:
+            train(engine, 1)
+        train(engine, 3)
+        assert engine.check_replicas() == []
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("precision", "parallel", "options"),
+    [
+        ("32-true", {"tensor": 2, "pipeline": 2}, {}),
+        ("16-mixed", {"tensor": 2, "sequence_parallel": True}, {}),
+        ("16-naive", {"tensor": 2, "zero": 1}, {}),
+        ("16-naive", {"pipeline": 2, "zero": 1}, {}),
+        ("bf16-naive", {"data": 4}, {"masters": "remainder"}),
+        ("O2", {"pipeline": 2}, {}),
+        ("bf16-true", {"tensor": 4}, {}),
+    ],
+)
+def test_nothing_is_found_in_healthy_training(world, precision, parallel, options):
+    """With an overflow on the way."""
+    settings = {"precision": precision, "parallel": parallel, "check_replicas_every": 2}
+    with paramp.launch_from_torch({**settings, **options, **CONFIG}) as context:
+        engine = build(context)
+        train(engine, 5, overflow_at=2)
+        assert engine.num_skipped >= 1
+        assert engine.check_replicas() == []
+
+
+@on_ranks(8)
+def test_nothing_is_found_where_sums_have_an_order(world):
+    """Four data ranks, whose sums depend on a gradient's place in its buffer, and a tied embedding on two stages, in
+    buffers of other sizes."""
+    for zero in (0, 1):
+        parallel = {"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}
+        with paramp.launch_from_torch({"parallel": parallel, "check_replicas_every": 1, **CONFIG}) as context:
+            train(build(context), 2)
+
+
+def test_a_world_of_one_has_nothing_to_compare():
+    with paramp.launch_from_torch({"check_replicas_every": 1, **CONFIG}) as context:
+        assert build(context).check_replicas() == []

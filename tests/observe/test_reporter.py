@@ -1,0 +1,87 @@
+"""What a run writes."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import paramp
+from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, step_line
+
+RECORD = {
+    "step": 1,
+    "loss": 2.5,
+    "grad_norm": math.inf,
+    "loss_scale": 8.0,
+    "skipped": 1,
+    "lr": 0.1,
+    "tokens_per_second": 1000.0,
+    "step_seconds": 0.5,
+    "memory_bytes": 3 * 2**20,
+}
+
+
+def test_one_json_object_a_step_with_null_for_what_is_not_finite(tmp_path, capsys):
+    with Reporter(2, str(tmp_path / "new" / "folder"), enabled=True) as reporter:
+        reporter.say("hello")
+        reporter.step(RECORD)
+        reporter.step({**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0})
+    lines = [json.loads(line) for line in (tmp_path / "new" / "folder" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{**RECORD, "grad_norm": None}, {**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0}]
+    log = (tmp_path / "new" / "folder" / "train.log").read_text()
+    assert log == capsys.readouterr().out
+    assert "hello" in log
+    assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
+
+
+def test_nothing_written_before_is_lost(tmp_path):
+    for index in range(3):
+        with Reporter(1, str(tmp_path), enabled=True) as reporter:
+            reporter.step({**RECORD, "loss": float(index)})
+    losses = [
+        json.loads((tmp_path / name).read_text())["loss"]
+        for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    ]
+    assert losses == [0.0, 1.0, 2.0]
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    with Reporter(2, str(tmp_path), enabled=False) as reporter:
+        reporter.say("hello")
+        reporter.step(RECORD)
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_the_line_of_a_step():
+    line = step_line(RECORD, 100, 3)
+    assert line == "step   1/100  loss 2.5000  scale 8  grad norm inf  skipped 3  1,000 tokens/s  3 MiB"
+
+
+def test_memory_is_that_of_this_process():
+    assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
+
+
+def test_tensorboard_gets_every_finite_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Reporter(2, str(tmp_path), enabled=True, tensorboard=True) as reporter:
+        reporter.step({**RECORD, "mfu": None})
+        reporter.step({**RECORD, "step": 2, "loss": math.nan, "grad_norm": 1.5, "val_loss": 2.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert "speed/mfu" not in tags
+    assert [event.step for event in tags["train/loss"]] == [1]
+    assert [event.step for event in tags["train/grad_norm"]] == [2]
+    assert [event.step for event in tags["val/loss"]] == [2]
+    assert tags["memory/peak_bytes"][0].tensor_proto.double_val[0] == RECORD["memory_bytes"]
+
+
+def test_tensorboard_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(paramp.ConfigError, match="no log_dir"):
+        paramp.Config(train={"tensorboard": True})
+    monkeypatch.setattr("paramp.observe.reporter.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(paramp.ConfigError, match=r"pip install .paramp\[tensorboard\]"):
+        check_tensorboard()

@@ -1,0 +1,437 @@
+"""The step over flat buffers against torch's own optimizers on separate tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import nn
+
+import paramp
+from paramp.optim.fused_step import FusedStep, PlainStep, why_not_fused
+
+
+class Net(nn.Module):
+    """Odd sizes, a scalar, a parameter that is used when asked, and one that is never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.sometimes, self.never = nn.Linear(13, 13), nn.Linear(2, 2)
+        self.use = False
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.use:
+            x = x + self.sometimes(x)
+        return self.second(x) * self.scale
+
+
+def data(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(count)]
+
+
+def grouped(kind, **options):
+    """Two groups that differ in their options, dealt out in turn so that neighbours are in different ones."""
+
+    def make(model):
+        parameters = list(model.parameters())
+        return kind(
+            [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2], "weight_decay": 0.3}],
+            lr=0.05,
+            **options,
+        )
+
+    return make
+
+
+OPTIMIZERS = {
+    "adamw": (grouped(torch.optim.AdamW), FusedStep),
+    "adam": (grouped(torch.optim.Adam, amsgrad=True, maximize=True), FusedStep),
+    "sgd": (grouped(torch.optim.SGD, momentum=0.9, nesterov=True), FusedStep),
+    "plain sgd": (grouped(torch.optim.SGD), FusedStep),
+    "dampened": (grouped(torch.optim.SGD, momentum=0.9, dampening=0.5), PlainStep),
+    "foreach": (grouped(torch.optim.AdamW, foreach=True), PlainStep),
+    "rmsprop": (grouped(torch.optim.RMSprop, momentum=0.9), PlainStep),
+    "adagrad": (lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05, weight_decay=0.1), PlainStep),
+}
+
+
+def train(context, make, batches, bad=(), used=()):
+    """The engine, trained; at the steps ``bad`` a gradient is NaN, at those ``used`` a further layer has one."""
+    model = Net()
+    engine, *_ = paramp.initialize(model, make(model), F.mse_loss)
+    for step, (x, y) in enumerate(batches):
+        model.use = step in used
+        engine.forward_backward(x, y)
+        if step in bad:
+            model.second.weight.grad[0, 0] = float("nan")
+        assert engine.step().stepped == (step not in bad)
+        engine.zero_grad()
+    return engine
+
+
+def reference(make, batches, bad=(), used=(), clip=None):
+    model = Net()
+    optimizer = make(model)
+    for step, (x, y) in enumerate(batches):
+        model.use = step in used
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if step not in bad:
+            optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_that_of_torchs_optimizer(name):
+    """With clipping, the first step skipped, and a parameter that has a gradient in some windows only."""
+    make, kind = OPTIMIZERS[name]
+    used = (2, 3, 5)
+    with paramp.launch_from_torch({"clip_grad_norm": 0.5}) as context:
+        engine = train(context, make, data(7), bad=(0, 4), used=used)
+        assert isinstance(engine._update, kind)
+        model, optimizer = reference(make, data(7), bad=(0, 4), used=used, clip=0.5)
+        for (key, actual), expected in zip(engine.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(actual.detach(), expected.detach(), atol=1e-5, rtol=1e-5, msg=key)
+        pairs = zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True)
+        for ours, theirs in ((a, b) for g, h in pairs for a, b in zip(g["params"], h["params"], strict=True)):
+            if optimizer.state.get(theirs):
+                own = engine.optimizer.state[ours]
+                for key, value in optimizer.state[theirs].items():
+                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=1e-5, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
+def test_masters_follow_torchs_optimizer_on_fp32(mode, masters):
+    """The masters are what AdamW makes of the half-precision model's own gradients, and the weights their rounding."""
+    config = {"precision": {"mode": mode} | ({"init_scale": 256.0} if mode == "16-naive" else {}), "masters": masters}
+    with paramp.launch_from_torch(config) as context:
+        model = Net()
+        by_hand = {name: value.detach().clone() for name, value in model.named_parameters()}
+        used = [name for name in by_hand if not name.startswith(("never", "sometimes"))]
+        copies = {name: nn.Parameter(by_hand[name]) for name in used}
+        optimizer = torch.optim.AdamW(copies.values(), lr=0.01)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), F.mse_loss)
+        for x, y in data(6):
+            engine.forward_backward(x, y)
+            for name, parameter in engine.named_parameters():
+                if name in copies:
+                    copies[name].grad = parameter.grad.float() / engine.scaler.get_scale()
+            optimizer.step()
+            engine.step()
+            engine.zero_grad()
+        for name, master in engine._weights.full_precision().items():
+            expected = copies[name].detach() if name in copies else by_hand[name]
+            torch.testing.assert_close(master, expected, atol=1e-7, rtol=1e-6)
+            assert torch.equal(engine.module.get_parameter(name).detach(), master.to(engine.precision.weights))
+        assert context.config.precision.masters in (True, "remainder")
+
+
+def test_parameters_and_gradients_are_views_of_the_buffers():
+    with paramp.launch_from_torch({"precision": "16-naive"}):
+        model = Net()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        (buffer,) = engine._weights.buffers
+        x, y = data(1)[0]
+        before = engine(x).detach()
+        buffer.weights.mul_(2.0)
+        assert not torch.equal(engine(x), before)
+        engine.forward_backward(x, y)
+        inside = [parameter.grad.untyped_storage().data_ptr() for _, parameter in engine.named_parameters()]
+        assert set(inside) == {buffer.gradients.untyped_storage().data_ptr()}
+        assert buffer.gradients.any()
+        buffer.gradients.zero_()
+        assert not any(parameter.grad.any() for _, parameter in engine.named_parameters())
+
+
+@pytest.mark.parametrize(("mode", "masters", "allowed"), [("16-naive", "full", 16.1), ("16-naive", "remainder", 14.1)])
+def test_bytes_a_parameter(mode, masters, allowed):
+    assert bytes_a_parameter({"precision": mode, "masters": masters}) <= allowed
+
+
+def bytes_a_parameter(config):
+    """Of weights, gradients, masters and AdamW's state, each storage once, after a step."""
+    with paramp.launch_from_torch(config):
+        model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 300))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        engine.forward_backward(torch.ones(2, 300), torch.ones(2, 300))
+        engine.step()
+        held = [value for state in engine.optimizer.state.values() for value in state.values()]
+        held += [value for group in engine.optimizer.param_groups for value in group["params"]]
+        held += [value for _, parameter in engine.named_parameters() for value in (parameter, parameter.grad)]
+        held += [buffer.remainders for buffer in engine._weights.buffers if buffer.remainders is not None]
+        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+        return sum(storages.values()) / count
+
+
+@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_optimizers_state_is_saved_and_loaded_bit_by_bit(name, masters):
+    make, _ = OPTIMIZERS[name]
+    config = {"precision": {"mode": "16-naive", "init_scale": 64.0}, "masters": masters}
+    with paramp.launch_from_torch(config) as context:
+        engine = train(context, make, data(3), used=(1,))
+        saved = engine.optimizer.state_dict()
+        saved = torch.load(_saved(saved), weights_only=True)
+        model = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        exact = [engine._weights.exact(slot).clone() for slot in engine._weights.slots]
+
+        other = train(context, make, data(2, seed=9))
+        other.optimizer.load_state_dict(saved)
+        other.module.load_state_dict(model)
+        if masters == "remainder":
+            other._weights.take_masters(dict(zip(other._weights.slots, exact, strict=True)))
+        for slot, master in zip(other._weights.slots, exact, strict=True):
+            other._weights.exact(slot).copy_(master)
+        other.scaler.load_state_dict(engine.scaler.state_dict())
+        for one in (engine, other):
+            one.module.use = True
+            for x, y in data(3, seed=2):
+                one.forward_backward(x, y)
+                one.step()
+                one.zero_grad()
+        for key, value in engine._weights.full_precision().items():
+            assert torch.equal(value, other._weights.full_precision()[key]), key
+
+
+def _saved(value):
+    import io
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def test_large_finite_gradients_are_no_overflow():
+    """Their squares overflow fp32, and their sum would too."""
+    with paramp.launch_from_torch({"clip_grad_norm": 1.0}):
+        model = nn.Linear(600, 4, bias=False)
+        before = model.weight.detach().clone()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), F.mse_loss)
+        engine.forward_backward(torch.ones(1, 600), torch.ones(1, 4))
+        model.weight.grad.fill_(1e30)
+        result = engine.step()
+        assert result.stepped
+        assert result.grad_norm == pytest.approx(1e30 * 2400**0.5, rel=1e-6)
+        torch.testing.assert_close(before - model.weight.detach(), torch.full((4, 600), 2400**-0.5), atol=1e-6, rtol=0)
+
+
+def test_gradients_of_microbatches_add_up_in_fp32_where_asked():
+    """In fp16, 1 more than 2048 is 2048 again."""
+    sums = {}
+    for dtype in ("float16", "float32"):
+        config = {"precision": {"mode": "16-naive", "init_scale": 1.0}, "grad_dtype": dtype, "gradient_accumulation": 4}
+        with paramp.launch_from_torch(config):
+            model = nn.Linear(1, 1, bias=False)
+            engine, *_ = paramp.initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.0), lambda output, target: (output * target).sum() * 4
+            )
+            for value in (2048.0, 1.0, 1.0, 1.0):
+                engine.forward_backward(torch.ones(1, 1), torch.full((1, 1), value))
+                result = engine.step()
+            sums[dtype] = result.grad_norm
+    assert sums == {"float16": 2048.0, "float32": 2051.0}
+
+
+@on_ranks(2)
+def test_the_sum_over_data_ranks_is_made_in_the_dtype_asked_for(world):
+    """Two gradients of 40000 are too much for fp16; their true sum is in fp32."""
+    for dtype, overflow in (("float16", True), ("float32", False)):
+        config = {"precision": {"mode": "16-naive", "init_scale": 1.0}, "grad_dtype": "float32", "reduce_dtype": dtype}
+        with paramp.launch_from_torch(config):
+            model = nn.Linear(1, 1, bias=False)
+            engine, *_ = paramp.initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.0), lambda output, target: (output * target).sum() * 2
+            )
+            engine.forward_backward(torch.ones(1, 1), torch.full((1, 1), 40000.0))
+            result = engine.step()
+            assert result.overflow == overflow
+            assert overflow or result.grad_norm == 80000.0
+
+
+def test_what_keeps_an_optimizer_from_the_fused_step_is_said():
+    model = nn.Linear(2, 2)
+    assert why_not_fused(torch.optim.AdamW(model.parameters())) is None
+    assert "RMSprop is none of" in why_not_fused(torch.optim.RMSprop(model.parameters()))
+    with (
+        paramp.launch_from_torch({"precision": "16-naive", "masters": "remainder"}),
+        pytest.raises(
+            paramp.ConfigError, match=r"masters: got 'remainder', which needs torch's AdamW.*RMSprop is none"
+        ),
+    ):
+        paramp.initialize(model, torch.optim.RMSprop(model.parameters()))
+
+
+def test_hooks_of_the_optimizer_run_and_late_ones_are_refused():
+    calls = []
+    with paramp.launch_from_torch():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss)
+        engine.forward_backward(torch.ones(1, 2), torch.ones(1, 2))
+        engine.step()
+        assert calls == ["post"]
+
+        model = nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        engine.optimizer.register_step_post_hook(lambda *_: calls.append("late"))
+        engine.forward_backward(torch.ones(1, 2), torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match="step hooks were registered after initialize"):
+            engine.step()
+
+
+class Taps(nn.Module):
+    """Two neighbours in a buffer, each of which can be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.used = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6)), "ab"
+
+    def forward(self, x):
+        return sum((x * getattr(self, name) for name in self.used), torch.zeros(6))
+
+
+def test_a_parameter_unused_in_a_skipped_step_counts_its_own_steps():
+    ours, theirs = Taps(), Taps()
+    reference = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    with paramp.launch_from_torch({}):
+        engine, *_ = paramp.initialize(ours, torch.optim.Adam(ours.parameters(), lr=0.1), F.mse_loss)
+        for used, factor in (("b", float("inf")), ("a", 1.0), ("ab", 1.0), ("ab", 1.0)):
+            ours.used = theirs.used = used
+            x, y = torch.arange(24.0).view(4, 6) * factor, torch.ones(4, 6)
+            engine.forward_backward(x, y)
+            assert engine.step().stepped == (factor == 1.0)
+            reference.zero_grad()
+            if factor == 1.0:
+                F.mse_loss(theirs(x), y).backward()
+                reference.step()
+    torch.testing.assert_close(ours.a, theirs.a)
+    torch.testing.assert_close(ours.b, theirs.b)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+def test_other_optimizers_of_half_weights_get_unscaled_gradients(grad_dtype):
+    """The scale is beyond fp16, and the optimizer is to have gradients of its own dtype."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().half().float()
+    config = {"precision": {"mode": "O3", "init_scale": 2.0**18}, "clip_grad_norm": 0.01, "grad_dtype": grad_dtype}
+    with paramp.launch_from_torch(config):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+        engine, *_ = paramp.initialize(model, optimizer, lambda output, target: 0.1 * F.mse_loss(output, target))
+        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        assert engine.step().stepped
+        moved = (engine.module.weight.float() - before).norm()
+        assert 1e-4 < moved < 0.011
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_clipping_is_exact_in_float64(kind):
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+    theirs.load_state_dict(ours.state_dict())
+    reference = kind(theirs.parameters(), lr=0.01)
+    with paramp.launch_from_torch({"precision": "64-true", "clip_grad_norm": 0.01}):
+        engine, *_ = paramp.initialize(ours, kind(ours.parameters(), lr=0.01), F.mse_loss)
+        for seed in range(4):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            engine.forward_backward(x, x[:, :3])
+            engine.step()
+            reference.zero_grad()
+            F.mse_loss(theirs(x), x[:, :3]).backward()
+            nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+            reference.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-13)
+
+
+def test_a_state_saved_before_the_first_step_is_loaded_as_zeros():
+    model = nn.Linear(4, 4)
+    with paramp.launch_from_torch({}):
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        engine.step()
+        engine.optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(4, 4).parameters()).state_dict())
+        assert not any(value.any() for state in engine.optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module: module.double().float(),
+        lambda module: setattr(module.weight, "data", module.weight.data.clone()),
+        lambda module: setattr(module.weight.grad, "data", module.weight.grad.data.clone()),
+    ],
+)
+def test_what_was_moved_out_of_the_buffers_is_refused(move):
+    model = nn.Linear(4, 4)
+    with paramp.launch_from_torch({}):
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        move(engine.module)
+        with pytest.raises(RuntimeError, match="moved after initialize"):
+            engine.step()
+
+
+def test_complex_parameters_are_stepped_by_the_optimizer_itself():
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    assert why_not_fused(torch.optim.AdamW([parameter])) == "it has complex parameters"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "16-naive", "bf16-naive"])
+def test_a_step_on_a_gpu_never_waits_for_it(mode):
+    with paramp.launch_from_torch({"precision": mode, "clip_grad_norm": 1.0}, device="cuda"):
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine, _, _, scheduler = paramp.initialize(
+            model, optimizer, F.mse_loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
+        x, y = torch.ones(4, 64, device="cuda"), torch.ones(4, 64, device="cuda")
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first makes what stays
+            try:
+                engine.forward_backward(x, y)
+                result = engine.step()
+                engine.zero_grad()
+                scheduler.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert result.stepped
+        assert scheduler.get_last_lr() == [1e-3 * 0.5**4]
+
+
+def test_what_would_pass_the_step_by_is_an_error():
+    """Parameters added later, options that need a state that is not there, optimizers of sparse gradients."""
+    import copy
+
+    with paramp.launch_from_torch():
+        model = Net()
+        some = list(model.first.parameters())
+        optimizer = torch.optim.SGD(some, lr=0.1)
+        engine, _, _, scheduler = paramp.initialize(
+            model, optimizer, F.mse_loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        )
+        assert copy.copy(scheduler).get_last_lr() == [0.1]
+        x, y = data(1)[0]
+        engine.forward_backward(x, y)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(RuntimeError, match="set after initialize that needs 'momentum_buffer' in its state"):
+            engine.step()
+        optimizer.param_groups[0]["momentum"] = 0
+        optimizer.add_param_group({"params": list(model.second.parameters())})
+        engine.forward_backward(x, y)
+        with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
+            engine.step()
+        table = nn.Embedding(4, 2, sparse=True)
+        with pytest.raises(paramp.ConfigError, match="SparseAdam steps sparse gradients"):
+            paramp.initialize(table, torch.optim.SparseAdam(list(table.parameters())))

@@ -1,0 +1,418 @@
+"""DistributedGradScaler against torch's own, against hand arithmetic, and where torch's own goes wrong."""
+
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import paramp
+from paramp import DistributedGradScaler
+
+BAD = [float("inf"), float("-inf"), float("nan")]
+
+
+def parameter(value=1.0, size=4, dtype=torch.float32):
+    return torch.nn.Parameter(torch.full((size,), value, dtype=dtype))
+
+
+def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
+    ours = DistributedGradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    assert isinstance(ours, torch.amp.GradScaler)
+    weights = [parameter(), parameter()]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    generator = random.Random(0)
+    for step in range(100):
+        bad = generator.random() < 0.25
+        for scaler, weight, optimizer in zip((ours, theirs), weights, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale((weight * (step + 1)).sum()).backward()
+            if bad:
+                weight.grad[1] = BAD[step % 3]
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert torch.equal(*weights)
+        assert ours.get_scale() == theirs.get_scale()
+        assert ours._get_growth_tracker() == theirs._get_growth_tracker()
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "floor", "ceiling"), [(1, None, None), (2, 4.0, 2.0**12), (3, None, 2.0**11), (1, 2.0**9, None)]
+)
+def test_the_scale_over_200_steps_equals_a_hand_computed_trajectory(hysteresis, floor, ceiling):
+    scaler = DistributedGradScaler(
+        init_scale=2.0**10, growth_interval=4, hysteresis=hysteresis, min_scale=floor, max_scale=ceiling
+    )
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    generator = random.Random(hysteresis)
+    scale, good, bad_since_growth, seen = 2.0**10, 0, 0, set()
+    for _ in range(200):
+        overflow = generator.random() < 0.2
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        assert torch.equal(weight.grad, torch.full((4,), scale))
+        if overflow:
+            weight.grad[generator.randrange(4)] = generator.choice(BAD)
+        before = weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight.detach(), before) == overflow
+        if overflow:
+            good, bad_since_growth = 0, bad_since_growth + 1
+            if bad_since_growth >= hysteresis:
+                scale = max(scale / 2, floor or 0.0)
+        else:
+            good += 1
+            if good == 4:
+                good, bad_since_growth = 0, 0
+                scale = min(scale * 2, ceiling or float("inf"))
+        seen.add(scale)
+        assert scaler.get_scale() == scale
+    assert len(seen) > 3
+    assert floor is None or min(seen) >= floor
+    assert ceiling is None or max(seen) <= ceiling
+    assert {floor, ceiling} & seen or {floor, ceiling} == {None}  # a limit was met
+
+
+def test_the_documents_hysteresis_tolerates_the_first_overflow():
+    scaler = DistributedGradScaler(init_scale=16.0, growth_interval=2, hysteresis=2)
+    scales = []
+    for overflow in (1, 1, 1, 0, 0, 1, 0, 0, 1, 0, 1):
+        scaler.update_from_flag(torch.tensor(float(overflow)))
+        scales.append(scaler.get_scale())
+    #                 1st  2nd  3rd        grows, refills  1st        grows 1st       2nd
+    assert scales == [16, 8, 4, 4, 8, 8, 8, 16, 16, 16, 8]
+
+
+def test_without_a_floor_the_scale_stays_above_zero():
+    scaler = DistributedGradScaler()
+    for _ in range(300):
+        scaler.update_from_flag(torch.tensor(1.0))
+    assert scaler.get_scale() > 0
+
+
+def test_growth_stops_before_infinity():
+    scaler = DistributedGradScaler(init_scale=2.0**127, growth_interval=1)
+    scaler.update_from_flag(torch.tensor(0.0))
+    assert scaler.get_scale() == 2.0**127
+
+
+def test_state_survives_saving_at_any_step():
+    options = {"init_scale": 64.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 2.0, "max_scale": 128.0}
+    pattern = [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    for cut in range(len(pattern)):
+        whole = DistributedGradScaler(**options)
+        for flag in pattern[:cut]:
+            whole.update_from_flag(torch.tensor(float(flag)))
+        loaded = DistributedGradScaler()
+        loaded.load_state_dict(whole.state_dict())
+        pickled = pickle.loads(pickle.dumps(whole))
+        for flag in pattern[cut:]:
+            for scaler in (whole, loaded, pickled):
+                scaler.update_from_flag(torch.tensor(float(flag)))
+        assert whole.state_dict() == loaded.state_dict() == pickled.state_dict()
+
+
+def test_it_loads_torchs_state():
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
+    ours = DistributedGradScaler(hysteresis=2)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == 512.0
+    assert ours.get_growth_interval() == 7
+    assert ours.state_dict()["hysteresis"] == 2
+
+
+def test_disabled_it_does_nothing():
+    scaler = DistributedGradScaler(enabled=False)
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    loss = weight.sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.zeros(4))
+    assert scaler.state_dict() == {}
+    assert scaler.get_scale() == 1.0
+
+
+def test_large_finite_gradients_are_no_overflow():
+    weight = parameter(size=1000)
+    optimizer = torch.optim.SGD([weight], lr=1e-38)
+    scaler = DistributedGradScaler(init_scale=1.0)
+    weight.grad = torch.full((1000,), 3e38)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert (weight < 1).all()
+
+
+def test_sparse_gradients_are_unscaled_and_checked():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    scaler = DistributedGradScaler(init_scale=8.0)
+    before = table.weight.detach().clone()
+    scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(
+        table.weight.grad.to_dense(), torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
+    )
+    scaler.step(optimizer)
+    scaler.update()
+    expected = before - torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
+    assert torch.equal(table.weight.detach(), expected)
+    # Two fp16 entries of one index, each finite, whose sum is not.
+    half = torch.nn.Parameter(torch.zeros(3, 1, dtype=torch.float16))
+    half.grad = torch.sparse_coo_tensor(
+        [[1, 1]], torch.tensor([[60000.0], [60000.0]], dtype=torch.float16), (3, 1), check_invariants=True
+    )
+    optimizer = torch.optim.SGD([half], lr=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(half.detach(), torch.zeros(3, 1, dtype=torch.float16))
+    assert scaler.get_scale() == 4.0
+
+
+def test_half_gradients_are_accepted():
+    weight = parameter(dtype=torch.float16)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler(init_scale=8.0)
+    scaler.scale(weight.float().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(weight.grad, torch.ones(4, dtype=torch.float16))
+    scaler.step(optimizer)
+    assert torch.equal(weight.detach(), torch.zeros(4, dtype=torch.float16))
+
+
+def test_one_of_several_optimizers_overflows():
+    weights = [parameter(), parameter()]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    scaler = DistributedGradScaler(init_scale=4.0)
+    scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+    weights[1].grad[0] = float("nan")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weights[0].detach(), torch.zeros(4))
+    assert torch.equal(weights[1].detach(), torch.ones(4))
+    assert scaler.get_scale() == 2.0
+
+
+def test_fused_optimizers_take_the_flag_without_a_second_look():
+    for bad in (False, True):
+        weight = parameter()
+        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True, weight_decay=0.0)
+        scaler = DistributedGradScaler(init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        if bad:
+            weight.grad[2] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight.detach(), torch.ones(4)) == bad
+
+
+def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean():
+    """torch's fused SGD leaves its momentum uninitialised then (FACTS 21)."""
+    weight = parameter(size=1000)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    scaler = DistributedGradScaler(init_scale=1.0)
+    weight.grad = torch.full((1000,), float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    weight.grad = torch.zeros(1000)
+    scaler.step(optimizer)
+    assert torch.equal(weight.detach(), torch.ones(1000))
+    scaler.update()
+    weight.grad = torch.full((1000,), scaler.get_scale())
+    scaler.step(optimizer)
+    assert torch.allclose(weight.detach(), torch.full((1000,), 0.9))
+
+
+def test_misuse_is_reported_as_torch_does():
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    weight.grad = torch.ones(4)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_scale": 0.0}, "init_scale: got 0"),
+        ({"growth_factor": 1.0}, "growth_factor: got 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor: got 1"),
+        ({"growth_interval": 0}, "growth_interval: got 0"),
+        ({"hysteresis": 0}, "hysteresis: got 0"),
+        ({"min_scale": 0.0}, "min_scale: got 0"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, "max_scale: got 4"),
+    ],
+)
+def test_impossible_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        DistributedGradScaler(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_an_error_and_not_a_silent_no_op():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        DistributedGradScaler("cuda")
+
+
+# ------------------------------------------------------------------------------------------------- several ranks
+
+
+def sharded(mesh, placement, local):
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@on_ranks(4)
+def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
+    """torch's scaler raises here, or lets one rank skip while another steps (FACTS 1)."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for culprit in range(4):
+        for where in range(3):
+            weights = [
+                torch.nn.Parameter(torch.ones(4)),
+                torch.nn.Parameter(sharded(grid["a"], Shard(0), torch.ones(2))),
+                torch.nn.Parameter(sharded(grid["b"], Replicate(), torch.ones(3))),
+            ]
+            optimizer = torch.optim.SGD(weights, lr=1.0, foreach=False)
+            scaler = DistributedGradScaler("cpu", init_scale=8.0)
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 8.0)
+            if world.rank == culprit:
+                bad = weights[where].grad
+                (bad.to_local() if isinstance(bad, DTensor) else bad)[-1] = BAD[where]
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            for weight in weights:
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                assert torch.equal(local.detach(), torch.ones_like(local))
+            assert gathered(scaler.get_scale()) == [4.0] * 4
+
+
+@on_ranks(4)
+def test_a_partial_gradient_overflows_only_in_its_sum(world):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    weight = torch.nn.Parameter(sharded(mesh, Replicate(), torch.zeros(2, dtype=torch.float16)))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=2.0)
+    weight.grad = sharded(mesh, Partial(), torch.tensor([30000.0, 1.0], dtype=torch.float16))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    weight.grad = sharded(mesh, Partial(), torch.tensor([0.5, 1.0], dtype=torch.float16))
+    scaler.step(optimizer)
+    assert weight.to_local().tolist() == [-2.0, -4.0]  # the sum over four ranks, unscaled by 1
+
+
+@on_ranks(4)
+def test_an_overflow_in_a_part_that_is_cut_away_counts(world):
+    """A replicated gradient of a sharded weight: what this rank drops, no other rank may have seen."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    weight = torch.nn.Parameter(sharded(mesh, Shard(0), torch.zeros(2)))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=2.0)
+    weight.grad = sharded(mesh, Replicate(), torch.ones(8))
+    if world.rank == 0:
+        weight.grad.to_local()[7] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert weight.to_local().tolist() == [0.0, 0.0]
+
+
+@on_ranks(4)
+def test_ranks_without_gradients_or_scale_calls_take_part(world):
+    """As on the earlier stages of a pipeline, and on a rank whose optimizer has nothing to do."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for overflow in (False, True):
+        weight.grad = None
+        if world.rank == 3:
+            scaler.scale(weight.sum()).backward()
+            if overflow:
+                weight.grad[0] = float("inf")
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert gathered(scaler.get_scale()) == [2.0 if overflow else 4.0] * 4
+    assert weight.tolist() == ([0.0, 0.0] if world.rank == 3 else [1.0, 1.0])
+
+
+@on_ranks(4)
+def test_a_group_decides_for_itself(world):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, group=halves[world.rank // 2])
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), float("nan") if world.rank == 0 else 1.0)
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    scaler.update()
+    assert gathered(scaler.get_scale()) == [2.0, 2.0, 4.0, 4.0]
+
+
+@on_ranks(4)
+def test_the_sequence_of_collectives_does_not_depend_on_what_is_found(world):
+    calls = []
+    original = dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append(tuple(tensor.shape))
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        counts = []
+        for gradient in (None, 1.0, float("nan") if world.rank == 1 else 1.0):
+            weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+            optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+            scaler = DistributedGradScaler("cpu")
+            calls.clear()
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                weight.grad = None if gradient is None else torch.full((2,), gradient)
+                scaler.step(optimizer)
+            scaler.update()
+            counts.append(list(calls))
+        assert counts == [[(), (), ()]] * 3
+    finally:
+        dist.all_reduce = original
+
+
+@on_ranks(4)
+def test_a_context_gives_the_scaler_its_ties(world):
+    """The gradients of an embedding tied across stages are summed before they are judged."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
+        from paramp.distributed.context import TiedParameter
+
+        weight = torch.nn.Parameter(torch.zeros(2))
+        context.ties.append(TiedParameter("w", weight, context.pp.group, owner=context.is_first_stage))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler = DistributedGradScaler("cpu", init_scale=2.0)
+        weight.grad = torch.tensor([2.0, 4.0 * world.rank])
+        scaler.step(optimizer)
+        assert weight.tolist() == [-4.0, -12.0]

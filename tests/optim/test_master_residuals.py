@@ -1,0 +1,105 @@
+"""Masters as a half-precision weight and 16 more bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import batches, small_gpt
+
+import paramp
+from paramp.optim.master_residuals import join, split
+
+
+def every_weight(dtype):
+    """Each finite number of ``dtype`` but -0, whose place in the order of floats 0 has."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return values[values.isfinite() & ((values != 0) | ~values.signbit())]
+
+
+def there_and_back(master, dtype):
+    weight, remainder = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
+    split(master, weight, remainder)
+    return weight, join(weight, remainder)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_fp16_weight_with_any_remainder_comes_back(seed):
+    weights = every_weight(torch.float16).repeat(8)
+    generator = torch.Generator().manual_seed(seed)
+    remainders = torch.randint(-(2**15), 2**15, weights.shape, generator=generator, dtype=torch.int16)
+    masters = join(weights, remainders)
+    exponents = torch.frexp(weights.double())[1].clamp(min=-13) - 1  # of 1.5 it is 0
+    exponents[weights == 0] = -14
+    exact = weights.double() + remainders.double() * torch.exp2(exponents.double() - 26)
+    assert torch.equal(masters, exact.float())
+    rounded, back = there_and_back(masters, torch.float16)
+    assert torch.equal(rounded, masters.half())
+    kept = masters.abs() <= torch.finfo(torch.float16).max  # beyond, fp16 itself has nothing
+    error = (back - masters).abs()[kept]
+    assert error.max() <= 2.0**-40
+    assert not error[masters[kept].abs() >= 2.0**-14].any()
+
+
+@pytest.mark.parametrize("low", [-14, -17, -30])
+def test_the_error_of_a_round_trip(low):
+    """None from 2**-14 up; from 2**-17 only of ties; below, one step of the remainder, 2**-40, at most."""
+    generator = torch.Generator().manual_seed(low + 40)
+    magnitudes = torch.exp2(torch.rand(2**20, generator=generator) * (15.9 - low) + low)
+    masters = torch.where(torch.rand(2**20, generator=generator) < 0.5, magnitudes, -magnitudes)
+    _, back = there_and_back(masters, torch.float16)
+    error = (back - masters).abs()
+    assert error.max() <= (0.0 if low == -14 else 2.0**-40)
+    assert (error[magnitudes >= 2.0**-17] > 0).float().mean() < 1e-5
+
+
+def test_bfloat16_loses_a_unit_of_ties_only():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=generator).to(torch.int32)
+    masters = bits.view(torch.float32)
+    masters = masters[masters.isfinite() & (masters.abs() < torch.finfo(torch.bfloat16).max)]
+    weights, back = there_and_back(masters, torch.bfloat16)
+    apart = (back.view(torch.int32) - masters.view(torch.int32)).abs()
+    assert apart.max() <= 1
+    ties = masters.view(torch.int32) & 0xFFFF == 0x8000
+    assert ties.any()
+    assert not apart[~ties].any()
+    assert torch.equal(weights, masters.to(torch.bfloat16))
+
+
+def test_a_weight_that_is_not_finite_has_no_remainder():
+    masters = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e6, 1.0])
+    for dtype in (torch.float16, torch.bfloat16):
+        _, back = there_and_back(masters, dtype)
+        assert torch.equal(back.isfinite(), masters.to(dtype).isfinite())
+
+
+@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
+def test_training_with_remainders_is_training_with_full_masters(mode):
+    """fp16's masters below 2**-14 are rounded to 2**-40, which no loss shows in this many steps; bf16's are exact."""
+    losses = {}
+    for masters in ("full", "remainder"):
+        scale = {"init_scale": 1024.0} if mode == "16-naive" else {}
+        with paramp.launch_from_torch({"precision": {"mode": mode} | scale, "masters": masters, "clip_grad_norm": 1.0}):
+            model = small_gpt(num_layers=2)
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), model.loss)
+            losses[masters] = []
+            (x, y), *_ = batches(1)
+            for _ in range(10):
+                losses[masters].append(engine.forward_backward(x, y).item())
+                assert engine.step().stepped
+                engine.zero_grad()
+    assert losses["full"][-1] < losses["full"][0]
+    tolerance = 0.0 if mode == "bf16-naive" else 1e-5
+    assert losses["remainder"] == pytest.approx(losses["full"], rel=tolerance, abs=0.0)
+
+
+def test_loading_weights_gives_their_masters():
+    with paramp.launch_from_torch({"precision": "16-naive", "masters": "remainder"}):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 5)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        state = engine.module.state_dict()
+        state["weight"] = torch.full_like(state["weight"], 0.3)
+        engine.module.load_state_dict(state)
+        masters = engine._weights.full_precision()
+        assert torch.equal(masters["weight"], torch.full((5, 5), 0.3).half().float())
+        assert torch.equal(masters["bias"], state["bias"].float())

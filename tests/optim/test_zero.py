@@ -1,0 +1,214 @@
+"""ZeRO-1: the same training as without, with the optimizer's work and memory shared out over data ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from counting import Collectives
+from pool import on_ranks
+from reference import batches, rank_slice, small_gpt
+from torch import nn
+
+import paramp
+import paramp.optim.flat_params
+
+
+def run(zero, precision, *, steps=20, clip=None, optimizer=None, masters=None, accumulation=1, layout=None):
+    """The weights after ``steps`` steps, in full precision, and the steps' results."""
+    config = {
+        "parallel": {"zero": zero} | (layout or {}),
+        "precision": precision,
+        "clip_grad_norm": clip,
+        "masters": masters,
+        "gradient_accumulation": accumulation,
+    }
+    with paramp.launch_from_torch(config) as context:
+        model = small_gpt(num_layers=2)
+        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+        engine, *_ = paramp.initialize(model, make, model.loss)
+        results = []
+        for x, y in batches(steps * accumulation):
+            x, y = (rank_slice(value, context.dp.rank, context.dp.size) for value in (x, y))
+            engine.forward_backward(x, y)
+            results.append(engine.step())
+            engine.zero_grad()
+        return engine.full_state_dict(), results[accumulation - 1 :: accumulation]
+
+
+NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
+
+
+@pytest.mark.parametrize("bucket", [2**25, 2**11])
+@pytest.mark.parametrize(("precision", "masters"), [("32-true", None), (NAIVE, "full"), (NAIVE, "remainder")])
+@on_ranks(2)
+def test_weights_are_bit_equal_to_those_without(world, precision, masters, bucket):
+    paramp.optim.param_buffer.BUCKET, whole = bucket, paramp.optim.param_buffer.BUCKET
+    try:
+        expected, _ = run(0, precision, masters=masters)
+        actual, _ = run(1, precision, masters=masters)
+    finally:
+        paramp.optim.param_buffer.BUCKET = whole
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+SPLIT = {
+    "pp2-dp2": {"pipeline": {"size": 2, "microbatches": 2}},
+    "dp2-tp2-sp": {"tensor": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+@on_ranks(4)
+def test_with_pipelines_and_tensor_parallelism(world, layout):
+    """In small buckets: some are reduced in the backward, some, with tied or misplaced gradients, in the step."""
+    paramp.optim.param_buffer.BUCKET, whole = 2**10, paramp.optim.param_buffer.BUCKET
+    try:
+        expected, norms = run(0, NAIVE, steps=4, clip=1.0, layout=SPLIT[layout])
+        actual, found = run(1, NAIVE, steps=4, clip=1.0, layout=SPLIT[layout])
+    finally:
+        paramp.optim.param_buffer.BUCKET = whole
+    assert all(result.stepped for result in norms)
+    assert [result.grad_norm for result in found] == pytest.approx([result.grad_norm for result in norms], rel=1e-5)
+    for name, value in actual.items():
+        assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+@on_ranks(2)
+def test_norms_and_clipped_weights_are_those_without(world):
+    expected, norms = run(0, "32-true", clip=0.1)
+    actual, found = run(1, "32-true", clip=0.1)
+    assert [result.grad_norm for result in found] == pytest.approx([result.grad_norm for result in norms], rel=1e-6)
+    assert norms[0].grad_norm > 0.1
+    for name, value in actual.items():
+        assert (value - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", ["rmsprop", "accumulated", "sgd"])
+@on_ranks(2)
+def test_other_optimizers_and_accumulation(world, kind):
+    options = {
+        "rmsprop": {"optimizer": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3)},
+        "sgd": {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)},
+        "accumulated": {"accumulation": 2},
+    }[kind]
+    expected, _ = run(0, "32-true", steps=5, **options)
+    actual, _ = run(1, "32-true", steps=5, **options)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-7, rtol=1e-6)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(3, 3)
+        self.use = True
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.second(x) if self.use else x
+
+
+@on_ranks(2)
+def test_data_ranks_that_use_different_parameters(world):
+    """One rank's bucket becomes complete in the backward, the other's never does."""
+    paramp.optim.param_buffer.BUCKET, whole = 64, paramp.optim.param_buffer.BUCKET
+    states = []
+    try:
+        for zero in (0, 1):
+            with paramp.launch_from_torch({"parallel": {"zero": zero}}) as context:
+                model = Branches()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+                engine, *_ = paramp.initialize(model, optimizer, F.mse_loss)
+                for step in range(4):
+                    model.use = step == 3 or context.dp.rank == step % 2
+                    torch.manual_seed(10 * step + context.dp.rank)
+                    engine.forward_backward(torch.randn(4, 40), torch.randn(4, 40))
+                    if step == 2:  # a window of two backwards, the first of which was reduced already
+                        engine.forward_backward(torch.randn(4, 40), torch.randn(4, 40))
+                    engine.step()
+                    engine.zero_grad()
+                states.append(engine.full_state_dict())
+    finally:
+        paramp.optim.param_buffer.BUCKET = whole
+    for name, value in states[1].items():
+        torch.testing.assert_close(value, states[0][name], atol=1e-7, rtol=1e-6)
+        assert name.startswith("never") == torch.equal(value, Branches().state_dict()[name])
+
+
+@on_ranks(2)
+def test_an_overflow_put_in_by_hand_after_the_reduction_skips_everywhere(world):
+    """Also in the part of the gradient that another rank steps."""
+    for place in (0, -1):
+        with paramp.launch_from_torch({"parallel": {"zero": 1}}) as context:
+            model = Branches()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            before = engine.full_state_dict()
+            engine.forward_backward(torch.ones(4, 40), torch.ones(4, 40))
+            if context.rank == 1:
+                list(engine.named_parameters())[place][1].grad.view(-1)[place] = float("inf")
+            assert engine.step().overflow
+            assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_bytes_a_parameter(world):
+    from test_flat_params import bytes_a_parameter
+
+    for masters, allowed in (("full", 4 + 12 / 2 + 0.1), ("remainder", 4 + 10 / 2 + 0.1)):
+        config = {"parallel": {"zero": 1}, "precision": "16-naive", "masters": masters}
+        assert bytes_a_parameter(config) <= allowed
+
+
+@on_ranks(2)
+def test_an_optimizer_of_whole_matrices_is_refused(world):
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        model = nn.Linear(4, 4)
+        with pytest.raises(
+            paramp.ConfigError, match=r"Adafactor looks at whole matrices, but tensor parallelism or ZeRO"
+        ):
+            paramp.initialize(model, torch.optim.Adafactor(model.parameters()), F.mse_loss)
+
+
+@on_ranks(2)
+def test_the_collectives_of_a_step(world):
+    """One control all-reduce; a reduce-scatter and an all-gather for each bucket, and nothing else."""
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        model = Branches()
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+        for _ in range(2):
+            with Collectives() as before:
+                engine.forward_backward(torch.ones(4, 40), torch.ones(4, 40), return_loss=False)
+            with Collectives() as within:
+                result = engine.step()
+            engine.zero_grad()
+        assert result.loss > 0
+        assert before.counts == {"reduce_scatter": 1}
+        assert within.counts == {"allreduce": 1, "allgather": 1}
+
+
+@on_ranks(2)
+def test_gradients_dropped_by_hand_before_a_backward_are_summed_all_the_same(world):
+    """``module.zero_grad()`` takes the buffers' gradients away; what replaces them has to be reduced, too."""
+    weights = []
+    for zero in (0, 1):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 200), torch.nn.Linear(200, 3))
+        with paramp.launch_from_torch({"parallel": {"zero": zero}}):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+            for step in range(3):
+                engine.module.zero_grad()
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + world.rank))
+                engine.forward_backward(x, x[:, :3])
+                engine.step()
+                engine.zero_grad()
+            weights.append(engine.full_state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_zero_on_one_rank_changes_nothing():
+    expected, _ = run(0, "32-true", steps=3)
+    actual, _ = run(1, "32-true", steps=3)
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+    assert not dist.is_initialized()

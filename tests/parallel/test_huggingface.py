@@ -1,0 +1,377 @@
+"""Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
+
+import functools
+
+import pytest
+import torch
+from pool import on_ranks, run_on_ranks
+from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import paramp
+
+pytest.importorskip("transformers")
+
+MODELS = {
+    # Odd vocabularies do not divide over two ranks.
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 121},
+    "gpt2-untied": {"tie_word_embeddings": False},
+    # Its norms of queries and keys are whole on each rank, and see that rank's heads.
+    "qwen3": {"head_dim": 8},
+}
+LAYOUTS = {
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
+    "dp2-tp2": {"tensor": 2, "data": 2},
+    "pp2-dp2": {"pipeline": {"size": 2, "microbatches": 4}, "data": 2},
+    "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
+    "zbv-tp2": {"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}, "tensor": 2},
+    "interleaved-dp2": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}, "data": 2},
+}
+
+
+def build(name, **changes):
+    """A small model with random weights. Importing from the submodules is much faster than from transformers."""
+    options = {"vocab_size": 120, "bos_token_id": 0, "eos_token_id": 1, **MODELS.get(name, {}), **changes}
+    torch.manual_seed(5)
+    if name.startswith("llama"):
+        from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **(heads | options)))
+    elif name == "qwen3":
+        from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **(heads | options)))
+    else:
+        from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+        dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        model = GPT2LMHeadModel(GPT2Config(**(sizes | dropout | options)))
+    with torch.no_grad():  # small random weights hide mistakes, and so do norms and biases that do nothing
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters):
+    # The gradient of a key's bias is zero but for rounding, which Adam would blow up with its own eps of 1e-8.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
+def plain_training(name, steps):
+    model = build(name)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(x).logits, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "pp2-tp2") for name in MODELS),
+        *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
+        ("llama", "pp2-dp2"),
+        ("llama-tied", "zbv-tp2"),
+        ("gpt2", "interleaved-dp2"),
+    ],
+)
+@on_ranks(4)
+def test_fp32_follows_plain_torch(world, name, layout):
+    expected, weights = plain_training(name, 5)
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
+        model = build(name)
+        engine, *_ = paramp.initialize(model, adamw, loss_of)
+        for (x, y), loss in zip(batches(5), expected, strict=True):
+            x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss, abs=1e-5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        actual = engine.full_state_dict()
+        assert actual.keys() == weights.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(
+                actual[key], value, atol=2e-5, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        engine.eval()
+        model = build(name)
+        model.load_state_dict(actual)
+        x, _ = next(batches(1))
+        torch.testing.assert_close(engine(x), model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+def train_pretrained(name, precision, parallel, **options):
+    return train_mode(functools.partial(build, name), loss_of, 5, precision, parallel, **options)
+
+
+@on_ranks(4)
+def follow(world, name, precision, expected):
+    assert_follows(train_pretrained(name, precision, LAYOUTS["pp2-tp2"]), expected, precision)
+    assert_strays(train_pretrained(name, precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-naive")])
+def test_half_precision_follows_its_single_process_run(name, precision):
+    expected = train_pretrained(name, precision, {})
+    run_on_ranks(4, __name__, "follow", {"name": name, "precision": precision, "expected": expected})
+
+
+@on_ranks(4)
+def test_an_overflow_on_one_rank_skips_everywhere(world):
+    for name in ("llama-tied", "gpt2"):
+        config = {"parallel": LAYOUTS["pp2-tp2"], "precision": "16-mixed"}
+        with paramp.launch_from_torch(config):
+            model = build(name)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            x, y = next(batches(1))
+            for rank in range(4):
+                before = {key: value.clone() for key, value in engine.full_state_dict().items()}
+                engine.forward_backward(x, y)
+                if world.rank == rank:
+                    gradient = list(engine.named_parameters())[-1][1].grad
+                    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                    local.view(-1)[-1] = float("inf")
+                result = engine.step()
+                assert (result.stepped, result.overflow) == (False, True)
+                assert all(torch.equal(value, before[key]) for key, value in engine.full_state_dict().items())
+                engine.zero_grad()
+            assert engine.num_skipped == 4
+
+
+@on_ranks(4)
+def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(world):
+    import torch.distributed as dist
+
+    for name in ("llama", "gpt2"):
+        dropout = {"attention_dropout": 0.5} if name == "llama" else {"attn_pdrop": 0.5, "resid_pdrop": 0.5}
+        with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}}) as context:
+            torch.manual_seed(0)
+            model = build(name, **dropout, num_key_value_heads=4) if name == "llama" else build(name, **dropout)
+            attention = model.model.layers[0].self_attn if name == "llama" else model.transformer.h[0].attn
+            out = attention.o_proj if name == "llama" else attention.c_proj
+            value = attention.v_proj.weight if name == "llama" else attention.c_attn.weight
+            with torch.no_grad():  # equal heads: only dropout can make them differ
+                for parameter in attention.parameters():
+                    parameter.copy_(torch.full_like(parameter, 0.1))
+                value.fill_(0.1)
+            engine, *_ = paramp.initialize(model, adamw, loss_of)
+            seen = {}
+
+            def note(_module, inputs, output, seen=seen, out=out):
+                key, value = ("mixed", inputs) if _module is out else ("output", output)
+                seen[key] = value[0].detach()
+
+            out.register_forward_hook(note)
+            attention.register_forward_hook(note)
+            x, y = next(batches(1))
+            engine.forward_backward(x, y)
+            for key, equal in (("mixed", False), ("output", True)):
+                own = seen[key].to_local() if isinstance(seen[key], DTensor) else seen[key]
+                both = [torch.empty_like(own) for _ in range(2)]
+                dist.all_gather(both, own.contiguous(), group=context.tp.group)
+                assert torch.equal(*both) == equal, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, "LlamaForCausalLM has num_key_value_heads 1; expected a divisor of 1"),
+        ("gpt2", {"n_embd": 30, "n_head": 3}, "GPT2LMHeadModel has num_attention_heads 3"),
+        ("gpt2", {"n_inner": 33}, r"h\.0\.mlp\.c_fc' has 33 outputs, expected a multiple of 1 parts x"),
+    ],
+)
+def test_sizes_that_do_not_divide(name, changes, message):
+    from paramp.parallel.huggingface import pretrained_plan
+    from paramp.parallel.tensor_plan import check_divisible, resolve_plan
+
+    model = build(name, **changes)
+
+    def check():
+        plan = pretrained_plan(model, 2, False)
+        check_divisible(model, resolve_plan(plan, [key for key, _ in model.named_modules()]), 2)
+
+    with pytest.raises(paramp.ConfigError, match=message):
+        check()
+
+
+def test_plans_that_are_not_known():
+    from paramp.parallel.huggingface import pretrained_plan
+
+    model = build("llama")
+    model._tp_plan = {"model.layers.*.mlp": "moe_tp_experts"}
+    with pytest.raises(paramp.ConfigError, match=r"wants 'model\.layers\.\*\.mlp' to be 'moe_tp_experts'.*pass plan="):
+        pretrained_plan(model, 2, False)
+    model._tp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no tp_plan; pass plan="):
+        pretrained_plan(model, 2, False)
+    with pytest.raises(paramp.ConfigError, match="sequence_parallel"):
+        pretrained_plan(model, 2, True)
+
+
+def test_parameters_that_the_plan_leaves_among_shared_out_layers():
+    """Each rank would give them its own heads or features, and nobody would sum their gradients."""
+    from paramp.parallel.huggingface import pretrained_plan
+
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(8)
+    with pytest.raises(
+        paramp.ConfigError, match=r"its parameter 'model\.layers\.0\.self_attn\.q_norm\.weight'.*pass plan="
+    ):
+        pretrained_plan(model, 2, False)
+    model._tp_plan |= {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+    assert pretrained_plan(model, 2, False)["model.layers.3.self_attn.q_norm"] == "partial_gradient"
+    model.model.layers[0].mlp.alpha = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(paramp.ConfigError, match=r"its parameter 'model\.layers\.0\.mlp\.alpha'"):
+        pretrained_plan(model, 2, False)
+
+
+def test_vocabularies_that_do_not_divide_stay_whole():
+    from paramp.parallel.huggingface import pretrained_plan
+
+    even, odd = (pretrained_plan(build("gpt2", vocab_size=size), 2, False) for size in (120, 121))
+    assert even.keys() - odd.keys() == {"transformer.wte", "lm_head"}
+
+
+def test_models_that_cannot_be_cut():
+    from paramp.parallel.huggingface import PretrainedCut
+
+    model = build("llama")
+    model.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(paramp.ConfigError, match=r"parameters outside of .*model\.extra\.weight, model\.extra\.bias"):
+        PretrainedCut(model)
+
+    class Doubling(type(build("llama"))):
+        def forward(self, *args, inputs_embeds=None, **kwargs):
+            embeds = None if inputs_embeds is None else 2 * inputs_embeds
+            return super().forward(*args, inputs_embeds=embeds, **kwargs)
+
+    model = Doubling(build("llama").config)
+    with pytest.raises(paramp.ConfigError, match=r"does not just apply .* one after the other"):
+        PretrainedCut(model)
+    model = build("llama")
+    model._pp_plan = {}
+    with pytest.raises(paramp.ConfigError, match="has no pipeline plan"):
+        PretrainedCut(model)
+
+
+def test_the_output_is_the_logits():
+    from paramp.parallel.huggingface import PretrainedCut, returning_logits
+
+    x = torch.arange(8).reshape(2, 4)
+    for name in ("llama", "gpt2"):
+        model = build(name)
+        changed = returning_logits(model)
+        for options in ({}, {"return_dict": False}, {"attention_mask": torch.ones_like(x), "labels": None}):
+            assert torch.equal(changed(x, **options), model(x).logits)
+        with pytest.raises(paramp.ConfigError, match=r"labels: got some.*a criterion of logits and targets"):
+            changed(input_ids=x, labels=x)
+        model.config.return_dict = False
+        for use in (returning_logits, PretrainedCut):
+            with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
+                use(model)
+
+
+def test_units_are_in_the_order_of_their_calls():
+    """Phi registers the dropout of its embeddings after its layers."""
+    from paramp.parallel.huggingface import PretrainedCut
+    from paramp.parallel.partition import plan_stages
+
+    phi = pytest.importorskip("transformers.models.phi")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = phi.PhiForCausalLM(phi.PhiConfig(vocab_size=64, bos_token_id=0, eos_token_id=1, embd_pdrop=1.0, **sizes))
+    cut = PretrainedCut(model)
+    names = ["embed_tokens", "embed_dropout", "layers.0", "layers.1", "final_layernorm"]
+    assert [name for name, _ in cut.units] == [*(f"model.{name}" for name in names), "lm_head"]
+    first, _ = cut.stages(plan_stages(cut.units, 2, ["model.layers.0"]))
+    assert not first(torch.ones(1, 2, dtype=torch.long)).any()  # dropped out on the first stage
+
+    llama = type(build("llama"))
+
+    class Twice(llama):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = self.model.norm(output.logits)
+            return output
+
+    with pytest.raises(paramp.ConfigError, match=r"it calls model\.norm 2 times"):
+        PretrainedCut(Twice(build("llama").config))
+    with torch.device("meta"):
+        model = llama(build("llama").config)
+    with pytest.raises(paramp.ConfigError, match=r"'model\.embed_tokens\.weight' of LlamaForCausalLM is on the meta"):
+        PretrainedCut(model)
+
+
+def test_layers_keep_their_places():
+    """Qwen's layers look up their kind of attention by their index in the configuration."""
+    from paramp.parallel.huggingface import PretrainedCut
+    from paramp.parallel.partition import plan_stages
+
+    qwen = pytest.importorskip("transformers.models.qwen3")
+    torch.manual_seed(0)
+    config = qwen.Qwen3Config(
+        vocab_size=120,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        sliding_window=3,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    )
+    model = qwen.Qwen3ForCausalLM(config)
+    cut = PretrainedCut(model)
+    split = ["model.layers.1", "model.layers.2", "model.layers.3"]
+    x = next(batches(1))[0]
+    value = x
+    for stage in cut.stages(plan_stages(cut.units, 4, split)):
+        value = stage(value)
+    torch.testing.assert_close(value, model(x).logits)
+
+
+def on_meta(name):
+    kind, config = type(build(name)), build(name).config
+    with torch.device("meta"):
+        return kind(config)
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_shard_by_shard_by_its_own_init_weights(world):
+    from paramp.parallel.huggingface import pretrained_filling
+    from paramp.parallel.materialize import materialize
+
+    expected = on_meta("llama-tied")
+    materialize(expected, 5, torch.device("cpu"), fill=pretrained_filling(expected))
+    assert expected.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    built = build("llama-tied").model.rotary_emb
+    assert torch.equal(expected.model.rotary_emb.inv_freq, built.inv_freq)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "seed": 5}):
+        engine, *_ = paramp.initialize(on_meta("llama-tied"), adamw, loss_of)
+        actual = engine.full_state_dict()
+        assert torch.equal(engine.module.model.rotary_emb.inv_freq, built.inv_freq)
+        for key, value in expected.state_dict().items():
+            assert torch.equal(actual[key], value), key
+        with pytest.raises(
+            paramp.ConfigError, match=r"h\.0\.attn\.c_proj\.weight' of GPT2LMHeadModel is on the meta .*and 't"
+        ):
+            paramp.initialize(on_meta("gpt2"), adamw, loss_of)

@@ -1,0 +1,341 @@
+"""Cutting models that are not sequential, against a plain torch loop on the model itself."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from pool import on_ranks
+from reference import rank_slice
+from torch import nn
+from torch.nn import functional as F
+from traceable import Decoder, Nested, UNet
+
+import paramp
+from paramp.parallel.partition import plan_stages
+from paramp.parallel.partition_fx import TracedCut
+
+PLANS = {
+    UNet: {"*.up": "colwise", "*.down": "rowwise"},
+    Nested: {"inside.*.up": "colwise", "inside.*.down": "rowwise"},
+    Decoder: {
+        **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
+        **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
+    },
+}
+LAYOUTS = {
+    "pp2": {"pipeline": {"size": 2, "microbatches": 4}, "data": 2},
+    "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2, "schedule": "gpipe"}, "tensor": 2},
+}
+
+
+def build(kind):
+    torch.manual_seed(3)
+    return kind()
+
+
+def samples(kind, count):
+    generator = torch.Generator().manual_seed(4)
+    for length in (8, 8, 6, 8, 6, 8, 8, 6, 8, 8)[:count]:
+        if kind is Decoder:
+            tokens = torch.randint(0, 20, (8, length + 1), generator=generator)
+            yield tokens[:, :-1], tokens[:, 1:]
+        else:
+            yield tuple(torch.randn(8, length, 4, generator=generator) for _ in range(2))
+
+
+def loss_of(output, target):
+    return F.mse_loss(output, target) if target.is_floating_point() else F.cross_entropy(output.mT, target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", PLANS)
+@on_ranks(4)
+def test_traced_models_follow_plain_torch(world, kind, layout):
+    reference = build(kind)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-5)
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
+        model = build(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        engine, *_ = paramp.initialize(model, optimizer, loss_of, plan=PLANS[kind] if context.tp.size > 1 else None)
+        for x, y in samples(kind, 5):
+            plain.zero_grad()
+            loss = loss_of(reference(x), y)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            plain.step()
+            x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), abs=1e-5)
+            assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        weights = engine.full_state_dict()
+        assert weights.keys() == reference.state_dict().keys()
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=0, msg=name)
+        engine.eval()
+        x, y = next(samples(kind, 1))
+        torch.testing.assert_close(engine(x), reference(x).detach(), atol=1e-5, rtol=1e-5)
+        assert engine.evaluate(x, y).item() == pytest.approx(loss_of(reference(x), y).item(), abs=1e-5)
+
+
+def test_dropout_between_modules_is_on_in_training_only():
+    """Traced as it is in each mode: a forward that asks self.training is no control flow on values."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.two(F.dropout(self.one(x), 0.5, self.training))
+
+    model = Dropping()
+    cut = TracedCut(model, 2, ["two"])
+    stages = cut.stages(plan_stages(cut.units, 2, ["two"]))
+    x = torch.ones(1, 64)
+    for training in (True, False):
+        for stage in stages:
+            stage.train(training)
+        torch.manual_seed(0)
+        (handed_on,) = stages[0](x)
+        torch.manual_seed(0)
+        assert torch.equal(handed_on, F.dropout(model.one(x), 0.5, training))
+        assert ((handed_on == 0).sum() > 16) == training
+        assert torch.equal(stages[1]((handed_on,)), model.two(handed_on))
+    assert model.training
+
+
+class Noisy(nn.Module):
+    """Dropout in the glue and in modules, on both stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        first = self.drop(self.one(x))
+        return F.dropout(self.drop(self.two(first)), 0.5, self.training) + first
+
+
+@on_ranks(4)
+def test_dropout_draws_from_the_stages_streams(world):
+    config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["two"]}, "data": 2}}
+    with paramp.launch_from_torch(config) as context:
+        torch.manual_seed(1)
+        model = Noisy()
+        x = torch.ones(2, 8)
+        outputs = []
+
+        def note(output, target):
+            outputs.append(output.detach().clone())
+            return output.mean()
+
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), note)
+        before = torch.get_rng_state()
+        engine.forward_backward(x, x)
+        assert torch.equal(before, torch.get_rng_state())
+        if context.is_last_stage:
+            from paramp.distributed.rng import RandomStream, derive_seed
+
+            torch.manual_seed(1)
+            reference = Noisy()
+
+            streams = [
+                RandomStream(derive_seed(context.config.seed, "activations", stage, context.dp.rank), context.device)
+                for stage in range(2)
+            ]
+            expected = []
+            for part in x.chunk(2):
+                with streams[0]:
+                    first = F.dropout(reference.one(part), 0.5)
+                with streams[1]:
+                    expected.append(F.dropout(F.dropout(reference.two(first), 0.5), 0.5) + first)
+            torch.testing.assert_close(torch.cat(outputs), torch.cat(expected))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.one(x)
+        return self.two(y) if y.sum() > 0 else y
+
+
+class Silent(Branching):
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.one(x)
+        return self.two(y)
+
+
+class Straight(Branching):
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Drawing(Branching):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.two(self.one(x) * self.draw())
+
+
+class TwoInputs(Branching):
+    def forward(self, x, y):
+        return self.two(self.one(x) + y)
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "message"),
+    [
+        (Branching(), None, r"Branching is no nn\.Sequential.*test_tracing\.py:\d+ .*control flow.*module of its own"),
+        (Silent(), None, r"inside torch\.no_grad"),
+        (TwoInputs(), None, "missing 1 required positional argument: 'y'"),
+        (Drawing(random.random), None, "random numbers from Python's random between"),
+        (Drawing(np.random.rand), None, "random numbers from numpy between"),
+        (Drawing(lambda: torch.empty(4).normal_()), None, "random numbers from torch's generator between"),
+        (Straight(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
+        (Straight(), ["never"], "got 'never', which the forward of Straight does not call"),
+        (Straight(), ["one"], "leaves the stage before it empty"),
+        (Straight(), ["two", "one"], "leaves the stage before it empty"),
+    ],
+)
+def test_models_and_names_that_cannot_be_cut(model, split, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        plan_stages(TracedCut(model, 2, split).units, 2, split)
+    assert torch.arange(3).tolist() == [0, 1, 2]
+    assert model.training
+
+
+def test_random_numbers_of_torch_are_new_in_each_step():
+    cut = TracedCut(Drawing(lambda: torch.normal(0.0, 1.0, size=(4,))), 2, ["two"])
+    first = cut.stages(plan_stages(cut.units, 2, ["two"]))[0]
+    one, other = (first(torch.ones(1, 4))[0] for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_a_module_that_is_opened_has_the_models_mode():
+    """There is one graph of a mode: what is frozen in evaluation would drop out as in training."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.two(F.dropout(self.one(x), 0.5, self.training))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = Inner()
+
+        def forward(self, x):
+            return self.inside(x)
+
+    model = Outer()
+    model.inside.eval()
+    with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode, the model in training mode"):
+        TracedCut(model, 2, ["inside.two"])
+    assert TracedCut(model.eval(), 2, ["inside.two"]).opened == {"inside"}
+    cut = TracedCut(model.train(), 2, ["inside.two"])
+    first = cut.stages(plan_stages(cut.units, 2, ["inside.two"]))[0]
+    first.get_submodule("inside").eval()
+    with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode"):
+        first(torch.ones(1, 4))
+
+
+def test_a_name_inside_a_module_opens_it():
+    model = build(Nested)
+    split = ["inside.middle"]
+    cut = TracedCut(model, 2, split)
+    assert cut.opened == {"inside"}
+    stages = cut.stages(plan_stages(cut.units, 2, split))
+    assert not any(name.startswith("inside.middle") for name, _ in stages[0].named_parameters())
+    x, _ = next(samples(Nested, 1))
+    torch.testing.assert_close(stages[1](stages[0](x)), model(x), atol=0, rtol=0)
+
+
+def test_a_stage_checks_what_the_model_asserts():
+    cut = TracedCut(build(UNet), 2, ["middle"])
+    stage = cut.stages(plan_stages(cut.units, 2, ["middle"]))[0]
+    with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
+        stage(torch.zeros(1, 17, 4))
+
+
+class Counting(Branching):
+    """Hands on a number that depends on values, which no description made beforehand can hold."""
+
+    def forward(self, x):
+        total = x.sum().item()
+        return self.two(self.one(x)) * total
+
+
+class Opaque(Branching):
+    class Wrapper(nn.Module):
+        def forward(self, x):
+            return {x}
+
+    def __init__(self):
+        super().__init__()
+        self.wrapper = Opaque.Wrapper()
+
+    def forward(self, x):
+        wrapped = self.wrapper(self.one(x))
+        return self.two(x) + wrapped.pop()
+
+
+@on_ranks(4)
+def test_what_cannot_travel_is_an_error(world):
+    config = {"parallel": {"pipeline": {"size": 2, "split": ["two"]}, "data": 2}}
+    for model, message in ((Opaque(), "a stage hands on set, expected tensors"), (Counting(), "what a stage hands on")):
+        with paramp.launch_from_torch(config) as context:
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            if isinstance(model, Opaque):
+                with pytest.raises(paramp.ConfigError, match=message):  # on every rank
+                    engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+            elif context.is_first_stage:
+                _, (parcel,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                with pytest.raises(paramp.ConfigError, match=message):
+                    parcel.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
+            else:
+                engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+
+
+@on_ranks(4)
+def test_a_style_for_a_module_that_is_opened_is_an_error(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
+        model = build(Nested)
+        with pytest.raises(paramp.ConfigError, match=r"plan: 'inside' is opened by the pipeline's cut"):
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"inside": "sharded_random"})
+
+
+@on_ranks(4)
+def test_fixed_values_travel_unchanged_and_in_half_modes(world):
+    """Tokens beyond fp16's integers, fp32 tables and masks cross a cut exactly, whatever the compute dtype."""
+
+    class Passing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            large = torch.arange(70000, 70003)
+            table = torch.full((3,), 1 / 3, dtype=torch.float64)
+            y = self.two(self.one(x))
+            return y + (large.sum() == 210003) * (table == 1 / 3).sum()
+
+    for precision in ("16-naive", "16-mixed", "bf16-mixed"):
+        parallel = {"pipeline": {"size": 2, "split": ["two"]}, "data": 2}
+        with paramp.launch_from_torch({"parallel": parallel, "precision": precision}):
+            torch.manual_seed(0)
+            model = Passing()
+            expected = model(torch.ones(4, 4)).detach()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            engine.eval()
+            torch.testing.assert_close(engine(torch.ones(4, 4)), expected, atol=0.1, rtol=0)

@@ -1,0 +1,684 @@
+"""Low-precision and fused norms: what they compute, and putting them into models, against torch's norms in float64."""
+
+import copy
+import io
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_each_device, on_ranks
+from reference import batches, small_gpt
+from test_partition_fx import UNet, build
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils import parametrize
+
+import paramp
+from paramp import algorithms, functional
+from paramp.nn import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm
+from paramp.parallel.partition_fx import TracedCut
+from paramp.parallel.tensor_plan import STYLES, apply_plan
+from paramp.precision import norms
+from paramp.precision.fp16_emulation import emulate_fp16
+
+WIDTH, GROUPS = 48, 6
+
+NORMS = {
+    "layer": (LPLayerNorm, nn.LayerNorm, (WIDTH,), {}),
+    "layer, no bias": (LPLayerNorm, nn.LayerNorm, (WIDTH,), {"bias": False}),
+    "layer, no weights": (LPLayerNorm, nn.LayerNorm, (WIDTH,), {"elementwise_affine": False}),
+    "layer, two dims": (LPLayerNorm, nn.LayerNorm, ((4, WIDTH),), {"eps": 1e-3}),
+    "group": (LPGroupNorm, nn.GroupNorm, (GROUPS, 6 * GROUPS), {}),
+    "group, no weights": (LPGroupNorm, nn.GroupNorm, (GROUPS, 6 * GROUPS), {"affine": False}),
+    "rms": (LPRMSNorm, nn.RMSNorm, (WIDTH,), {}),
+    "rms, eps": (LPRMSNorm, nn.RMSNorm, (WIDTH,), {"eps": 1e-2}),
+    "fused layer": (FusedLayerNorm, nn.LayerNorm, (WIDTH,), {}),
+    "fused layer, no weights": (FusedLayerNorm, nn.LayerNorm, (WIDTH,), {"elementwise_affine": False}),
+    "fused rms": (FusedRMSNorm, nn.RMSNorm, (WIDTH,), {}),
+}
+LOW = [torch.bfloat16, torch.float16]
+
+
+def made(name, replacement=True, device="cpu", dtype=torch.float32):
+    """A norm whose weights are not what they start as, or the plain one with the same."""
+    new, plain, args, options = NORMS[name]
+    generator = torch.Generator().manual_seed(5)
+    norm = (new if replacement else plain)(*args, **options)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return norm.to(device, dtype)
+
+
+def samples(name, offset=0.0, device="cpu", dtype=torch.float32):
+    """An input and an output's gradient."""
+    generator = torch.Generator().manual_seed(6)
+    shape = (8, 6 * GROUPS, 5) if "group" in name else (16, 4, WIDTH)
+    x, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+    return (x + offset).to(device, dtype), gradient.to(device, dtype)
+
+
+def run(norm, x, gradient):
+    """The output, and the gradients of the input and of the weights."""
+    x = x.clone().requires_grad_()
+    output = norm(x)
+    output.backward(gradient.to(output.dtype))
+    return [output.detach(), x.grad, *(parameter.grad for parameter in norm.parameters())]
+
+
+def ulp(dtype, at):
+    """The distance of neighbours of ``dtype`` at a magnitude; ``at`` in float64."""
+    smallest = torch.finfo(dtype).smallest_normal
+    exponent = torch.frexp(at.abs().clamp(min=smallest)).exponent - 1  # at is 1.f x 2**exponent
+    return torch.finfo(dtype).eps * torch.exp2(exponent.double())
+
+
+# ---------------------------------------------------------------------------------------------------- what is computed
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", NORMS)
+def test_under_autocast_the_output_is_low_and_right_and_the_parameters_are_not_touched(name, dtype, device):
+    norm, reference = made(name, device=device), made(name, False, dtype=torch.float64)
+    x, gradient = samples(name, device=device)
+    with torch.autocast(device, dtype=dtype):
+        output, *gradients = run(norm, x, gradient.to(dtype))
+    assert output.dtype is dtype
+    assert all(value.dtype is torch.float32 for value in (*norm.parameters(), *gradients))
+    exact, *_ = run(reference, x.cpu().double(), gradient.cpu().double())
+    assert ((output.cpu().double() - exact).abs() <= 2 * ulp(dtype, exact.abs().max())).all()
+
+
+@on_each_device
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_are_in_fp32(name, dtype, offset, device):
+    """Of the rounded operands the result is the exact one rounded once, also where the mean is far from zero.
+
+    torch's own low-precision kernels on a CPU put gradients of weights up to 16 units off there.
+    """
+    x, gradient = (value.to(dtype).float() for value in samples(name, offset, device))
+    norm, rounded = made(name, device=device), made(name, dtype=dtype)
+    reference = made(name, False, dtype=torch.float64)
+    reference.load_state_dict(rounded.state_dict())
+    with torch.autocast(device, dtype=dtype):
+        results = run(norm, x, gradient)
+    for value, exact in zip(results, run(reference, x.cpu().double(), gradient.cpu().double()), strict=True):
+        assert ((value.cpu().double() - exact).abs() <= ulp(dtype, exact.abs().max())).all()
+    exact = reference(x.cpu().double())
+    assert ((results[0].cpu().double() - exact).abs() <= 0.51 * ulp(dtype, exact) + 1e-4 * (1 + offset / 10)).all()
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW])
+@pytest.mark.parametrize("name", [name for name in NORMS if "fused" not in name])
+def test_without_autocast_they_are_the_plain_norms_bit_for_bit(name, dtype, device):
+    x, gradient = samples(name, 3.0, device, dtype)
+    results = run(made(name, device=device, dtype=dtype), x, gradient)
+    expected = run(made(name, False, device, dtype), x, gradient)
+    for value, reference in zip(results, expected, strict=True):
+        assert value.dtype is dtype
+        assert torch.equal(value, reference)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["fused layer", "fused layer, no weights", "fused rms"])
+def test_fused_norms_of_low_precision_models_have_fp32_statistics_too(name, dtype):
+    x, gradient = samples(name, 50.0, dtype=dtype)
+    norm, reference = made(name, dtype=dtype), made(name, False, dtype=torch.float64)
+    reference.load_state_dict(norm.state_dict())
+    for value, exact in zip(run(norm, x, gradient), run(reference, x.double(), gradient.double()), strict=True):
+        assert value.dtype is dtype
+        assert ((value.double() - exact).abs() <= ulp(dtype, exact.abs().max())).all()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_autocast_that_is_active_at_the_forward_and_on_its_device_decides(name):
+    norm, plain = made(name), made(name, False)
+    x, _ = samples(name)
+    for dtype in (*LOW, LOW[0]):
+        with torch.autocast("cpu", dtype=dtype):
+            assert norm(x).dtype is dtype
+            assert norm(x.half()).dtype is dtype
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(norm(x), plain(x))
+            assert norm(x.double()[:0].float()).dtype is dtype  # an empty batch
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert torch.equal(norm(x), plain(x))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert norm.double()(x.double()).dtype is torch.float64  # autocast leaves float64 alone
+
+
+def test_traces_and_compiled_modules_have_them_as_one_call():
+    model = nn.Sequential(made("layer"), made("rms"), made("fused layer"))
+    x, _ = samples("layer")
+    traced = torch.fx.symbolic_trace(model)
+    assert sum(node.op == "call_function" for node in traced.graph.nodes) == 3
+    for dtype in LOW:
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(traced(x), model(x))
+            assert traced(x).dtype is dtype
+
+
+# ------------------------------------------------------------------------------------------------------------- Apex
+
+
+@pytest.fixture
+def apex(tmp_path, monkeypatch):
+    """A stand-in for NVIDIA's Apex, whose functions note their calls; CPU tensors count as its GPU's."""
+    kernels = """
+import torch.nn.functional as F
+calls = []
+def fused_layer_norm_affine(x, weight, bias, shape, eps):
+    calls.append(("layer affine", x.dtype, weight.dtype, shape))
+    return F.layer_norm(x, shape, weight, bias, eps)
+def fused_layer_norm(x, shape, eps):
+    calls.append(("layer", x.dtype, shape))
+    return F.layer_norm(x, shape, None, None, eps)
+def fused_rms_norm_affine(x, weight, shape, eps):
+    calls.append(("rms affine", x.dtype, weight.dtype, shape, eps))
+    return F.rms_norm(x, shape, weight, eps)
+def fused_rms_norm(x, shape, eps):
+    calls.append(("rms", x.dtype, shape, eps))
+    return F.rms_norm(x, shape, None, eps)
+"""
+    for path, text in {
+        "apex/__init__.py": "",
+        "apex/optimizers/__init__.py": "",
+        "apex/normalization/__init__.py": "",
+        "apex/normalization/fused_layer_norm.py": kernels,
+        "fused_layer_norm_cuda.py": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("apex", "apex.normalization", "apex.normalization.fused_layer_norm", "fused_layer_norm_cuda"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(norms, "_is_plain_cuda", lambda tensor: not isinstance(tensor, DTensor))
+    monkeypatch.setattr(norms, "FP32_STATISTICS", ("cpu",))
+    norms._apex_norms.cache_clear()
+    yield tmp_path
+    norms._apex_norms.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("apex", "fused_layer_norm_cuda")]:
+        del sys.modules[name]
+
+
+def test_fused_norms_call_apex_with_arguments_in_autocasts_dtype(apex):
+    x, _ = samples("layer")
+    eps = torch.finfo(torch.float32).eps
+    low, wide = torch.bfloat16, torch.float32
+    with torch.autocast("cpu", dtype=low):
+        outputs = [made(name)(x) for name in ("fused layer", "fused layer, no weights", "fused rms")]
+    outputs.append(made("fused layer")(x))
+    nn_only = [FusedLayerNorm(WIDTH, bias=False)(x), made("fused layer").half()(x.half()).float()]
+    assert [output.dtype for output in outputs] == [low, low, low, wide]
+    assert torch.equal(outputs[3], made("layer", False)(x))
+    assert torch.equal(nn_only[0], F.layer_norm(x, (WIDTH,)))
+    assert sys.modules["apex.normalization.fused_layer_norm"].calls == [
+        ("layer affine", low, low, (WIDTH,)),
+        ("layer", low, (WIDTH,)),
+        ("rms affine", low, low, (WIDTH,), eps),
+        ("layer affine", wide, wide, (WIDTH,)),
+        ("layer affine", torch.float16, torch.float16, (WIDTH,)),  # a bias is missing before: torch's own
+    ]
+
+
+def test_an_apex_that_does_not_load_is_said_so_once(apex):
+    (apex / "fused_layer_norm_cuda.py").write_text("raise ImportError('undefined symbol')\n")
+    x, _ = samples("layer")
+    with pytest.warns(UserWarning, match=r"Apex is installed but does not load \(undefined symbol\)"):
+        output = made("fused layer")(x)
+    assert torch.equal(output, made("layer", False)(x))
+    made("fused layer")(x)
+
+
+def test_pypis_apex_changes_nothing(apex):
+    (apex / "apex/normalization/__init__.py").unlink()
+    (apex / "apex/normalization/fused_layer_norm.py").unlink()
+    (apex / "apex/__init__.py").write_text("raise ImportError('pyramid')\n")
+    x, _ = samples("layer")
+    assert torch.equal(made("fused layer")(x), made("layer", False)(x))
+
+
+# ------------------------------------------------------------------------------------------------------- the surgery
+
+
+class Described(nn.LayerNorm):
+    """A subclass with everything but a forward."""
+
+    def __init__(self, width, note):
+        super().__init__(width)
+        self.note = note
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, note={self.note}"
+
+
+class Shifted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Mixed(nn.Module):
+    """Norms in many places; ``again`` and ``first`` are one module, ``tied`` has the weight of ``first``."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width, eps=1e-3), Described(width, "mine"))
+        self.again = self.first
+        self.tied = nn.LayerNorm(width)
+        self.tied.weight = self.first.weight
+        self.shifted = Shifted(width)
+        self.patched = nn.LayerNorm(width)
+        self.patched.forward = lambda x: x * 2
+        self.group = nn.GroupNorm(2, width)
+        self.rms = nn.RMSNorm(width)
+
+    def forward(self, x):
+        x = self.again(self.inner(self.first(x)))
+        return self.rms(self.group(self.patched(self.shifted(self.tied(x))).mT).mT)
+
+
+def test_surgery_keeps_all_that_a_norm_is():
+    torch.manual_seed(0)
+    model = Mixed()
+    model.inner[1].to(torch.bfloat16)
+    model.inner[1].bias.requires_grad_(False)
+    model.tied.eval()
+    seen = []
+    model.first.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    model.first.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.inner.parameters()), "lr": 0.1}, {"params": [model.first.weight, model.first.bias]}]
+    )
+    model.first.weight.grad = torch.ones(8)
+    optimizer.step()
+    before = {
+        "modules": dict(model.named_modules(remove_duplicate=False)),
+        "parameters": dict(model.named_parameters(remove_duplicate=False)),
+        "state": copy.deepcopy(model.state_dict()),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "modes": [module.training for module in model.modules()],
+    }
+    x = torch.randn(2, 3, 8)
+    model.inner[1].float()
+    expected = model(x)
+
+    assert functional.apply_low_precision_layernorm(model, optimizers=optimizer) == 4
+    assert {name: type(module) for name, module in model.named_modules(remove_duplicate=False)} == {
+        "": Mixed,
+        "first": LPLayerNorm,
+        "again": LPLayerNorm,
+        "inner": nn.Sequential,
+        "inner.0": nn.Linear,
+        "inner.1": LPLayerNorm,
+        "inner.2": type(model.inner[2]),
+        "tied": LPLayerNorm,
+        "shifted": Shifted,
+        "patched": nn.LayerNorm,
+        "group": nn.GroupNorm,
+        "rms": nn.RMSNorm,
+    }
+    # Everything is the object that it was, so that ties, optimizers, hooks and references hold.
+    for what, found in (
+        ("modules", model.named_modules(remove_duplicate=False)),
+        ("parameters", model.named_parameters(remove_duplicate=False)),
+    ):
+        found = dict(found)
+        assert list(found) == list(before[what])
+        assert all(found[name] is value for name, value in before[what].items())
+    assert model.again is model.first
+    assert model.tied.weight is model.first.weight
+    assert not model.inner[1].bias.requires_grad
+    assert [module.training for module in model.modules()] == before["modes"]
+    assert all(torch.equal(value, before["state"][name]) for name, value in model.state_dict().items())
+    assert optimizer.state_dict()["param_groups"] == before["optimizer"]["param_groups"]
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], before["optimizer"]["state"][6]["exp_avg"])
+    assert torch.equal(model(x), expected)
+    assert functional.apply_low_precision_groupnorm(model) == 1
+    assert functional.apply_low_precision_rmsnorm(model) == 1
+    assert (type(model.group), type(model.rms)) == (LPGroupNorm, LPRMSNorm)
+    assert torch.equal(model(x), expected)
+    seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x).float().sum().backward()
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.float32]  # the hook twice, since it has two names
+    moved = model.first.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.first.weight, moved)
+
+
+def test_surgery_keeps_the_dtype():
+    model = nn.Sequential(nn.LayerNorm(8, dtype=torch.bfloat16))
+    functional.apply_fused_layernorm(model)
+    assert model[0].weight.dtype is torch.bfloat16
+    assert model(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_a_subclass_without_a_forward_stays_one():
+    model = Mixed()
+    functional.apply_low_precision_layernorm(model)
+    norm = model.inner[2]
+    assert isinstance(norm, LPLayerNorm)
+    assert isinstance(norm, Described)
+    assert type(norm).__name__ == "LPDescribed"
+    assert repr(norm) == "LPDescribed((8,), eps=1e-05, elementwise_affine=True, bias=True, note=mine)"
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    x = torch.randn(2, 8)
+    for other in (
+        copy.deepcopy(norm),
+        copy.copy(norm),
+        pickle.loads(pickle.dumps(norm)),
+        torch.load(file, weights_only=False),
+    ):
+        assert type(other) is type(norm)
+        assert other.note == "mine"
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert torch.equal(other(x), norm(x))
+            assert other(x).dtype is torch.float16
+    another = nn.Sequential(Described(8, "other"))
+    functional.apply_low_precision_layernorm(another)
+    assert type(another[0]) is type(norm)
+
+
+def test_a_parametrized_norm_stays_parametrized():
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = nn.Sequential(nn.LayerNorm(8))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    x = torch.randn(2, 8)
+    expected = model(x)
+    assert functional.apply_low_precision_layernorm(model) == 1
+    assert torch.equal(model(x), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).dtype is torch.bfloat16
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is LPLayerNorm
+
+
+def test_a_model_that_is_a_norm():
+    model = nn.LayerNorm(4)
+    assert functional.apply_fused_layernorm(model, torch.optim.SGD(model.parameters())) == 1
+    assert type(model) is FusedLayerNorm
+
+
+@pytest.mark.parametrize("precision", [None, "amp", "amp_fp16", "bf16", "amp_bf16", "16-mixed", "bf16-mixed", 16])
+def test_precisions_with_an_effect(precision):
+    model = Mixed()
+    assert functional.apply_low_precision_layernorm(model, precision=precision) == 4
+    assert functional.apply_low_precision_layernorm(model, precision) == 0  # all done, which is no mistake
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp32", "fp16", "amp_fp8", "32-true", "16-naive", "bf16-naive", paramp.Precision.parse("16-naive")]
+)
+def test_precisions_without_an_effect_are_said_to_have_none(precision):
+    model = Mixed()
+    before = [type(module) for module in model.modules()]
+    name = getattr(precision, "name", precision)
+    for apply in (functional.apply_low_precision_layernorm, functional.apply_low_precision_groupnorm):
+        with pytest.warns(norms.NoEffectWarning, match=f"has no effect in precision '{name}'") as caught:
+            assert apply(model, precision) == 0
+    assert len(caught) == 1
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_precision_that_is_not_known():
+    with pytest.raises(paramp.ConfigError, match=r"precision: got 'amp_fp17', expected one of .*or one of fp16, fp8"):
+        functional.apply_low_precision_rmsnorm(Mixed(), "amp_fp17")
+
+
+@pytest.mark.parametrize(
+    ("apply", "kind"),
+    [
+        (functional.apply_low_precision_layernorm, "LayerNorm"),
+        (functional.apply_low_precision_groupnorm, "GroupNorm"),
+        (functional.apply_low_precision_rmsnorm, "RMSNorm"),
+        (functional.apply_fused_layernorm, "LayerNorm"),
+        (functional.apply_fused_rmsnorm, "RMSNorm"),
+    ],
+)
+def test_a_model_without_such_norms_is_named(apply, kind):
+    model = nn.Sequential(nn.Linear(2, 2), Shifted(2))
+    with pytest.warns(norms.NoEffectWarning, match=f"Sequential has no {kind} with torch's own forward"):
+        assert apply(model) == 0
+    assert type(model[1]) is Shifted
+
+
+def test_how_many_were_replaced_is_logged(caplog):
+    with caplog.at_level("INFO", logger="paramp.precision.norms"):
+        functional.apply_fused_layernorm(Mixed())
+    assert caplog.messages == ["Mixed: 4 x FusedLayerNorm instead of LayerNorm"]
+
+
+def test_wrapped_models_and_what_is_no_optimizer_are_refused():
+    with paramp.launch_from_torch():
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.LayerNorm(4)))
+        with pytest.raises(TypeError, match=r"the model is wrapped in DistributedDataParallel.*before it is wrapped"):
+            functional.apply_low_precision_layernorm(wrapped)
+        inside = nn.Sequential(nn.LayerNorm(4), wrapped)
+        with pytest.raises(TypeError, match="1 is wrapped in DistributedDataParallel"):
+            functional.apply_fused_layernorm(inside)
+        assert type(inside[0]) is nn.LayerNorm
+    fsdp = nn.Sequential(nn.GroupNorm(2, 4))
+    fsdp.__class__ = FullyShardedDataParallel  # wrapping for real wants a GPU
+    with pytest.raises(TypeError, match="FullyShardedDataParallel"):
+        functional.apply_low_precision_groupnorm(fsdp)
+    with pytest.raises(TypeError, match="model: got str"):
+        functional.apply_low_precision_layernorm("model")
+    model = nn.LayerNorm(4)
+    with pytest.raises(TypeError, match="optimizers: got Parameter"):
+        functional.apply_low_precision_layernorm(model, optimizers=list(model.parameters()))
+    optimizers = [torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])]
+    assert functional.apply_low_precision_layernorm(model, optimizers=optimizers) == 1
+
+
+def test_a_traced_model_is_cut_in_the_same_places():
+    for num_stages in (2, 12):  # of more stages than modules all that can be opened is
+        plain, changed = build(UNet), build(UNet)
+        assert functional.apply_low_precision_layernorm(changed) == 1
+        cuts = [TracedCut(model, num_stages, None) for model in (plain, changed)]
+        assert [name for name, _ in cuts[0].units] == [name for name, _ in cuts[1].units]
+        assert cuts[0].opened == cuts[1].opened
+
+
+# --------------------------------------------------------------------------------------------- under tensor parallelism
+
+SURGERIES = {
+    "low": (functional.apply_low_precision_layernorm, nn.LayerNorm),
+    "low rms": (functional.apply_low_precision_rmsnorm, nn.RMSNorm),
+    "fused": (functional.apply_fused_layernorm, nn.LayerNorm),
+    "fused rms": (functional.apply_fused_rmsnorm, nn.RMSNorm),
+}
+
+
+@pytest.mark.parametrize("style", ["sequence", "partial_gradient", "replicated"])
+@pytest.mark.parametrize("name", SURGERIES)
+@on_ranks(2, cuda=True)
+def test_shards_of_a_sequence_before_and_after_the_plan(world, name, style):
+    """The collectives of the plain norm, which has none, and the numbers of the whole norm in one process."""
+    apply, kind = SURGERIES[name]
+    mesh = init_device_mesh(world.device, (2,), mesh_dim_names=("tp",))
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(4, 6, 16, generator=generator).to(world.device) for _ in range(2))
+    low, gradient = x.bfloat16(), gradient.bfloat16()
+
+    def build():
+        model = nn.Sequential(kind(16))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.linspace(0.5, 1.5, 16).bfloat16())
+        return model.to(world.device)
+
+    def shard(tensor):
+        return tensor if style == "replicated" else tensor.chunk(2, 1)[world.rank]
+
+    def run(order):
+        model = build()
+        for what in order:
+            if what == "plan" and style != "replicated":
+                apply_plan(model, {"0": STYLES[style]()}, mesh)
+            elif what == "surgery":
+                assert apply(model) == 1
+        part = shard(x).clone().requires_grad_()
+        with CommDebugMode() as collectives, torch.autocast(world.device, dtype=torch.bfloat16):
+            output = model(part)
+            output.backward(shard(gradient).to(output.dtype))
+        found = model[0].weight.grad
+        assert found.dtype is torch.float32
+        if style != "replicated":
+            assert found.placements == (Partial(),)
+            assert isinstance(model[0].weight, DTensor)
+            found = found.full_tensor()
+        return output, part.grad, found, collectives.get_total_counts()
+
+    *_, count = run(["plan"])
+    reference = build().double()
+    exact_x = low.double().requires_grad_()
+    exact = reference(exact_x)
+    exact.backward(gradient.double())
+    for order in (["surgery", "plan"], ["plan", "surgery"]):
+        output, input_gradient, weight_gradient, own_count = run(order)
+        assert own_count == count == 0
+        assert output.dtype is torch.bfloat16
+        for value, expected in (
+            (output, shard(exact)),
+            (input_gradient, shard(exact_x.grad)),
+            (weight_gradient, reference[0].weight.grad),
+        ):
+            # each rank's part of a summed gradient is rounded
+            assert ((value.double() - expected).abs() <= 2 * ulp(torch.bfloat16, expected.abs().max())).all()
+
+
+class Half(nn.Module):
+    """What a low-precision layer norm is to compute, written out."""
+
+    def __init__(self, norm, dtype):
+        super().__init__()
+        self.weight, self.bias, self.dtype = norm.weight, norm.bias, dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x, weight, bias = (value.to(self.dtype).float() for value in (x, self.weight, self.bias))
+            mean = x.mean(-1, keepdim=True)
+            variance = (x - mean).square().mean(-1, keepdim=True)
+            return ((x - mean) * torch.rsqrt(variance + 1e-5) * weight + bias).to(self.dtype)
+
+
+ENGINE_STEPS = 4
+
+
+def one_process():
+    """The same training by hand: losses, and how far each weight has gone."""
+    model = small_gpt()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.LayerNorm):
+                setattr(module, name, Half(child, torch.float16))
+    losses = []
+    for x, y in batches(ENGINE_STEPS):
+        optimizer.zero_grad()
+        with emulate_fp16():
+            with torch.autocast("cpu", dtype=torch.float16):
+                logits = model(x)
+            loss = model.loss(logits.float(), y)
+            (loss * 2.0**10).backward()
+        for parameter in model.parameters():
+            parameter.grad /= 2.0**10
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value - start[name] for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_training_on_shards_of_the_sequence_in_fp16(world, when):
+    """As an algorithm of ``initialize``, and put in once the model is sharded, with the optimizer made beforehand."""
+    given = [algorithms.LowPrecisionLayerNorm()] if when == "before" else []
+    config = {"parallel": {"tensor": 2, "sequence_parallel": True}, "fp16": {"mode": "torch", "init_scale": 2.0**10}}
+    with paramp.launch_from_torch(config) as context:
+        model = small_gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine, *_ = paramp.initialize(model, optimizer, paramp.models.GPT.loss, algorithms=given)
+        if when == "after":
+            assert functional.apply_low_precision_layernorm(engine.module, context.config.precision) == 9
+        dtypes = set()
+        for module in engine.module.modules():
+            if isinstance(module, nn.LayerNorm):
+                assert type(module) is LPLayerNorm
+                module.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+        start = engine.full_state_dict()
+        losses = []
+        for x, y in batches(ENGINE_STEPS):
+            losses.append(engine.forward_backward(x, y).item())
+            assert engine.step().stepped
+            engine.zero_grad()
+        ways = {name: value - start[name] for name, value in engine.full_state_dict().items()}
+    assert dtypes == {torch.float16}
+    expected_losses, expected_ways = one_process()
+    assert losses == pytest.approx(expected_losses, rel=0.25 * 2.0**-11)
+    for name, expected in expected_ways.items():
+        assert (ways[name] - expected).norm() <= 24 * 2.0**-11 * expected.norm(), name  # as in test_parity
+
+
+@on_ranks(2)
+def test_fused_norms_as_an_algorithm_with_a_pipeline(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "precision": "bf16-mixed"}) as context:
+        model = small_gpt()
+        engine, *_ = paramp.initialize(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            paramp.models.GPT.loss,
+            algorithms=[algorithms.FusedLayerNorm()],
+        )
+        kinds = {type(module) for module in engine.module.modules() if isinstance(module, nn.LayerNorm)}
+        assert kinds == {FusedLayerNorm}
+        x, y = next(batches(1))
+        engine.forward_backward(x, y)
+        assert engine.step().stepped
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            algorithms.LowPrecisionGroupNorm().apply(model, context.config.precision)
+        assert ["GPT has no GroupNorm" in str(warning.message) for warning in caught] == [True]
+
+
+def test_algorithms_take_the_mode_that_is_trained_in():
+    for algorithm, kind in (
+        (algorithms.LowPrecisionLayerNorm(), LPLayerNorm),
+        (algorithms.LowPrecisionGroupNorm(), LPGroupNorm),
+        (algorithms.LowPrecisionRMSNorm(), LPRMSNorm),
+    ):
+        model = Mixed()
+        with pytest.warns(norms.NoEffectWarning, match="has no effect in precision '32-true'"):
+            assert algorithm.apply(model, paramp.Precision.parse("32-true")) == 0
+        assert algorithm.apply(model, paramp.Precision.parse("amp_bf16")) > 0
+        assert any(type(module) is kind for module in model.modules())
+    for algorithm, kind in ((algorithms.FusedLayerNorm(), FusedLayerNorm), (algorithms.FusedRMSNorm(), FusedRMSNorm)):
+        model = Mixed()
+        assert algorithm.apply(model, paramp.Precision.parse("32-true")) > 0
+        assert any(type(module) is kind for module in model.modules())
+
+
+def test_the_names_are_where_composers_scripts_look_for_them():
+    assert isinstance(paramp.functional, types.ModuleType)
+    assert paramp.functional.apply_low_precision_layernorm is functional.apply_low_precision_layernorm
+    assert paramp.nn.LPGroupNorm is LPGroupNorm
+    assert paramp.algorithms.LowPrecisionGroupNorm is algorithms.LowPrecisionGroupNorm

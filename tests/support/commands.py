@@ -1,0 +1,79 @@
+"""Running the project's commands as a user does, each with a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paramp.distributed.rendezvous import free_port
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("OMPI_", "PMI", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+
+
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """What a command runs in: no launcher's variables but those given."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    return inherited | {"OMP_NUM_THREADS": "1"} | variables
+
+
+@contextmanager
+def start(command: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs beside the test, and is ended with it."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(variables), start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def run(
+    command: list[str], *, timeout: float = 120.0, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its workers, which would wait for each other for good
+        try:
+            output, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate()
+        raise AssertionError(f"{command} took more than {timeout:g} s\n{output}\n{errors}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def torchrun(processes: int, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return run(
+        [*TORCHRUN, "--nproc-per-node", str(processes), "--master-port", str(free_port()), *arguments], **options
+    )
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, *arguments], **options)

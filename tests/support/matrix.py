@@ -1,0 +1,56 @@
+"""The cells of the support matrix, and its table in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paramp.precision.policy import PRESETS, Precision
+
+README = Path(__file__).parents[2] / "README.md"
+
+LAYOUTS = {
+    "1": (1, {}),
+    "dp2": (2, {"data": 2}),
+    "tp2": (2, {"tensor": 2}),
+    "tp2 + sp": (2, {"tensor": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
+    "dp2·tp2": (4, {"data": 2, "tensor": 2}),
+    "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
+    "dp2 + zero1": (2, {"data": 2, "zero": 1}),
+    "pp2·dp2·tp2": (8, {"pipeline": 2, "data": 2, "tensor": 2}),
+}
+"""Name -> ranks, and the configuration's ``parallel``."""
+
+MODES = list(PRESETS)
+
+
+def from_small_scale(mode: str) -> Precision:
+    """The mode, its loss scaling starting from 2**10: from 2**16 or 2**32 a short run would skip most of its steps."""
+    precision = Precision.parse(mode)
+    scaling = precision.scaling
+    if scaling is None or scaling.min_scale == scaling.max_scale is not None:
+        return precision
+    return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
+
+
+SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
+"""In which every schedule of a pipeline is compared."""
+
+
+def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tuple[str, str]]) -> str:
+    """The table in Markdown, with a mark where the cell, a row and a column, is in ``green``."""
+    lines = [[name, *columns], ["---", *(":-:" for _ in columns)]]
+    lines += [[f"`{row}`", *("✓" if (row, column) in green else "✗" for column in columns)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def replace_table(text: str, name: str, new: str) -> str:
+    """``text``, the README's, with the table ``new`` between the two marks of ``name``."""
+    start, end = f"<!-- {name}: written by `make matrix` -->", f"<!-- /{name} -->"
+    before, _, rest = text.partition(start)
+    _, found, after = rest.partition(end)
+    assert found, f"the README has no place for the table {name!r}"
+    return f"{before}{start}\n\n{new}\n\n{end}{after}"

@@ -1,0 +1,153 @@
+"""What runs are compared with: a small GPT, its batches, a plain loop, and how far two runs of a mode may be apart."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import paramp
+from paramp.models import GPT, GPTConfig
+from paramp.precision.policy import Precision
+
+SMALL = GPTConfig(num_layers=4, num_heads=4, width=32, max_seq_len=16, vocab_size=120)
+
+
+def small_gpt(seed: int = 7, **changes: object) -> GPT:
+    from dataclasses import replace
+
+    torch.manual_seed(seed)
+    model = GPT(replace(SMALL, **changes))
+    with torch.no_grad():  # norms and biases that do nothing would hide mistakes in their gradients
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def batches(count: int, size: int = 8, seed: int = 3, vocab: int = 120, length: int = 16):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        tokens = torch.randint(0, vocab, (size, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rank_slice(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size)[rank]
+
+
+def plain_fp32_training(steps: int, num_layers: int = 4, lr: float = 1e-3, clip: float | None = 1.0):
+    """Losses and final weights of an ordinary torch loop, without any paramp."""
+    model = small_gpt(num_layers=num_layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        logits = model(x)
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# --------------------------------------------------------------------------------------- a mode against itself
+#
+# A mode on several ranks is compared with the same mode in one process. Both round to the mode's dtype, at other
+# places and in another order. Each gradient then differs by a few units of the dtype's rounding error (2**-11 for
+# fp16, 2**-8 for bf16), and so does the way that each weight has gone. SGD makes the test sharp: Adam would hide a
+# gradient of half the size.
+
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+FLOAT8_ROUNDING = 2.0**-4
+"""Of e4m3. Tensors are rounded with a scale for their largest element, which a part of a batch does not have, so that
+runs on several ranks round otherwise in every element."""
+UNITS_WEIGHTS = 32
+"""Allowed relative distance of a weight's way, in rounding errors: 1.6 % for fp16, 12.5 % for bf16. 3 to 6 units are
+measured where weights or masters are in fp32, up to 26 where the weights themselves are rounded at each step, and 25 in
+fp32 and fp64, where nothing but the order of sums differs."""
+UNITS_WEIGHTS_FLOAT8 = 6
+"""The same where linear layers multiply in float8: up to 5 are measured, and 6.8 where a gradient was halved."""
+UNITS_LOSS = 0.25
+"""Of a loss, in reduced precision; it is an average over many tokens. In fp32 and fp64 UNITS_WEIGHTS goes for it."""
+
+
+def rounding(precision) -> float:
+    """The rounding error of the lowest dtype in a mode's matrix products."""
+    mode = Precision.parse(precision)
+    return ROUNDING[mode.compute] if mode.float8 is None else FLOAT8_ROUNDING
+
+
+def allowed_units(precision) -> float:
+    return UNITS_WEIGHTS if Precision.parse(precision).float8 is None else UNITS_WEIGHTS_FLOAT8
+
+
+def train_engine(
+    context, build, loss, steps, *, lr=0.1, length=16, overflow_at=None, halve_on_rank=None, optimizer=None
+):
+    """Losses of ``steps`` steps of the model that ``build`` makes, and how far each weight has gone.
+
+    At the step ``overflow_at`` one gradient of the last rank is infinite.
+    """
+    model = build()
+    optimizer = optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    engine, *_ = paramp.initialize(model, optimizer(model.parameters()), loss)
+    losses = []
+    for step, (x, y) in enumerate(batches(steps, length=length)):
+        x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
+        losses.append(engine.forward_backward(x, y).item())
+        gradients = [parameter.grad for _, parameter in engine.named_parameters()]
+        if context.rank == halve_on_rank:
+            for gradient in gradients:
+                gradient.mul_(0.5)
+        if step == overflow_at and context.rank == context.world_size - 1:
+            local(gradients[0]).view(-1)[0] = float("inf")
+        result = engine.step()
+        assert (result.stepped, result.overflow) == (step != overflow_at, step == overflow_at), (step, result)
+        engine.zero_grad()
+    assert engine.num_skipped == (overflow_at is not None)
+    return losses, {name: value - start[name] for name, value in engine.full_state_dict().items()}
+
+
+def train_mode(build, loss, steps, precision, parallel, *, halve_on_rank=None, **options):
+    """:func:`train_engine` in a context of its own."""
+    config = {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}
+    with paramp.launch_from_torch(config, **options) as context:
+        return train_engine(context, build, loss, steps, halve_on_rank=halve_on_rank)
+
+
+def units_apart(actual, expected, precision):
+    """The largest relative distance of a weight's way, in rounding errors of the mode's dtype."""
+    ways = [((actual[1][name] - way).norm() / way.norm()).item() for name, way in expected[1].items()]
+    return max(ways) / rounding(precision)
+
+
+def assert_losses_follow(actual, expected, precision):
+    """Losses are reported in fp32 whatever the mode, so they are not counted in anything smaller."""
+    unit = max(rounding(precision), ROUNDING[torch.float32])
+    allowed = UNITS_LOSS if unit > ROUNDING[torch.float32] else UNITS_WEIGHTS
+    apart = max(abs(a - b) / b for a, b in zip(actual, expected, strict=True)) / unit
+    assert apart <= allowed, f"losses {apart:.2f} units apart, allowed {allowed}"
+
+
+def assert_follows(actual, expected, precision):
+    """``actual`` is within the tolerance of ``expected``, each as :func:`train_engine` returns it."""
+    assert_losses_follow(actual[0], expected[0], precision)
+    way = units_apart(actual, expected, precision)
+    allowed = allowed_units(precision)
+    assert way <= allowed, f"weights {way:.2f} units apart, allowed {allowed}"
+
+
+def assert_strays(actual, expected, precision):
+    """``actual`` is beyond the tolerance (by far, where rounding is finer than float8's): a mistake would be seen."""
+    way = units_apart(actual, expected, precision)
+    least = allowed_units(precision) * (1 if Precision.parse(precision).float8 else 2)
+    assert way > least, f"weights only {way:.2f} units apart, expected more than {least}"

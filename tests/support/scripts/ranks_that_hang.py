@@ -1,0 +1,149 @@
+"""Three ranks for each case named, all at once: one of them stops, fails or waits. What they say goes to a folder.
+
+Started as ``ranks_that_hang.py FOLDER CASE...``. The ranks of a case write to ``FOLDER/CASE.RANK``; the exit codes,
+None for a rank that was stopped, go to ``FOLDER/codes.json``. Ranks are forked, so that torch is imported only once.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import paramp
+from paramp.distributed.rendezvous import free_port
+
+SIZE = 3
+PIPELINE = {"pipeline": {"size": 3, "microbatches": 4}}
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def after(count, function):
+    """A hook that calls ``function`` the ``count``-th time."""
+    calls = iter(range(1, 100))
+
+    def hook(*_):
+        if next(calls) == count:
+            function()
+
+    return hook
+
+
+def train(context, arm):
+    """Two steps; ``arm`` is called with the engine before the second."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+    for step in (1, 2):
+        if step == 2:
+            arm(engine)
+        engine.forward_backward(torch.ones(8, 4), torch.ones(8, 4))
+        engine.step()
+        engine.zero_grad()
+
+
+def layer(engine):
+    return next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
+
+
+def forward(context):
+    train(context, lambda engine: context.rank == 2 and layer(engine).register_forward_hook(after(3, stop)))
+
+
+def backward(context):
+    train(context, lambda engine: context.rank == 1 and layer(engine).weight.register_hook(after(2, stop)))
+
+
+def step(context):
+    train(context, lambda engine: context.rank == 2 and engine.before_step(stop))
+
+
+def checkpoint(context):
+    with context.phase("checkpoint"):
+        if context.rank == 1:
+            stop()
+        dist.barrier()
+
+
+def host(context):
+    train(context, lambda engine: context.rank == 0 and layer(engine).register_forward_hook(after(1, stop)))
+
+
+def failure(context):
+    """Rank 1 fails; rank 0 does not notice by itself, as in a collective of NCCL's."""
+    if context.rank == 1:
+        raise ValueError("disk on fire")
+    if context.rank == 0:
+        time.sleep(60)
+    dist.barrier()
+
+
+def wait(context):
+    """Nobody gets on for a while, and then all is well."""
+    with context.phase("step"):
+        if context.rank == 2:
+            with context.phase("data"):
+                time.sleep(5)
+        dist.barrier()
+
+
+def leave(context):
+    """Rank 0 leaves first, with the store that it hosts."""
+    if context.rank > 0:
+        time.sleep(6)
+
+
+LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE}
+
+
+def run(case, rank, port, folder):
+    """The life of one rank."""
+    output = os.open(folder / f"{case}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    config = {"hang_timeout": 3.0, "parallel": LAYOUTS.get(case, {})}
+    try:
+        with paramp.launch_from_torch(config, device="cpu") as context:
+            globals()[case](context)
+        code = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        code = 1
+    os._exit(code)
+
+
+def main():
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    ranks = {}
+    for case in cases:
+        port = free_port()
+        for rank in range(SIZE):
+            process = os.fork()
+            if not process:
+                run(case, rank, port, folder)
+            ranks[process] = case, rank
+    codes = {case: [None] * SIZE for case in cases}
+    stopped = set()
+    while len(stopped) < len(ranks):
+        process, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped.add(process)
+        else:
+            case, rank = ranks.pop(process)
+            codes[case][rank] = os.waitstatus_to_exitcode(status)
+    for process in stopped:
+        os.kill(process, signal.SIGKILL)
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs whose ranks are killed from outside: finding the processes of a launcher's ranks, and ending one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from commands import ROOT, TORCHRUN, environment
+
+from paramp.checkpoint.dcp_storage import read_header_of, read_tensor
+from paramp.distributed.rendezvous import free_port
+
+FULL = bool(os.environ.get("PARAMP_FULL"))
+"""Whether all is to be tried that ``make chaos`` tries."""
+TINY = [
+    *("launch/train.py", "--batch-size", "8", "--seq-len", "32", "--precision", "16-mixed"),
+    *("--set", "train.eval_sequences=8", "--set", "train.eval_every=10000", "--resume", "auto"),
+]
+
+
+class Run:
+    """A command in a session of its own, its output in a file, that a test watches and disturbs."""
+
+    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(variables),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the processes that are there now."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            try:
+                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            rank = next((entry for entry in entries if entry.startswith(b"RANK=")), b"")
+            if rank:
+                found[int(rank[5:])] = pid
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90.0, pause: float = 0.01) -> bool:
+        """Whether ``condition`` came true before the run ended or ``seconds`` passed."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if condition():
+                return True
+            time.sleep(pause)
+        return condition()
+
+    def kill(self, rank: int) -> bool:
+        """End one rank at once. False if it is not there."""
+        pid = self.ranks().get(rank)
+        try:
+            os.kill(pid or 0, signal.SIGKILL) if pid else None
+        except ProcessLookupError:
+            return False
+        return pid is not None
+
+    def finish(self, seconds: float = 150.0) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"the run did not end in {seconds:g} s:\n{self.log.read_text()}") from None
+
+    def end(self) -> None:
+        """End everything that is still there."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that ``pid`` has started, and those that they have."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
+def torchrun_command(processes: int, *arguments: str, restarts: int = 0) -> list[str]:
+    return [
+        *TORCHRUN,
+        *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
+        *("--master-port", str(free_port()), *arguments),
+    ]
+
+
+def weights_at(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint but the default random streams, which hold Python's own."""
+    header = read_header_of(checkpoint)
+    return {
+        name: read_tensor(checkpoint, header, name).numpy().tobytes()
+        for name in header.tensors
+        if not name.startswith("random.rank.")
+    }

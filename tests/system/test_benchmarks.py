@@ -1,0 +1,341 @@
+"""The benchmarks run; what they measure is not tested."""
+
+import importlib
+import json
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import ROOT, run
+from pool import on_ranks
+
+import paramp
+from paramp.config.schedules import SCHEDULES
+from paramp.models import GPTConfig, ViT
+from paramp.precision.policy import PRESETS
+
+CPU = torch.device("cpu")
+
+
+def benchmark(name):
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
+
+
+def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    main = runpy.run_path(str(ROOT / "benchmarks/amp_table.py"))["main"]
+    path = tmp_path / "table.json"
+    main(["--batch-size", "2", "--rounds", "1", "--device", "cpu", "--json", str(path)])
+    result = json.loads(path.read_text())
+    rows = {row["row"]: row for row in result["rows"]}
+    printed = capsys.readouterr().out
+    for name in (*rows, *result["cannot_run"]):
+        assert name in printed
+    assert {row["mode"] for row in result["rows"]} | {"O1"} >= set(PRESETS) - {
+        name.split("(")[-1].rstrip(")") for name in result["cannot_run"]
+    }
+    documented = ["FP32 training", "AMP_TYPE.TORCH", "AMP_TYPE.NAIVE", "AMP_TYPE.APEX O1"]
+    assert all(any(row.startswith(name) for row in rows) for name in documented)
+    assert {"plain torch, fp32", "plain torch, autocast fp16", "plain torch, autocast bf16"} <= rows.keys()
+    # AdamW: weights, gradients and two moments of 4 bytes, or weights and gradients of 2 and 12 bytes of masters
+    full, naive = (rows[name]["memory_bytes"] for name in ("FP32 training (32-true)", "AMP_TYPE.NAIVE (16-naive)"))
+    num_parameters = sum(parameter.numel() for parameter in ViT.preset("tiny").parameters())
+    assert full > 16 * num_parameters
+    assert naive > 16 * num_parameters
+    # beside half of everything, the block that is being stepped in fp32, which is all of so small a model
+    assert rows["16-true"]["memory_bytes"] < full / 1.8 + 16 * num_parameters
+
+
+def amp_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return runpy.run_path(str(ROOT / "benchmarks/amp_table.py"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "16-mixd"], "got '16-mixd', expected one of 32-true, 64-true, "),
+        (["--modes", "16-mixd"], "(did you mean '16-mixed'?)"),
+        (["--rounds", "0"], "--rounds: got 0, expected 1 or more"),
+        (["--batch-size", "0"], "--batch-size: got 0, expected 1 or more"),
+        (["--image-size", "0"], "--image-size: got 0, expected 1 or more"),
+        (["--image-size", "9"], "image_size: got 9, expected a multiple of patch_size 2"),
+        (["--json", "no/such/table.json"], "--json: no folder 'no/such'; make it first"),
+        (["--json", "."], "--json: '.' is a folder, expected a file"),
+        (["--preset", "tny"], "(did you mean 'tiny'?)"),
+    ],
+)
+def test_what_the_table_refuses_before_it_runs_anything(arguments, message, monkeypatch, capsys):
+    table = amp_table(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        table["main"](arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_takes_aliases_and_the_size_of_images(monkeypatch, tmp_path):
+    table = amp_table(monkeypatch)
+    path = tmp_path / "table.json"
+    options = ["--rounds", "1", "--batch-size", "2", "--device", "cpu", "--json", str(path)]
+    table["main"]([*options, "--modes", "fp32", "O1", "--image-size", "4"])
+    result = json.loads(path.read_text())
+    assert result["model"] == "vit tiny, 4 x 4"
+    assert {row["mode"] for row in result["rows"] if "plain" not in row["row"]} == {"32-true", "O1"}
+
+
+def test_a_table_without_a_row_says_why_once(monkeypatch):
+    table = amp_table(monkeypatch)
+    with pytest.raises(SystemExit, match=r"^no row can run:\nConfigError: .*\nsomething else$") as ended:
+        table["main"].__globals__["run"](
+            {"a": ("nonsense", print), "b": ("nonsense", print), "c": ("32-true", "something else")},
+            {},
+            lambda: ViT.preset("tiny"),
+            (2, 1, 8, 8),
+            10,
+            1,
+            "cpu",
+        )
+    assert str(ended.value).count("nonsense") == 1
+
+
+def test_a_layout_runs_in_processes_of_its_own(tmp_path):
+    path = tmp_path / "table.json"
+    options = ["--modes", "fp32", "--rounds", "1", "--batch-size", "2", "--device", "cpu", "--json", str(path)]
+    done = run([sys.executable, "benchmarks/amp_table.py", "--layouts", "1", *options])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["layouts"]["1"]["rows"]
+    assert {"plain torch, fp32", "FP32 training (32-true)"} <= {row["row"] for row in rows}
+    assert "samples/s by layout" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "tp"], "got 'tp', expected 1, or such as tp2, dp4 or pp2·tp2"),
+        (["--layouts", "tp2·tp2"], "got 'tp2·tp2', expected 1"),
+        (["--layouts", "tp2", "--tensor", "2"], "leave torchrun, --tensor and --pipeline out"),
+        (["--tensor", "2"], "--tensor 2 --pipeline 1: got a world of 1, expected a multiple of 2"),
+        (["--layouts", "1", "dp3"], "expected a multiple of the 3 data ranks x 1 microbatches of layout dp3"),
+    ],
+)
+def test_layouts_that_the_table_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark("amp_table").main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_layouts_are_written_as_they_are_read():
+    layout = benchmark("common").Layout
+    assert layout.parse("tp2xpp4") == layout(pp=4, tp=2)
+    assert [str(layout.parse(text)) for text in ("1", "dp2", "tp2·pp4")] == ["1", "dp2", "pp4·tp2"]
+
+
+def test_everyone_runs_once_a_round_and_is_prepared_before():
+    common = benchmark("common")
+    happened = []
+    turns = {
+        name: common.Turn(lambda name=name: happened.append(name), lambda number, name=name: happened.append(number))
+        for name in "ab"
+    }
+    seconds = common.take_turns(turns, 2, CPU, warm_up=1)
+    assert happened == [0, "a", 0, "b", 1, "b", 1, "a", 2, "a", 2, "b"]
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_memory_counts_what_stays_and_what_an_operation_needs_inside():
+    with benchmark("common").watch_memory(CPU) as memory:
+        kept = torch.ones(1000)
+        temporary = torch.ones(3000)
+        del temporary
+        again = torch.ones(500)
+    assert memory.kept == 4 * (kept.numel() + again.numel())
+    assert memory.peak == 4 * 4000
+
+
+def test_host_reads_and_collectives_are_counted():
+    def read():
+        value = torch.ones(1)
+        value.item(), float(value), value.tolist(), bool(value > 0)
+        dist.all_reduce(value)
+
+    with paramp.launch_from_torch():
+        assert benchmark("step").count(read, CPU) == (1, 4)
+
+
+def test_the_step_has_a_row_or_a_reason_for_every_candidate(tmp_path, capsys):
+    step = benchmark("step")
+    path = tmp_path / "step.json"
+    step.main(["--parameters", "0.03M", "--tensors", "7", "--rounds", "1", "--device", "cpu", "--json", str(path)])
+    result = json.loads(path.read_text())
+    rows = {row["row"]: row for row in result["rows"]}
+    assert rows.keys() | result["cannot_run"].keys() == {row.name for row in step.ROWS}
+    assert {step.FULL, step.HALF, "paramp 16-mixed", "paramp 16-naive"} <= rows.keys()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*rows, *result["cannot_run"]))
+    # AdamW's weight, gradient and two moments of 4 bytes; or 2 + 2 + 4 + 8 and the masters' gradients
+    assert rows[step.FULL]["bytes_kept"] == pytest.approx(16, rel=0.01)
+    assert rows[step.HALF]["bytes_kept"] == pytest.approx(20, rel=0.01)
+    assert rows[step.FULL]["collectives"] == 0
+
+
+def test_every_step_is_the_same_step():
+    step = benchmark("step")
+    sizes = step.sizes_of(1000, 3)
+    sources = torch.randn(1000).mul_(step.SCALE * step.NORM / 1000**0.5).split(sizes)
+    weights = {}
+    for row in step.ROWS:
+        if row.name in (step.FULL, step.HALF, "paramp 16-mixed", "paramp 16-naive"):
+            with paramp.launch_from_torch(row.config, device=CPU):
+                candidate = row.make(sizes, CPU)
+                for sign in (1, -1, 1):
+                    candidate.fill([sign * source for source in sources])
+                    result = candidate.step()
+                module = candidate.engine.module if isinstance(candidate, step.Ours) else candidate.model
+                weights[row.name] = torch.cat([weight.detach().float() for weight in module.parameters()])
+                if isinstance(candidate, step.Ours):
+                    assert float(result.grad_norm) == pytest.approx(step.NORM, rel=0.1)
+    for row in step.ROWS:
+        if row.name in weights:
+            # Three steps of lr 1e-6; fp16 has steps of 6e-8 there.
+            assert weights[row.name].abs().max() > 5e-7
+            torch.testing.assert_close(weights[row.name], weights[row.baseline], rtol=1e-4, atol=1.2e-7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parameters", "ten"], "got 'ten', expected a whole number above 0, such as 100M"),
+        (["--parameters", "10", "--tensors", "11"], "--tensors: got 11, expected at most --parameters 10"),
+        (["--rounds", "0"], "--rounds: got 0, expected 1 or more"),
+    ],
+)
+def test_what_the_step_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark("step").main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab-size", "128", "--seq-len", "8", "--rounds", "1"]
+
+
+def test_the_loop_on_torch_trains_as_the_engine_does(tmp_path, monkeypatch):
+    overhead = benchmark("overhead")
+    path = tmp_path / "overhead.json"
+    overhead.main([*SMALL, "--device", "cpu", "--json", str(path)])
+    assert [row["mode"] for row in json.loads(path.read_text())["rows"]] == ["32-true", "bf16-mixed"]
+    monkeypatch.setattr(overhead, "_loss", lambda output, target: 1.01 * overhead.GPT.loss(output.float(), target))
+    with pytest.raises(SystemExit, match=r"32-true: the gradient's norm is .* directly, but .* in paramp"):
+        overhead.main([*SMALL, "--device", "cpu"])
+
+
+@on_ranks(2)
+def test_the_loop_on_torch_is_right_in_layouts(world):
+    overhead = benchmark("overhead")
+    shape = GPTConfig(num_layers=2, num_heads=2, width=32, max_seq_len=8, vocab_size=128, tied=False)
+    for layout in ({"tp": 2}, {"pp": 2}):
+        result = overhead.run(["32-true"], overhead.Layout(**layout), shape, 4, 8, 2, 1, "cpu")
+        assert (result is None) == (world.rank > 0)
+
+
+def test_what_the_whole_step_refuses_and_skips(tmp_path, monkeypatch, capsys):
+    overhead = benchmark("overhead")
+    for arguments, message in (
+        (["--tp", "2"], "got a world of 1, expected 2; start it with torchrun --standalone --nproc-per-node 2"),
+        (["--precision", "16-mixed"], "--precision: got '16-mixed', expected of 32-true, bf16-mixed"),
+        (["--layouts", "dp2"], "--layouts: got dp2, expected tp and pp only"),
+        (["--layouts", "pp2", "--batch-size", "3"], "--batch-size: got 3, expected a multiple of --microbatches 4"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            overhead.main(arguments)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    path = tmp_path / "skipped.json"
+    overhead.main(["--layouts", "pp64·tp64", "--device", "cpu", "--json", str(path)])
+    assert "pp64·tp64 does not run here: it has 4096 ranks" in json.loads(path.read_text())["cannot_run"]["pp64·tp64"]
+
+
+BUILD_TWO = """
+import json
+from scale import Layout, build
+print(json.dumps([build(world, world - 1, Layout(pp=2, tp=2), "16-mixed") for world in (8, 512)]))
+"""
+
+
+def test_a_rank_of_a_large_world_makes_the_same_collectives():
+    done = run([sys.executable, "-c", BUILD_TWO], PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout)
+    assert small["collectives"] == large["collectives"] > 0
+    assert small["groups"] < large["groups"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "dp2"], "--layouts: got dp2, but dp follows from the world; leave it out"),
+        (["--worlds", "6", "--layouts", "pp2·tp2"], "none of the worlds [6] is a multiple of pp2·tp2's 4"),
+        (["--precision", "16-mixd"], "(did you mean '16-mixed'?)"),
+    ],
+)
+def test_worlds_that_cannot_be(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark("scale").main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@on_ranks(2)
+def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table.json"
+        sizes = ["--rounds", "1", "--microbatches", "4", "--width", "32", "--seq-len", "8"]
+        benchmark("schedules").main([*sizes, "--json", str(path)])
+        if world.rank == 0:
+            rows = {row["schedule"]: row for row in json.loads(path.read_text())["rows"]}
+            assert list(rows) == list(SCHEDULES)
+            assert rows["1f1b"]["theoretical_bubble"] == pytest.approx(1 / 5)
+            assert all(0 <= row["least_bubble"] <= row["median_bubble"] < 1 for row in rows.values())
+
+
+@on_ranks(2)
+def test_comparing_replicas_is_held_against_a_step(world):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table.json"
+        sizes = ["--layers", "1", "--width", "12", "--seq-len", "4", "--batch-size", "1", "--rounds", "1"]
+        benchmark("replicas").main([*sizes, "--precision", "32-true", "--json", str(path)])
+        if world.rank == 0:
+            (row,) = json.loads(path.read_text())["rows"]
+            assert row["layout"] == "tensor 1 x data 2"
+            assert row["share"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
+
+
+def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    benchmark("checkpoints").main(["--tensors", "2", "--width", "8", "--rounds", "1", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert found["bytes"] == 2 * (3 * 64 * 4 + 4)
+    assert found["stall"] == pytest.approx(found["seconds"]["save, wait=False"] / found["seconds"]["copy"])
+    assert "torch.save" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds: got 0, expected 1 or more"),
+        (["--schedules", "zbw"], "invalid choice: 'zbw'"),
+        (["--json", "no/such/table.json"], "--json: no folder 'no/such'; make it first"),
+    ],
+)
+def test_what_the_table_of_schedules_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark("schedules").main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,415 @@
+"""Every schedule of a pipeline, with several stages a rank, in every kind of mode."""
+
+import dataclasses
+import functools
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matrix import README, SCHEDULE_MODES, from_small_scale, replace_table, table
+from pool import World, on_ranks, run_on_ranks
+from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
+from test_pipeline import awkward_model
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+import paramp
+from paramp.config.schedules import SCHEDULES
+from paramp.models import GPT
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_names_are_torchs_too(name):
+    spelling = SCHEDULES[name].torch_name
+    kind = get_schedule_class(spelling).__name__
+    for given in (name, name.upper(), name.replace("-", "_"), spelling, spelling.lower(), kind):
+        config = paramp.Config(parallel={"pipeline": {"size": 2, "schedule": given}})
+        assert config.parallel.pipeline.schedule == name
+
+
+def test_what_follows_from_a_schedule():
+    loop = paramp.Config(parallel={"pipeline": {"size": 3, "schedule": "looped-bfs"}}).parallel.pipeline
+    v = paramp.Config(parallel={"pipeline": {"size": 3, "schedule": "dualpipev"}}).parallel.pipeline
+    plain = paramp.Config(parallel={"pipeline": 3}).parallel.pipeline
+    assert [loop.stages_of(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [v.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+    assert [plain.stages_of(rank) for rank in range(3)] == [[0], [1], [2]]
+    assert (loop.num_microbatches, v.num_microbatches, plain.num_microbatches) == (3, 6, 3)
+    assert paramp.Config(parallel={"pipeline": {"schedule": "zbv"}}).parallel.pipeline.num_stages == 1
+
+
+SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def torchs_order(name, ranks, stages_per_rank, microbatches):
+    """torch's own schedule object, on stages that cannot run, and what each of its ranks does in turn."""
+
+    def stage(index):
+        kinds = {"is_first": index == 0, "is_last": index == num_stages - 1}
+        return SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=ranks, group_rank=0, submod=None, **kinds
+        )
+
+    # 1F1B's order is that of the interleaved one with one stage; torch writes down another than it runs.
+    row = SCHEDULES["interleaved-1f1b" if name == "1f1b" else name]
+    num_stages = ranks * stages_per_rank
+    own = [stage(index) for index in range(num_stages) if row.rank_of(index, ranks) == 0]
+    schedule = get_schedule_class(row.torch_name)(own[0] if name == "gpipe" else own, microbatches, loss_fn=print)
+    order = {
+        rank: [
+            (one.stage_index, one.computation_type.value, one.microbatch_index)
+            for action in actions
+            if action is not None
+            for one in action.sub_actions or (action,)
+            if one.computation_type.value in SECONDS
+        ]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+    return schedule, order
+
+
+def simulated_bubble(order, num_stages):
+    """What ranks idle if each begins an operation as soon as it is free and what that needs is there."""
+    done, free, left = {}, dict.fromkeys(order, 0), {rank: list(actions) for rank, actions in order.items()}
+    while any(left.values()):
+        for rank, actions in left.items():
+            while actions:
+                stage, kind, microbatch = actions[0]
+                needs = {"F": ("F", stage - 1), "W": ("I", stage)}.get(kind, ("G", stage + 1))
+                if kind in "BI" and stage == num_stages - 1:
+                    needs = ("F", stage)
+                needed = 0 if (kind, stage) == ("F", 0) else done.get((*needs, microbatch))
+                if needed is None:
+                    break
+                free[rank] = max(free[rank], needed) + SECONDS[kind]
+                done[kind, stage, microbatch] = free[rank]
+                if kind in "BI":
+                    done["G", stage, microbatch] = free[rank]
+                actions.pop(0)
+    busy = sum(SECONDS[kind] for actions in order.values() for _, kind, _ in actions)
+    return 1 - busy / (len(order) * max(free.values()))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_theoretical_bubble_is_that_of_torchs_order(name):
+    row = SCHEDULES[name]
+    checked = 0
+    for ranks, stages, microbatches in itertools.product((2, 3, 4), (1, 2, 3), range(1, 13)):
+        try:
+            pipeline = {"schedule": name, "stages_per_rank": stages, "microbatches": microbatches, "size": ranks}
+            config = paramp.Config(parallel={"pipeline": pipeline}).parallel.pipeline
+        except paramp.ConfigError:
+            continue  # what torch does not take is refused
+        if name == "1f1b" and microbatches % (microbatches // ranks):
+            continue  # the interleaved one, which stands for it, does not take these
+        schedule, order = torchs_order(name, ranks, stages, microbatches)
+        if name != "gpipe":
+            places = {stage: row.rank_of(stage, ranks) for stage in range(config.num_stages)}
+            assert schedule.stage_index_to_group_rank == places
+        if config.theoretical_bubble is not None:
+            assert simulated_bubble(order, config.num_stages) == pytest.approx(config.theoretical_bubble)
+            checked += 1
+    assert checked >= 12
+
+
+CELLS = [
+    *((schedule, mode) for schedule in SCHEDULES for mode in SCHEDULE_MODES),
+    ("interleaved-1f1b", "fp8-mixed"),
+    ("zbv", "fp8-mixed"),
+]
+HALVED = [("zbv", "16-naive"), ("interleaved-1f1b", "bf16-mixed")]
+STEPS = 4
+OVERFLOW_AT = 1
+
+
+def build():
+    # Tied embeddings: on one rank in V shape, on two in loops.
+    return small_gpt(num_layers=2, init_std=0.2)
+
+
+def train_all(world, cells, halved=()):
+    """What each of ``cells``, pairs of a schedule (None: no pipeline) and a mode, comes to; one context serves all."""
+    alone = world.size == 1
+    parallel = {} if alone else {"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2}
+    results = {}
+    with paramp.launch_from_torch({"parallel": parallel, "clip_grad_norm": 1.0}, device=world.device) as context:
+        for schedule, mode in cells:
+            layout = context.config.parallel
+            if not alone:
+                layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, schedule=schedule))
+            context.config = dataclasses.replace(context.config, precision=from_small_scale(mode), parallel=layout)
+            train = functools.partial(
+                train_engine, context, build, GPT.loss, STEPS, lr=1.0, length=8, overflow_at=OVERFLOW_AT
+            )
+            results[schedule, mode] = train()
+            if (schedule, mode) in halved:
+                results[schedule, mode, "halved"] = train(halve_on_rank=world.size - 1)
+    return results if world.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def cells():
+    alone = train_all(World(0, 1, "cpu"), [(None, mode) for mode in dict.fromkeys(mode for _, mode in CELLS)])
+    return alone | run_on_ranks(4, __name__, "train_all", {"cells": CELLS, "halved": HALVED})[0]
+
+
+@pytest.fixture(scope="module")
+def green():
+    """The cells whose test has passed."""
+    return set()
+
+
+@pytest.mark.parametrize(("schedule", "mode"), CELLS)
+def test_a_schedule_on_pp2_tp2_follows_the_single_process(schedule, mode, cells, green):
+    assert_follows(cells[schedule, mode], cells[None, mode], mode)
+    green.add((schedule, mode))
+
+
+def test_the_readmes_table_is_what_came_out(green, request):
+    """After the cells. ``make matrix`` writes the table anew."""
+    if sum("follows_the_single_process" in item.name for item in request.session.items) < len(CELLS):
+        pytest.skip("only some of the cells were asked for")
+    text = README.read_text(encoding="utf-8")
+    expected = replace_table(text, "schedules", table("schedule", SCHEDULES, SCHEDULE_MODES, green))
+    if request.config.getoption("--write-matrix"):
+        README.write_text(expected, encoding="utf-8")
+    assert expected == README.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+
+
+@pytest.mark.parametrize(("schedule", "mode"), HALVED)
+def test_the_tolerance_rejects_one_ranks_gradient_halved(schedule, mode, cells):
+    assert_strays(cells[schedule, mode, "halved"], cells[None, mode], mode)
+
+
+@on_ranks(2)
+def test_in_fp32_schedules_agree_in_training_evaluation_and_dropout(world):
+    """Against one process without dropout, and against each other with it: the stream belongs to the stage."""
+    ((x, y),) = batches(1)
+    reference = small_gpt(num_layers=3)
+    loss = GPT.loss(reference(x), y)
+    loss.backward()
+    dropped = {}
+    for schedule, row in SCHEDULES.items():
+        pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
+        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}) as context:
+            last = 0 if row.v_shaped else 1
+            assert context.is_last_stage == (context.rank == last)
+            assert context.is_first_stage == (context.rank == 0)
+            model = small_gpt(num_layers=3)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
+            assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
+            for name, parameter in engine.named_parameters():
+                gradient = reference.get_parameter(name).grad
+                if name in ("embedding.tokens.weight", "head.weight") and not row.v_shaped:
+                    continue  # each rank has its part of the sum until the step
+                torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5)
+            assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
+            engine.eval()
+            torch.testing.assert_close(engine(x), reference(x).detach(), atol=1e-5, rtol=1e-5)
+            output, label, mean = engine.execute_schedule(iter([(x, y)]), forward_only=True)
+            assert mean.item() == pytest.approx(loss.item(), rel=1e-6)
+            assert (output is not None) == (label is not None) == context.is_last_stage
+            engine.train()
+            assert engine.step().stepped
+            whole = engine.full_state_dict()
+            assert whole.keys() == reference.state_dict().keys()
+            for name, value in whole.items():
+                expected = reference.get_parameter(name)
+                torch.testing.assert_close(value, expected.detach() - 0.1 * expected.grad, atol=1e-6, rtol=1e-5)
+
+            model = small_gpt(num_layers=3, dropout=0.2)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
+            losses = []
+            for _ in range(2):
+                losses.append(engine.forward_backward(x, y).item())
+                engine.step()
+            dropped.setdefault(row.stages_per_rank, []).append(losses)
+    for losses in dropped.values():
+        assert losses[0][0] != pytest.approx(loss.item(), rel=1e-4)
+        for other in losses[1:]:
+            assert other == pytest.approx(losses[0], rel=1e-6)
+
+
+SEVERAL = [name for name, row in SCHEDULES.items() if row.stages_per_rank > 1]
+
+
+class Glue(nn.Module):
+    """Not sequential: parameters and a buffer of its own, used between modules, and one module that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
+        self.scale, self.shift = nn.Parameter(torch.full((4,), 1.5)), nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("offset", torch.full((4,), 0.5))
+
+    def forward(self, x):
+        first = self.inner["a"](x * self.scale)
+        second = self.inner["b"](first).relu() + self.offset
+        third = self.inner["c"](second * self.scale + first + self.shift).transpose(0, 1)
+        return self.inner["d"](self.inner["a"](third.transpose(0, 1)) * self.shift * self.frozen)
+
+
+@on_ranks(2)
+def test_awkward_models_follow_plain_torch(world):
+    """Stages that begin in place and end in a view, that call one module and share parameters, on one rank or two."""
+
+    def glue():
+        torch.manual_seed(0)
+        return Glue()
+
+    batches_ = [torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    for build_, split in ((awkward_model, ["2", "4", "5"]), (glue, ["inner.b", "inner.c", "inner.d"])):
+        plain = build_()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        losses = []
+        for x, y in batches_:
+            optimizer.zero_grad()
+            losses.append(nn.functional.mse_loss(plain(x), y))
+            losses[-1].backward()
+            optimizer.step()
+        for schedule in SEVERAL:
+            pipeline = {"size": 2, "schedule": schedule, "microbatches": 4, "split": split}
+            with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
+                model = build_()
+                names = dict(model.named_parameters(remove_duplicate=False))
+                engine, *_ = paramp.initialize(
+                    model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss
+                )
+                for (x, y), loss in zip(batches_, losses, strict=True):
+                    assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), abs=1e-6), schedule
+                    engine.step()
+                for name, value in engine.full_state_dict().items():
+                    torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-6, rtol=0)
+                own = [name for name, _ in engine.named_parameters()]
+                assert len(set(own)) == len(own)
+                assert set(own) <= names.keys()
+                with pytest.raises(RuntimeError, match="several stages of a pipeline, which do not follow"):
+                    engine.module(x)
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_as_in_one_process(world):
+    def build_on_meta():
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            return nn.Sequential(small_gpt(num_layers=3), nn.Identity())
+
+    def states(parallel):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            engine, *_ = paramp.initialize(build_on_meta, torch.optim.SGD, GPT.loss)
+            return engine.full_state_dict()
+
+    expected = states({"data": 2})
+    for schedule in ("interleaved-1f1b", "zbv"):
+        actual = states({"pipeline": {"size": 2, "schedule": schedule}})
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+class Dropping(nn.Module):
+    """Drops out between its modules, as its own mode says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.5, self.training)
+        return x
+
+
+@on_ranks(2)
+def test_the_module_of_several_stages_sets_their_modes(world):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for schedule in ("looped-bfs", "dualpipev"):
+        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule}}}):
+            model = Dropping()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+            losses = []
+            for mode in (False, False, True, True):
+                engine.module.train(mode)
+                losses.append(engine.forward_backward(x, x).item())
+                engine.zero_grad()
+            assert losses[0] == losses[1]
+            assert len(set(losses)) == 3
+
+
+@on_ranks(2)
+def test_uneven_numbers_of_stages_and_microbatches(world):
+    def build_chain():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+
+    x, y = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(1))
+    plain = build_chain()
+    loss = nn.functional.mse_loss(plain(x), y)
+    loss.backward()
+    for schedule, stages, microbatches in (
+        ("gpipe", 1, 1),
+        ("interleaved-1f1b", 3, 3),
+        ("interleaved-1f1b", 1, 1),
+        ("looped-bfs", 4, 5),
+        ("interleaved-zero-bubble", 3, 6),
+        ("interleaved-zero-bubble", 1, 2),
+        ("zbv", 2, 1),
+        ("zbv", 2, 3),
+        ("dualpipev", 2, 5),
+    ):
+        pipeline = {"size": 2, "schedule": schedule, "stages_per_rank": stages, "microbatches": microbatches}
+        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
+            model = build_chain()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+            for name, parameter in engine.named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-5)
+            assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Offsets(nn.Module):
+    """Two parameters whose gradients are one tensor, the output's, where a microbatch is one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first, self.second = nn.Parameter(torch.zeros(1, 4)), nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x):
+        return self.linear(x) + self.first + self.second
+
+
+@on_ranks(2)
+def test_gradients_that_come_as_one_tensor_are_added_up_apart(world):
+    def build_offsets():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Offsets() for _ in range(4)))
+
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    plain = build_offsets()
+    nn.functional.mse_loss(plain(x), y).backward()
+    for schedule in [name for name in SEVERAL if SCHEDULES[name].splits_backward]:
+        pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
+        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
+            model = build_offsets()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+            engine.forward_backward(x, y)
+            for name, parameter in engine.named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_a_criterion_that_fails_is_an_error_on_every_rank(world):
+    def failing(output, target):
+        raise KeyError("no such class")
+
+    x = torch.ones(8, 3)
+    for schedule in SEVERAL:
+        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule, "microbatches": 4}}}):
+            model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), failing)
+            for run in (engine.forward_backward, engine.evaluate):
+                with pytest.raises(ValueError, match="criterion: it failed on the last stage: KeyError"):
+                    run(x, x)

@@ -1,0 +1,163 @@
+"""What the doctor says of machines that are made up."""
+
+import json
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from paramp.base.optional_packages import PackageStatus
+from paramp.precision.policy import PRESETS
+from paramp.tools import doctor
+from paramp.tools.cli import main
+
+KEYS = {
+    *("versions", "device", "devices", "backends", "launcher", "mpi", "slurm"),
+    *("apex", "torchao", "transformer_engine", "modes"),
+}
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """No launcher, no GPU, no program on the path, and a folder in front of everything that is installed."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "has_native_fp16", lambda kind: kind == "cuda")
+    return tmp_path
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def gpu(monkeypatch, major, minor, name="GPU X"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = types.SimpleNamespace(name=name, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def test_the_command_prints_a_screen_and_json_and_ends_well(bare, capsys):
+    loaded = set(sys.modules)
+    assert main(["doctor"]) == 0
+    screen = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == KEYS
+    assert all(key in doctor.__doc__ for key in KEYS)
+    assert found["modes"].keys() == PRESETS.keys()
+    assert len(screen.splitlines()) < 40
+    for name, mode in found["modes"].items():
+        assert mode["why"] in screen
+        assert any(line.split()[:2] == [name, mode["runs"]] for line in screen.splitlines())
+    assert f"torch {torch.__version__}" in screen
+    assert "launcher  none: a world of one" in screen
+    heavy = {"lightning", "transformers", "torchao", "mpi4py", "datasets", "matplotlib", "apex"}
+    assert not (set(sys.modules) - loaded) & heavy
+
+
+def test_a_cpu_without_fp16(bare):
+    modes = doctor.examine()["modes"]
+    for name in ("16-mixed", "16-naive", "O2", "16-true"):
+        assert modes[name] == {
+            "runs": "emulated",
+            "why": "this CPU has no fp16 arithmetic: products are computed in fp32 and rounded",
+        }
+    assert modes["32-true"] == {"runs": "natively", "why": "float32 products"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "natively"),
+    [
+        ((7, 0), {"32-true", "64-true", "16-mixed", "16-naive", "O2", "O3", "16-true"}),
+        ((8, 0), set(PRESETS) - {"fp8-mixed", "transformer-engine", "transformer-engine-float16"}),
+        ((9, 0), set(PRESETS)),
+    ],
+)
+def test_what_a_gpu_runs_follows_from_its_capability(bare, monkeypatch, capability, natively):
+    gpu(monkeypatch, *capability)
+    monkeypatch.setattr(doctor, "find_torchao", lambda: PackageStatus(found=True, version="1", reason="torchao 1"))
+    found = doctor.examine()
+    assert {name for name, mode in found["modes"].items() if mode["runs"] == "natively"} == natively
+    assert {mode["runs"] for mode in found["modes"].values()} <= {"natively", "emulated"}
+    assert found["devices"][0] == {"kind": "cuda", "name": "GPU X", "capability": "{}.{}".format(*capability)}
+    assert (found["device"], found["backends"]["chosen"]) == ("cuda", "nccl")
+
+
+def test_float8_without_torchao_and_with_transformer_engine(bare, monkeypatch):
+    gpu(monkeypatch, 9, 0)
+    none = PackageStatus(found=False, reason='no package torchao is installed; pip install "paramp[fp8]"')
+    monkeypatch.setattr(doctor, "find_torchao", lambda: none)
+    modes = doctor.examine()["modes"]
+    assert modes["fp8-mixed"] == {"runs": "no", "why": none.reason}
+    assert modes["transformer-engine"]["runs"] == "no"
+    monkeypatch.setattr(
+        doctor, "find_transformer_engine", lambda: PackageStatus(found=True, version="2.1", reason="there")
+    )
+    modes = doctor.examine()["modes"]
+    assert modes["transformer-engine"] == {"runs": "natively", "why": "Transformer Engine 2.1"}
+    assert modes["fp8-mixed"]["runs"] == "no"
+
+
+def test_the_wrong_apex_is_named(bare, monkeypatch):
+    monkeypatch.delitem(sys.modules, "apex")
+    put(bare / "apex" / "__init__.py", "raise AssertionError('imported')\n")
+    found = doctor.examine()["apex"]
+    assert found["kind"] == "wrong"
+    assert "not NVIDIA's" in found["reason"]
+    assert found["reason"] in doctor.doctor()
+
+
+def test_a_job_of_slurms(bare, monkeypatch):
+    for name, value in {
+        "SLURM_JOB_ID": "71",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "4",
+        "SLURM_JOB_NODELIST": "gpu[01-02]",
+    }.items():
+        monkeypatch.setenv(name, value)
+    put(bare / "bin" / "srun", "#!/bin/sh\n")
+    found = doctor.examine()
+    assert found["launcher"] == {"name": "slurm", "rank": 3, "world_size": 4, "problem": None}
+    assert found["slurm"] == {"job": "71", "nodes": "gpu[01-02]", "tasks": "4", "srun": str(bare / "bin" / "srun")}
+    assert "launcher  slurm: rank 3 of 4" in doctor.doctor()
+
+
+def test_half_of_torchruns_variables_are_a_line_and_no_exception(bare, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    found = doctor.examine()["launcher"]
+    assert found["name"] is None
+    assert "WORLD_SIZE" in found["problem"]
+    assert found["problem"] in doctor.doctor()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("mpirun (Open MPI) 5.0.3", "Open MPI"),
+        ("HYDRA build details:\nVersion: 4.2", "MPICH"),
+        ("who knows", "an unknown kind"),
+    ],
+)
+def test_mpiruns_kind(bare, answer, kind):
+    put(bare / "bin" / "mpirun", f"#!/bin/sh\necho '{answer}'\n")
+    found = doctor.examine()["mpi"]
+    assert (found["mpirun"], found["path"]) == (kind, str(bare / "bin" / "mpirun"))
+    assert f"mpirun of {kind} at" in doctor.doctor()
+
+
+def test_a_broken_mpirun_is_no_failure(bare):
+    put(bare / "bin" / "mpirun", "not a program\x00")
+    assert doctor.examine()["mpi"]["mpirun"] == "an unknown kind"

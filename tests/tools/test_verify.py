@@ -1,0 +1,421 @@
+"""Layer by layer against one process: right models pass, and of wrong ones the layer that is wrong is named."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT, python
+from pool import World, run_on_ranks
+from torch import nn
+
+import paramp
+import paramp.tools.verify.report
+from paramp import ConfigError, Precision
+from paramp.tools.cli import main
+from paramp.tools.verify import run as verify_run
+from paramp.tools.verify.report import _joined, _relative, compare, rounding
+from paramp.tools.verify.run import Options, Seen, configure, load_attribute, train
+
+
+def see(world, options, run):
+    config = configure(options, run)
+    with paramp.launch_from_torch(config, device=world.device) as context:
+        return train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
+
+
+def report_of(model, layout, precision="16-mixed", size=4, **options):
+    settings = {"parallel": layout, "precision": precision}
+    options = Options(model=f"verified:{model}", settings=settings, **options)
+    single = see(World(0, 1, "cpu"), options, "single")
+    sharded = run_on_ranks(size, __name__, "see", {"options": options, "run": "sharded"})
+    return compare(single, sharded, configure(options, "sharded"))
+
+
+def of_blocks(model="blocks", plan="RIGHT", layout=None, **options):
+    layout = layout or {"tensor": 2, "pipeline": 2}
+    own = {"plan": f"verified:{plan}", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
+    return report_of(model, layout, **(own | options))
+
+
+LAYOUTS = {
+    "pp2·tp2": {"tensor": 2, "pipeline": 2},
+    "dp2·tp2": {"tensor": 2, "data": 2, "zero": 1, "sequence_parallel": True},
+    "pp2·dp2": {"data": 2, "pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
+)
+def test_a_gpt_follows(layout, precision):
+    report = report_of("gpt", LAYOUTS[layout], precision)
+    assert report.ok, "\n".join(report.lines())
+    assert report.layout == layout
+    assert report.random_in is None  # dropout is off
+    layers = {layer.name: layer for layer in report.layers}
+    for name in ("embedding.tokens", "blocks.0.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.down", "norm"):
+        assert None not in (layers[name].forward, layers[name].gradient, layers[name].weights), name
+    assert layers["head"].forward is not None
+    assert all(layer.problem is None for layer in report.layers)
+    assert ("blocks" in layers) == ("pp" not in layout)  # what is cut returns something else in each stage
+    if "tp" in layout:  # else every sum is made in the same order
+        assert 0 < max(layer.forward for layer in report.layers) < report.tolerance
+        assert 0 < layers["norm"].gradient < report.tolerance
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-naive"])
+def test_own_blocks_follow(precision):
+    report = of_blocks(precision=precision)
+    assert report.ok, "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-naive"])
+@pytest.mark.parametrize(
+    ("wrong", "layer", "what"),
+    [
+        ({"plan": "NO_ALL_REDUCE"}, "block2.down", "forward"),
+        ({"plan": "BIAS_ON_EACH_RANK"}, "block1.down", "forward"),
+        ({"model": "normalized"}, "block0.activation", "forward"),
+        ({"plan": "HALF_GRADIENT"}, "block1.down", "gradient"),
+    ],
+)
+def test_the_layer_that_is_wrong_is_named(wrong, layer, what, precision):
+    report = of_blocks(precision=precision, **wrong)
+    assert not report.ok
+    first, where = report.first
+    assert (first.name, where) == (layer, what), "\n".join(report.lines())
+    assert f"the first layer that diverges: {layer} ({what}" in [*report.lines()][-1]
+
+
+class ReluBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def relu_blocks():
+    return nn.Sequential(*(ReluBlock() for _ in range(4)))
+
+
+def wide_batches(step):
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, dims=1)
+
+
+RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+SEEDS = (0, 11, 13)
+
+
+def test_a_value_near_the_kink_of_a_relu_fails_no_run():
+    options = Options(model=f"{__name__}:relu_blocks", plan=f"{__name__}:RELU_PLAN", batches=f"{__name__}:wide_batches")
+    options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
+    reports = []
+    for seed in SEEDS:
+        settings = {"parallel": {"tensor": 2}, "precision": "16-mixed", "seed": seed}
+        own = dataclasses.replace(options, settings=settings)
+        single = see(World(0, 1, "cpu"), own, "single")
+        sharded = run_on_ranks(2, __name__, "see", {"options": own, "run": "sharded"})
+        reports.append(compare(single, sharded, configure(own, "sharded")))
+        assert reports[-1].ok, "\n".join(reports[-1].lines())
+    assert max(layer.weights or 0.0 for report in reports for layer in report.layers) > reports[0].tolerance
+
+
+@pytest.mark.parametrize("what", ["gradient", "step", "weights"])
+def test_a_layer_whose_gradient_alone_is_wrong_on_one_rank_is_named(what):
+    """By hand, in what one tensor rank saw."""
+    settings = {"parallel": {"tensor": 2}}
+    options = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", settings=settings)
+    options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
+    single = see(World(0, 1, "cpu"), options, "single")
+    sharded = run_on_ranks(2, __name__, "see", {"options": options, "run": "sharded"})
+    config = configure(options, "sharded")
+    assert compare(single, sharded, config).ok
+    changed = {"gradient": sharded[1].gradient, "step": sharded[1].after_first, "weights": sharded[1].end}[what]
+    start, name = sharded[1].start, "block2.down.bias"
+    if what == "weights":  # as far as no value on the other side of a kink takes it
+        changed[name] = start[name] - (changed[name] - start[name]) * 2
+    else:
+        changed[name] = changed[name] * 0.9
+    layer, where = compare(single, sharded, config).first
+    assert (layer.name, where) == ("block2.down", what)
+    assert compare(single, sharded, config, tolerance=1e9).ok
+
+
+class Last(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.block = ReluBlock()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.block(x) * self.factor
+
+
+def overflowing():
+    return Last(1e6)
+
+
+def not_a_number():
+    return Last(math.nan)
+
+
+def without_parameters():
+    return nn.Identity()
+
+
+def with_an_argument(width):
+    return nn.Linear(width, width)
+
+
+def no_batches():
+    return wide_batches(1)
+
+
+def zero_dim_batches(step):
+    return wide_batches(step)[0], torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "verdict"),
+    [
+        (
+            "overflowing",
+            "16-mixed",
+            r"nothing was compared: the first step overflows in both runs.*; lower init_scale ",
+        ),
+        (
+            "not_a_number",
+            "16-mixed",
+            r".* not finite in both runs, first in \(model\) \(forward, microbatch 0 of step 1",
+        ),
+        ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
+    ],
+)
+def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, precision, verdict):
+    own = Options(
+        model=f"{__name__}:{model}",
+        batches=f"{__name__}:wide_batches",
+        criterion="torch.nn.functional:mse_loss",
+        settings={"precision": precision},
+    )
+    seen = see(World(0, 1, "cpu"), own, "single")
+    report = compare(seen, [seen], configure(own, "sharded"))
+    lines = [*report.lines()]
+    assert not report.ok
+    assert report.first is None
+    assert re.match(verdict, lines[-1]), lines[-1]
+    assert "DIVERGES" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "ok"), [({}, True), ({"single": 0}, False), ({"sharded": 0}, False), ({"sharded": 1}, False)]
+)
+def test_a_step_that_one_run_alone_skips_fails(skipped, ok):
+    """The gradient's norm is not finite there; by hand."""
+    own = Options(
+        model=f"{__name__}:relu_blocks",
+        batches=f"{__name__}:wide_batches",
+        criterion="torch.nn.functional:mse_loss",
+        settings={"precision": "16-mixed"},
+    )
+    runs = {run: see(World(0, 1, "cpu"), own, "single") for run in ("single", "sharded")}
+    for run, step in skipped.items():
+        runs[run].skipped[step] = True
+    report = compare(runs["single"], [runs["sharded"]], configure(own, "sharded"))
+    assert report.ok is ok
+    if 0 in skipped.values():
+        run = next(iter(skipped))
+        assert [*report.lines()][-1].startswith(f"nothing was compared: the first step overflows in the {run} run; ")
+
+
+def test_a_forward_that_draws_random_numbers_is_said_so():
+    report = of_blocks("noisy", layout={"tensor": 2}, size=2)
+    assert not report.ok
+    assert report.random_in == "block0.activation"
+    assert any("draws random numbers (block0.activation)" in line for line in report.lines())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "unseeded"}, r"model: 'block0.up.weight' does not start with the same values in both runs"),
+        ({"batches": "verified:batches_of_the_layout"}, r"batches: those of step 1 are not the same in both runs"),
+    ],
+)
+def test_runs_that_cannot_be_compared(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        of_blocks(layout={"tensor": 2}, size=2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "verified:RIGHT"}, r"model: 'verified:RIGHT' is dict, expected an nn.Module, or a callable"),
+        ({"model": "verified:block"}, r"model: 'verified' has no 'block' \(did you mean 'blocks'\?\)"),
+        ({"model": "verifed:blocks"}, r"model: no module 'verifed' on Python's path"),
+        ({"model": "none.py:blocks"}, r"model: no file 'none.py'"),
+        ({"batches": "verified:TWO_BATCHES"}, r"batches: 'verified:TWO_BATCHES' has 2 batches, expected 3"),
+        ({"batches": "verified:uneven_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
+        ({"batches": None}, r"batches: Sequential has a Linear as its first layer and no Embedding"),
+        ({"model": f"{__name__}:with_an_argument"}, r"model: .* is function, expected an nn.Module, or a callable"),
+        ({"model": f"{__name__}:without_parameters"}, r"model: .* has no parameter to train"),
+        ({"batches": f"{__name__}:no_batches"}, r"batches: .* is function, expected a function of the step"),
+        ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
+        ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is none by default"),
+        ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
+    ],
+)
+def test_what_the_single_run_complains_of(changes, message):
+    own = {"model": "verified:blocks", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
+    with pytest.raises(ConfigError, match=message):
+        see(World(0, 1, "cpu"), Options(**(own | changes)), "single")
+
+
+def test_a_file_is_loaded_once_and_hides_no_module(tmp_path):
+    file = tmp_path / "random.py"
+    file.write_text("class Thing:\n    pass\n\nthing = Thing()\n")
+    kind, thing = (load_attribute(f"{file}:{name}", "model") for name in ("Thing", "thing"))
+    assert type(thing) is kind
+    assert hasattr(__import__("random"), "gauss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["blocks"], "model: got 'blocks', expected module:attribute or path/to/file.py:attribute"),
+        (["a:b", "--batches", "c"], "batches: got 'c', expected module:attribute"),
+        (["a:b", "--tp", "0"], "parallel.tensor.size: got 0, expected an integer of 1 or more"),
+        (["a:b", "--precision", "15"], "precision: got '15', expected one of"),
+        (["a:b", "--steps", "0"], "steps: got 0, expected an integer of 1 or more"),
+        (["a:b", "--lr", "inf"], "lr: got inf, expected a finite number above 0"),
+        (["a:b", "--tolerance", "nan"], "tolerance: got nan, expected a finite number of 0 or more"),
+        (["a:b", "--json", "none/report.json"], "--json: no folder 'none' to write 'none/report.json' into"),
+        (["a:b", "--tp", "x"], "argument --tp: invalid int value: 'x'"),
+    ],
+)
+def test_bad_input_ends_with_2(arguments, message, capsys):
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def verify(*arguments):
+    own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--tp", "2"]
+    return python("-m", "paramp", "verify", *arguments, *own, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+
+
+def test_the_command_names_the_layer_and_ends_with_1(tmp_path):
+    file = tmp_path / "report.json"
+    arguments = ["--plan", "verified:NO_ALL_REDUCE", "--precision", "16-mixed", "--json", str(file)]
+    result = verify("verified:blocks", *arguments)
+    assert result.returncode == 1, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"the first layer that diverges: block2\.down \(forward, microbatch 0 of step 1: \d+\.\d units, allowed 32\)",
+        last,
+    )
+    found = json.loads(file.read_text())
+    assert (found["ok"], found["first"]) == (False, {"layer": "block2.down", "what": "forward"})
+    assert [layer["name"] for layer in found["layers"]][:3] == ["block0.up", "block0.activation", "block0.down"]
+    assert found["layers"][0]["forward"] <= 32
+
+
+def run_in(world, folder, run):
+    """The exit code of a rank, and what it says."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return verify_run.main(folder, run), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("fails_when_sharded", 1, "RuntimeError: no shards, please"),
+        ("RIGHT", 2, "error: model: 'verified:RIGHT' is dict"),
+    ],
+)
+def test_a_run_that_fails_is_named_and_its_error_is_told_once(model, code, message, monkeypatch, capfd):
+    def start(command, size):
+        folder, run = Path(command[-2]), command[-1]
+        if size == 1:
+            code, said = run_in(World(0, 1, "cpu"), folder, run)
+            codes = [code]
+        else:
+            found = run_on_ranks(size, __name__, "run_in", {"folder": folder, "run": run})
+            codes, said = [code for code, _ in found], "".join(text for _, text in found)
+        print(said, file=sys.stderr)
+        return max(codes)
+
+    monkeypatch.setattr(paramp.tools.verify.report, "start_processes", start)
+    own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--plan", "verified:RIGHT"]
+    assert main(["verify", f"verified:{model}", "--tp", "2", *own]) == code
+    said = capfd.readouterr()
+    assert said.err.count(message) == 1
+    run = "sharded run failed (2 processes)" if code == 1 else "single run failed (1 process)"
+    assert f"error: the {run}" in said.err
+    assert "layer" not in said.out
+
+
+def test_distances():
+    expected = torch.tensor([3.0, 4.0])
+    assert _relative(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
+    assert _relative(torch.tensor([3.0, 4.5]), expected, least=10.0) == pytest.approx(0.05)
+    assert _relative(torch.tensor([0.0]), torch.tensor([0.0])) == 0.0
+    assert _relative(torch.tensor([1.0]), torch.tensor([0.0])) == math.inf
+    assert _relative(torch.tensor([math.nan, 4.0]), expected) == math.inf
+    lowest = torch.finfo(torch.float16).min
+    masked = torch.tensor([3.0, 4.0, lowest, -math.inf], dtype=torch.float16)
+    other = torch.tensor([3.0, 4.5, lowest, -math.inf], dtype=torch.float16)
+    assert _relative(other, masked) == pytest.approx(0.1)
+    assert rounding(Precision.parse("bf16-mixed")) == 2.0**-8
+    assert rounding(Precision.parse("fp8-mixed")) == 2.0**-4
+
+
+def test_shares_are_put_together():
+    whole = torch.arange(2 * 12.0).view(2, 12)
+    plain = whole.chunk(2, dim=1)
+    assert torch.equal(next(_joined(plain, whole, [])), whole)
+    packed = [torch.cat([part.chunk(2, dim=1)[rank] for part in whole.chunk(3, dim=1)], dim=1) for rank in range(2)]
+    assert [torch.equal(joined, whole) for joined in _joined(packed, whole, [3])] == [False, True]
+    heads = torch.arange(24.0).view(2, 4, 3)  # samples, heads, features
+    merged = [part.flatten(0, 1) for part in heads.chunk(2, dim=1)]
+    assert [torch.equal(joined, heads.flatten(0, 1)) for joined in _joined(merged, heads.flatten(0, 1), [2])] == [
+        False,
+        True,
+    ]
+    assert not [*_joined([whole[:, :5], whole[:, 5:11]], whole, [])]
+    assert not [*_joined([whole[:1, :6], whole[:1, 6:]], whole, [])]
+
+
+def test_an_attention_keys_bias_is_not_compared_with_its_own_noise():
+    """Its gradient is zero but for what cancelled out badly."""
+    noise = torch.tensor([1e-9, -2e-9])
+    seen = {
+        name: Seen(
+            {"pp": 0, "dp": 0, "tp": 0},
+            losses=[1.0],
+            grad_norms=[1.0],
+            skipped=[False],
+            trained=["key.weight", "key.bias"],
+            start={"key.weight": torch.ones(2, 2), "key.bias": torch.zeros(2)},
+            gradient={"key.weight": torch.ones(2, 2), "key.bias": noise * sign},
+            after_first={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
+            end={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
+        )
+        for name, sign in (("single", 1.0), ("sharded", -1.0))
+    }
+    options = Options(model="a:b", settings={"parallel": {"tensor": 2}, "precision": "16-mixed"})
+    report = compare(seen["single"], [seen["sharded"]], configure(options, "sharded"))
+    assert report.ok
+    assert 0 < report.layers[0].gradient < 1e-3
