@@ -116,11 +116,11 @@ class Direct:
         if self.tp.size * self.pp.size == 1:
             return nn.utils.clip_grad_norm_(self.local, MAX_NORM)
         # What tp cuts is summed over tp; what it copies counts once; pp ranks hold different parameters.
-        cut, copied = (
+        partition, copied = (
             [gradient for gradient, sharded in zip(gradients, self.is_sharded, strict=True) if sharded is wanted]
             for wanted in (True, False)
         )
-        squares = nn.utils.get_total_norm(cut).square() + nn.utils.get_total_norm(copied).square() / self.tp.size
+        squares = nn.utils.get_total_norm(partition).square() + nn.utils.get_total_norm(copied).square() / self.tp.size
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.local, MAX_NORM, norm)

@@ -115,8 +115,8 @@ def _digits() -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     digits = load_digits()
     pixels = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(digits.target.astype(np.int64))
-    cut = len(labels) - NUM_HELD_OUT_DIGITS
-    return (pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])
+    partition = len(labels) - NUM_HELD_OUT_DIGITS
+    return (pixels[:partition], labels[:partition]), (pixels[partition:], labels[partition:])
 
 
 def _cifar10(folder: Path) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:

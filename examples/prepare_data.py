@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from paramp import ConfigError
-from paramp.data.text_corpus import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_pieces
+from paramp.data.text_corpus import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_chunks
 
 
 def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, Path], dtype: str) -> dict[bool, int]:
@@ -27,7 +27,7 @@ def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, 
     counts = {False: 0, True: 0}
     with parts[False].open("wb") as training, parts[True].open("wb") as held_out:
         outputs = {False: training, True: held_out}
-        for is_held_out, tokens in encode(read_pieces(files, split=True), encoder):
+        for is_held_out, tokens in encode(read_chunks(files, split=True), encoder):
             outputs[is_held_out].write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             counts[is_held_out] += len(tokens)
     return counts

@@ -34,7 +34,7 @@ from paramp.data.sampling import held_out_windows, training_windows
 from paramp.distributed.collectives import gather_objects
 from paramp.distributed.context import is_echo
 from paramp.distributed.launcher_env import find_place, rank_by_any_variable
-from paramp.distributed.local_launcher import said_by_rank_0, start_processes
+from paramp.distributed.local_launcher import reported_by_rank_0, start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, accumulation_for, find
 from paramp.engine.signals import StopRequest
 from paramp.observe.mfu import mfu, world_peak_flops
@@ -115,7 +115,7 @@ def report(error: Exception, launched: bool) -> int:
         PermissionError,
     )
     rank = rank_by_any_variable()
-    if is_echo(error) or (not launched and said_by_rank_0(str(error), rank)):
+    if is_echo(error) or (not launched and reported_by_rank_0(str(error), rank)):
         return 2 if isinstance(error, mistakes) else 1
     if isinstance(error, (*mistakes, paramp.TrainingDiverged)):
         print(f"error: {error}", file=sys.stderr)

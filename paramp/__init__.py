@@ -10,10 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import models, nn
+    from . import algorithms, amp, functional, models, nn
     from .base.errors import CheckpointError, ConfigError, DataError, LaunchError, ReplicaDrift, TrainingDiverged
-    from .compat.colossalai import amp
-    from .compat.composer import algorithms, functional
     from .config.schema import Config
     from .distributed.context import ParallelContext, get_context
     from .distributed.launchers import (
@@ -66,36 +64,23 @@ __all__ = [
     "nn",
 ]
 
-_MODULE_OF = {
-    "CheckpointError": ".base.errors",
-    "Config": ".config.schema",
-    "ConfigError": ".base.errors",
-    "DataError": ".base.errors",
-    "DistributedGradScaler": ".optim.loss_scaler",
-    "Engine": ".engine.engine",
-    "FabricPrecision": ".integrations.fabric",
-    "LaunchError": ".base.errors",
-    "LossScaling": ".precision.policy",
-    "ParallelContext": ".distributed.context",
-    "Precision": ".precision.policy",
-    "ReplicaDrift": ".base.errors",
-    "StepResult": ".engine.step_result",
-    "TrainingDiverged": ".base.errors",
-    "algorithms": ".compat.composer",
-    "amp": ".compat.colossalai",
-    "clip_grad_norm_": ".optim.grad_norm",
-    "functional": ".compat.composer",
-    "get_context": ".distributed.context",
-    "init_module": ".parallel.materialize",
-    "initialize": ".engine.initialize",
-    "launch": ".distributed.launchers",
-    "launch_from_environment": ".distributed.launchers",
-    "launch_from_openmpi": ".distributed.launchers",
-    "launch_from_slurm": ".distributed.launchers",
-    "launch_from_torch": ".distributed.launchers",
+_HOMES = {
+    "base.errors": "CheckpointError ConfigError DataError LaunchError ReplicaDrift TrainingDiverged",
+    "config.schema": "Config",
+    "distributed.context": "ParallelContext get_context",
+    "distributed.launchers": "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch",
+    "engine.engine": "Engine",
+    "engine.initialize": "initialize",
+    "engine.step_result": "StepResult",
+    "integrations.fabric": "FabricPrecision",
+    "optim.grad_norm": "clip_grad_norm_",
+    "optim.loss_scaler": "DistributedGradScaler",
+    "parallel.materialize": "init_module",
+    "precision.policy": "LossScaling Precision",
 }
-"""Where each public name lives. Names load on first use, so that ``import paramp`` costs little."""
-_MODULES = {"models", "nn"}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+"""Where each public name lives. It loads on first use, so that ``import paramp`` costs little over ``import torch``."""
+_MODULES = ("algorithms", "amp", "functional", "models", "nn")
 
 
 def __getattr__(name: str) -> Any:
@@ -103,9 +88,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*globals(), *__all__})

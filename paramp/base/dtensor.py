@@ -52,8 +52,8 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-            pieces = part.chunk(size, placement.dim)  # fewer than asked for, where there is not enough
-            part = pieces[rank] if rank < len(pieces) else part.narrow(placement.dim, 0, 0)
+            chunks = part.chunk(size, placement.dim)  # fewer than asked for, where there is not enough
+            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):
             raise ConfigError(
                 f"plan: {placement} says no part of a tensor that is yet to be filled; build it on the CPU"

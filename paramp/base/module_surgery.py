@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 __all__ = [
     "BATCH_NORMS",
     "Joined",
-    "LeftOut",
+    "PassThrough",
     "cast_parameters",
     "keep_only",
     "keeping_buffers",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-class LeftOut(nn.Module):
+class PassThrough(nn.Module):
     """Stands where a model calls a module that another pipeline stage has; hands on what it is given first."""
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +125,9 @@ class Joined:
 
     def _join(self, found: list[nn.Module]) -> nn.Module:
         """The one module for those that parts have by one name."""
-        real = [module for module in found if not isinstance(module, LeftOut)] or found
+        real = [module for module in found if not isinstance(module, PassThrough)] or found
         different = list({id(module): module for module in real}.values())
-        if len(different) == 1 or isinstance(different[0], LeftOut):
+        if len(different) == 1 or isinstance(different[0], PassThrough):
             return different[0]
         joint = shallow_copy(different[0])
         joint._parameters = {name: value for copy in different for name, value in copy._parameters.items()}

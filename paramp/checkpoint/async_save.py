@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
-from .chunks import Box, Piece
+from .chunks import Chunk, TensorSlice
 from .dcp_storage import write
 from .json_codec import encode
 
@@ -47,7 +47,7 @@ class Saver:
     def save(
         self,
         path: str | Path,
-        collect: Callable[[], tuple[Sequence[Piece], Mapping[str, Any]]],
+        collect: Callable[[], tuple[Sequence[Chunk], Mapping[str, Any]]],
         *,
         wait: bool,
         then: Callable[[], None] | None = None,
@@ -63,12 +63,12 @@ class Saver:
         """
         self.finish()
         path, group = Path(path).resolve(), self.group
-        pieces: Sequence[Piece] = ()
+        chunks: Sequence[Chunk] = ()
         values: Any = None
         failure: CheckpointError | None = None
         try:
-            pieces, plain = collect()
-            pieces = [piece for piece in pieces if piece.written]
+            chunks, plain = collect()
+            chunks = [chunk for chunk in chunks if chunk.written]
             values = encode(dict(plain), "checkpoint")
         except CheckpointError as error:  # told to all in the collective that plans the writing
             failure = error
@@ -76,10 +76,10 @@ class Saver:
             failure = CheckpointError(f"save: {type(error).__name__}: {error}")
             failure.__cause__ = error
         if not wait:
-            pieces = self._stage(pieces)
+            chunks = self._stage(chunks)
 
         def work() -> None:
-            write(path, pieces, values, group, failure)
+            write(path, chunks, values, group, failure)
             if then is not None:
                 then()
 
@@ -100,22 +100,25 @@ class Saver:
         if running is not None:
             running.result()
 
-    def _stage(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _stage(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         staged = [
-            replace(piece, boxes=tuple(Box(box.offsets, self._copied(piece.name, box)) for box in piece.boxes))
-            for piece in pieces
+            replace(
+                chunk,
+                slices=tuple(TensorSlice(slice_.offsets, self._copied(chunk.name, slice_)) for slice_ in chunk.slices),
+            )
+            for chunk in chunks
         ]
         if self._context.device.type == "cuda":
             torch.cuda.current_stream(self._context.device).synchronize()
         return staged
 
-    def _copied(self, name: str, box: Box) -> torch.Tensor:
-        key = name, box.offsets
+    def _copied(self, name: str, slice_: TensorSlice) -> torch.Tensor:
+        key = name, slice_.offsets
         copy = self._staged.get(key)
-        if copy is None or copy.shape != box.values.shape or copy.dtype is not box.values.dtype:
-            copy = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=box.values.is_cuda)
+        if copy is None or copy.shape != slice_.values.shape or copy.dtype is not slice_.values.dtype:
+            copy = torch.empty(slice_.values.shape, dtype=slice_.values.dtype, pin_memory=slice_.values.is_cuda)
             self._staged[key] = copy
-        return copy.copy_(box.values, non_blocking=True)
+        return copy.copy_(slice_.values, non_blocking=True)
 
     def _end(self) -> None:
         """Let what is being written be finished before the process groups go."""

@@ -21,13 +21,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..base.errors import CheckpointError
 
-__all__ = ["Box", "Piece", "flat_boxes", "piece_of"]
+__all__ = ["Chunk", "TensorSlice", "chunk_of", "flat_slices"]
 
 Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A rectangle of a logical tensor."""
 
     offsets: Ints
@@ -40,19 +40,19 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """What this rank holds of one logical tensor."""
 
     name: str
     dtype: torch.dtype
     shape: Ints
     """Of the whole tensor."""
-    boxes: tuple[Box, ...]
+    slices: tuple[TensorSlice, ...]
     written: bool = True
     """Whether this rank is the one, of those that hold the same, that writes it."""
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
+def flat_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
     """Offsets and sizes of the rectangles that elements ``start`` to ``stop - 1`` of a row-major tensor make up.
 
     They come in the order of the elements, and each one's elements lie one after the other.
@@ -76,11 +76,11 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[In
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    for offsets, sizes in flat_boxes(shape[1:], start, stop):
+    for offsets, sizes in flat_slices(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 
 
-def piece_of(
+def chunk_of(
     name: str,
     like: torch.Tensor,
     values: torch.Tensor,
@@ -88,7 +88,7 @@ def piece_of(
     shape: Sequence[int] | None = None,
     own: tuple[int, int] | None = None,
     written: bool = True,
-) -> Piece:
+) -> Chunk:
     """The piece of a logical tensor that ``values`` is, which is laid out as the parameter ``like``.
 
     Args:
@@ -110,24 +110,26 @@ def piece_of(
         part, base = tuple(like.shape), (0,) * like.ndim
     start, stop = own or (0, math.prod(part))
     flat = values.reshape(-1)
-    boxes: list[Box] = []
+    slices: list[TensorSlice] = []
     done = 0
-    for offsets, sizes in flat_boxes(part, start, stop):
+    for offsets, sizes in flat_slices(part, start, stop):
         count = math.prod(sizes)
         place = tuple(a + b for a, b in zip(base, offsets, strict=True))
-        boxes += _folded(Box(place, flat[done : done + count].view(sizes)), tuple(like.shape), whole)
+        slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), tuple(like.shape), whole)
         done += count
-    return Piece(name, values.dtype, whole, tuple(boxes), written)
+    return Chunk(name, values.dtype, whole, tuple(slices), written)
 
 
-def _folded(box: Box, shape: Ints, whole: Ints) -> list[Box]:
+def _folded(slice_: TensorSlice, shape: Ints, whole: Ints) -> list[TensorSlice]:
     """``box`` of a tensor of ``shape`` as boxes of the one of the shape ``whole``, in which two dims are one."""
     if shape == whole:
-        return [box]
+        return [slice_]
     dim = next(dim for dim in range(len(whole)) if shape[dim] != whole[dim])
     assert whole == (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]), (shape, whole)
     folded = []
-    for index in range(box.sizes[dim]):
-        place = (box.offsets[dim] + index) * shape[dim + 1] + box.offsets[dim + 1]
-        folded.append(Box((*box.offsets[:dim], place, *box.offsets[dim + 2 :]), box.values.select(dim, index)))
+    for index in range(slice_.sizes[dim]):
+        place = (slice_.offsets[dim] + index) * shape[dim + 1] + slice_.offsets[dim + 1]
+        folded.append(
+            TensorSlice((*slice_.offsets[:dim], place, *slice_.offsets[dim + 2 :]), slice_.values.select(dim, index))
+        )
     return folded

@@ -1,6 +1,6 @@
 """Sharded checkpoints on ``torch.distributed.checkpoint`` that any layout can read, and that run no code.
 
-What the layers above hand over are :class:`~paramp.checkpoint.chunks.Piece` s, tensors by the whole model's names, and a tree of
+What the layers above hand over are :class:`~paramp.checkpoint.chunks.Chunk` s, tensors by the whole model's names, and a tree of
 plain values. torch's machinery plans, over all ranks, which box of which tensor each writes, and at loading which boxes
 of which files make up what each rank holds now. Its own storage pickles; this one does not::
 
@@ -54,7 +54,7 @@ from ..base.errors import CheckpointError
 from ..distributed.collectives import gather_objects
 from . import atomic_dir as manifest
 from .atomic_dir import HEADER
-from .chunks import Box, Piece
+from .chunks import Chunk, TensorSlice
 from .json_codec import decode
 from .safetensors_io import DTYPES, Entry, Written, read_header, read_rows, write_tensors
 
@@ -107,7 +107,7 @@ class Header:
 
 def write(
     path: str | Path,
-    pieces: Sequence[Piece],
+    wanted: Sequence[Chunk],
     values: Any,
     group: dist.ProcessGroup,
     failure: CheckpointError | None = None,
@@ -115,7 +115,7 @@ def write(
     """Write a checkpoint to the folder ``path``, which appears when it is whole. Every rank of ``group`` calls this.
 
     Args:
-        pieces: what this rank has to write; of what several ranks write alike, the first one's is taken.
+        wanted: what this rank has to write; of what several ranks write alike, the first one's is taken.
         values: plain ones, encoded (:mod:`paramp.checkpoint.json_codec`); those of the first rank are written.
         failure: why this rank has nothing to write, for all ranks to be told.
 
@@ -123,7 +123,7 @@ def write(
         CheckpointError: on every rank, naming the first problem of any.
     """
     writer = _Writer(Path(path), values)
-    planner = _SavePlanner(pieces, failure, str(path))
+    planner = _SavePlanner(wanted, failure, str(path))
     _translated(
         "written",
         path,
@@ -145,22 +145,22 @@ def _translated(what: str, path: str | Path, action: Callable[[], Result]) -> Re
 
 
 class _SavePlanner(SavePlanner):
-    """Plans to write the boxes of ``pieces``, each by one rank."""
+    """Plans to write the boxes of ``wanted``, each by one rank."""
 
-    def __init__(self, pieces: Sequence[Piece], failure: CheckpointError | None, path: str) -> None:
+    def __init__(self, wanted: Sequence[Chunk], failure: CheckpointError | None, path: str) -> None:
         self._failure = failure
         self._path = path
-        self._boxes: dict[MetadataIndex, tuple[Piece, Box]] = {
-            MetadataIndex(piece.name, box.offsets): (piece, box) for piece in pieces for box in piece.boxes
+        self._boxes: dict[MetadataIndex, tuple[Chunk, TensorSlice]] = {
+            MetadataIndex(named.name, slice_.offsets): (named, slice_) for named in wanted for slice_ in named.slices
         }
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the pieces are known."""
+        """Nothing: the wanted are known."""
 
     def create_local_plan(self) -> SavePlan:
         if self._failure is not None:
             raise self._failure
-        items = [_write_item(index, piece, box) for index, (piece, box) in self._boxes.items()]
+        items = [_write_item(index, named, slice_) for index, (named, slice_) in self._boxes.items()]
         return SavePlan(items, planner_data=self._path)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -193,9 +193,9 @@ class _SavePlanner(SavePlanner):
         return self._boxes[write_item.index][1].values
 
 
-def _write_item(index: MetadataIndex, piece: Piece, box: Box) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
+def _write_item(index: MetadataIndex, named: Chunk, slice_: TensorSlice) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=named.dtype), torch.Size(named.shape))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
@@ -422,27 +422,27 @@ def _check_values(values: Any) -> None:
             raise ValueError(f"its {name!r} is {type(values.get(name)).__name__}, expected {kind.__name__}")
 
 
-def read(path: str | Path, pieces: Sequence[Piece], header: Header, group: dist.ProcessGroup) -> None:
-    """Fill the boxes of ``pieces`` from the checkpoint at ``path``. Every rank of ``group`` calls this.
+def read(path: str | Path, wanted: Sequence[Chunk], header: Header, group: dist.ProcessGroup) -> None:
+    """Fill the boxes of ``wanted`` from the checkpoint at ``path``. Every rank of ``group`` calls this.
 
-    Each is converted to its piece's dtype and brought to its device.
+    Each is converted to its named's dtype and brought to its device.
 
     Raises:
-        CheckpointError: on every rank, if a piece of any has another shape there or is missing.
+        CheckpointError: on every rank, if a named of any has another shape there or is missing.
     """
     reader = _Reader(Path(path), header)
-    planner = _LoadPlanner(pieces)
+    planner = _LoadPlanner(wanted)
     _translated(
         "read", path, lambda: state_dict_loader.load({}, storage_reader=reader, planner=planner, process_group=group)
     )
 
 
 class _LoadPlanner(LoadPlanner):
-    """Plans to fill the boxes of ``pieces``."""
+    """Plans to fill the boxes of ``wanted``."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._values = {(piece.name, box.offsets): box.values for piece in pieces for box in piece.boxes}
+    def __init__(self, wanted: Sequence[Chunk]) -> None:
+        self._pieces = wanted
+        self._values = {(named.name, slice_.offsets): slice_.values for named in wanted for slice_ in named.slices}
         self._metadata: Metadata | None = None
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -451,19 +451,21 @@ class _LoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
         items: list[ReadItem] = []
-        for piece in self._pieces:
-            if not piece.boxes:
+        for named in self._pieces:
+            if not named.slices:
                 continue
-            stored = self._metadata.state_dict_metadata.get(piece.name)
+            stored = self._metadata.state_dict_metadata.get(named.name)
             if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"{piece.name} is missing in the checkpoint")
-            if tuple(stored.size) != piece.shape:
+                raise CheckpointError(f"{named.name} is missing in the checkpoint")
+            if tuple(stored.size) != named.shape:
                 raise CheckpointError(
-                    f"{piece.name} has the shape {tuple(stored.size)} in the checkpoint, expected {piece.shape}: it is "
+                    f"{named.name} has the shape {tuple(stored.size)} in the checkpoint, expected {named.shape}: it is "
                     "another model's"
                 )
-            chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in piece.boxes]
-            items += create_read_items_for_chunk_list(piece.name, stored, chunks)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes)) for slice_ in named.slices
+            ]
+            items += create_read_items_for_chunk_list(named.name, stored, chunks)
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

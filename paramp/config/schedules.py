@@ -90,5 +90,5 @@ SCHEDULES = {
 def canonical_name(name: str) -> str:
     """The key of :data:`SCHEDULES` that ``name`` means: in any case, torch's spelling too; else ``name`` itself."""
     plain = name.lower().replace("_", "-")
-    spellings = {row.torch_name.lower(): key for key, row in SCHEDULES.items()}
-    return plain if plain in SCHEDULES else spellings.get(plain.removeprefix("schedule"), name)
+    options_ = {row.torch_name.lower(): key for key, row in SCHEDULES.items()}
+    return plain if plain in SCHEDULES else options_.get(plain.removeprefix("schedule"), name)

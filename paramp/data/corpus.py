@@ -9,7 +9,6 @@ microbatches take slices of the same global batch, so every layout and every res
 
 from __future__ import annotations
 
-
 import json
 import os
 import sysconfig
@@ -17,14 +16,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from .hf_datasets import TOKENS, column_of, is_saved_dataset, load_splits, rows_of_text, tokens_of
+
 from ..base.errors import ConfigError, DataError, nearest
-from .text_corpus import Bytes, Encoder, TextFile, Tokenizer, find_text, held_out_by_name, read_pieces, text_of, why_not_text
-from .token_files import FLAT_DTYPES, ArrayTokens, CheckedTokens, FileTokens, SlicedTokens, TokenSource, fingerprint, open_flat, open_indexed, sample
+from .hf_datasets import TOKENS, column_of, is_saved_dataset, load_splits, rows_of_text, tokens_of
 from .sampling import check_length
+from .text_corpus import (
+    Bytes,
+    Encoder,
+    TextFile,
+    Tokenizer,
+    find_text,
+    held_out_by_name,
+    read_chunks,
+    text_of,
+    why_not_text,
+)
+from .token_files import (
+    FLAT_DTYPES,
+    ArrayTokens,
+    CheckedTokens,
+    FileTokens,
+    SlicedTokens,
+    TokenSource,
+    fingerprint,
+    open_flat,
+    open_indexed,
+    sample,
+)
 
 __all__ = ["Corpus", "load_corpus", "standard_library"]
 
@@ -224,7 +244,7 @@ def _text(path: Path, options: _Options) -> _Found:
 def _encode(files: list[TextFile], options: _Options, name: str) -> _Found:
     """The tokens of ``files`` in memory."""
     encoder = options.encoder
-    training, held_out = text_of(read_pieces(files, split=options.split), encoder)
+    training, held_out = text_of(read_chunks(files, split=options.split), encoder)
     return _Found(
         ArrayTokens(training, f"the text of {name!r} to train on"),
         ArrayTokens(held_out, f"the text of {name!r} held out") if options.split else None,
@@ -336,4 +356,3 @@ def _standard_library(root: Path, options: _Options) -> _Found:
     if len({held_out_by_name(file.name) for file in files}) < 2:
         raise ConfigError(f"data: {len(files)} Python files under {str(root)!r}, too few to train on")
     return _encode(files, options, "stdlib")
-

@@ -12,7 +12,7 @@ The order is drawn from the run's seed and the epoch, whatever state a rank's ra
 ``iter(loader)`` begins the next epoch, on every rank alike, as long as all of them iterate equally often;
 ``set_epoch(n)`` says which one comes next.
 
-A loader knows its :class:`Position`, which checkpoints hold: after a resume the next ``iter(loader)`` goes on with the
+A loader knows its :class:`LoaderPosition`, which checkpoints hold: after a resume the next ``iter(loader)`` goes on with the
 batch after the last one that was given out, also over another number of data ranks.
 """
 
@@ -39,17 +39,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ..distributed.context import ParallelContext
-from ..distributed.collectives import gather_objects
 from ..base.errors import ConfigError
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
 from ..distributed.rng import RandomStream, derive_seed
 
-__all__ = ["DealtBatches", "DealtSampler", "Position", "deal", "deal_loaders"]
+__all__ = ["LoaderPosition", "ShardedBatches", "ShardedSampler", "shard_loader", "shard_loaders"]
 
 DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class DealtSampler(Sampler[Any]):
+class ShardedSampler(Sampler[Any]):
     """Every ``size``-th item of ``inner``, from item ``rank`` on: indices of samples, or whole batches of them.
 
     ``inner`` draws its random numbers, as long as they are torch's, from a stream of this sampler's own, which is equal
@@ -121,7 +121,7 @@ class DealtSampler(Sampler[Any]):
         return whole + (rest > 0 and not self.drop_last)
 
 
-class Position:
+class LoaderPosition:
     """Where the user of a dealt loader is: in which epoch, and how many of its batches were given out.
 
     Args:
@@ -133,7 +133,7 @@ class Position:
     """
 
     def __init__(
-        self, generator: torch.Generator, seed: int, unit: int, dealer: DealtSampler | None, dealt_at_once: int = 1
+        self, generator: torch.Generator, seed: int, unit: int, dealer: ShardedSampler | None, dealt_at_once: int = 1
     ) -> None:
         self._generator = generator
         self._seed = seed
@@ -218,7 +218,7 @@ class _Given:
 class _WithPosition:
     """Added to the class of a loader that is dealt: it counts what it gives out."""
 
-    position: Position
+    position: LoaderPosition
 
     def __iter__(self) -> Iterator[Any]:
         return self.position.begin(super().__iter__)  # type: ignore[misc]
@@ -270,17 +270,17 @@ class _Batches:
         return getattr(self.loader, name)
 
 
-class DealtBatches(_WithPosition, _Batches):
+class ShardedBatches(_WithPosition, _Batches):
     """:class:`_Batches` that know their position."""
 
 
-def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
+def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     """``loader`` with the part of its samples that belongs to data rank ``rank`` of ``size``.
 
     A ``DataLoader`` is copied, whatever subclass it is of, and the copy given another sampler. A custom sampler is
     dealt index by index, a custom batch sampler batch by batch; they must yield the same on every rank, and may draw
     random numbers from torch's default generator. One that deals over this very axis already, such as a
-    ``DistributedSampler``, is left alone. Loaders over iterable datasets become :class:`DealtBatches`. Anything else
+    ``DistributedSampler``, is left alone. Loaders over iterable datasets become :class:`ShardedBatches`. Anything else
     is returned as it is.
 
     The copy has a generator of its own, of which its worker processes get their seeds: equal in a model group, and
@@ -299,17 +299,19 @@ def deal(loader: Any, rank: int, size: int, seed: int) -> Any:
     generator = torch.Generator()
     worker_seed = derive_seed(seed, "workers", 0 if iterable else rank)
     changes: dict[str, Any] = {"generator": generator, "_iterator": None}
-    if not iterable and not _dealers(loader):
-        changes |= _dealt_samplers(
-            loader, lambda inner, drop: DealtSampler(inner, rank, size, derive_seed(seed), drop_last=drop)
+    if not iterable and not _samplers_that_shard(loader):
+        changes |= _sharded_samplers(
+            loader, lambda inner, drop: ShardedSampler(inner, rank, size, derive_seed(seed), drop_last=drop)
         )
     kind: Any = type(loader) if iterable else _with_position(type(loader))
-    dealt = kind.__new__(kind)
-    dealt.__dict__.update(loader.__dict__ | changes)  # DataLoader forbids to set these: its own constructor checks them
-    result: Any = DealtBatches(dealt, rank, size) if iterable else dealt
-    dealer = next((sampler for sampler in _dealers(dealt) if isinstance(sampler, DealtSampler)), None)
-    at_once = dealt.batch_size or 1
-    result.position = Position(generator, worker_seed, size * at_once, dealer, at_once)
+    sharded = kind.__new__(kind)
+    sharded.__dict__.update(
+        loader.__dict__ | changes
+    )  # DataLoader forbids to set these: its own constructor checks them
+    result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
+    dealer = next((sampler for sampler in _samplers_that_shard(sharded) if isinstance(sampler, ShardedSampler)), None)
+    at_once = sharded.batch_size or 1
+    result.position = LoaderPosition(generator, worker_seed, size * at_once, dealer, at_once)
     _check_not_empty(result, size)
     return result
 
@@ -318,7 +320,7 @@ def _with_position(kind: type) -> type:
     return type(kind.__name__, (_WithPosition, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def _dealt_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], DealtSampler]) -> dict[str, Any]:
+def _sharded_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], ShardedSampler]) -> dict[str, Any]:
     """The attributes ``sampler`` and ``batch_sampler`` of the dealt loader."""
     batches: Any = loader.batch_sampler
     if batches is None:  # the dataset yields whole batches, or none are wanted
@@ -330,14 +332,14 @@ def _dealt_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool
     return {"sampler": sampler, "batch_sampler": sampler}
 
 
-def _dealers(loader: DataLoader[Any]) -> list[Any]:
+def _samplers_that_shard(loader: DataLoader[Any]) -> list[Any]:
     """The samplers of ``loader`` that deal over ranks by themselves."""
     candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
 
 
 def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
-    for sampler in _dealers(loader):
+    for sampler in _samplers_that_shard(loader):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ConfigError(
                 f"its {type(sampler).__name__} deals to rank {sampler.rank} of {sampler.num_replicas}, but this is "
@@ -356,26 +358,26 @@ def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
         )
 
 
-def _check_not_empty(dealt: Any, size: int) -> None:
+def _check_not_empty(sharded: Any, size: int) -> None:
     """Complain about a loader without a batch: a loop that asks it for one would never end, or train nothing."""
     try:
-        if len(dealt):
+        if len(sharded):
             return
     except (TypeError, NotImplementedError):  # nobody knows before it is read
         return
-    samples = _length(dealt.dataset)
+    samples = _length(sharded.dataset)
     if not samples:
         raise ConfigError("its dataset is empty; expected at least one sample")
-    if not dealt.drop_last:
+    if not sharded.drop_last:
         raise ConfigError(f"its sampler yields none of its dataset's {samples} samples; expected at least one")
-    own = 0 if isinstance(dealt, DealtBatches) else _length(getattr(dealt.batch_sampler, "sampler", None))
+    own = 0 if isinstance(sharded, ShardedBatches) else _length(getattr(sharded.batch_sampler, "sampler", None))
     if not own:
         raise ConfigError(
-            f"its {samples} samples do not fill a batch of {dealt.batch_size} for each of {size} data ranks, so "
+            f"its {samples} samples do not fill a batch of {sharded.batch_size} for each of {size} data ranks, so "
             "drop_last leaves none; expected more samples, smaller batches or drop_last=False"
         )
     raise ConfigError(
-        f"batch_size {dealt.batch_size}, but a data rank has {own} samples, so drop_last leaves no batch; expected at "
+        f"batch_size {sharded.batch_size}, but a data rank has {own} samples, so drop_last leaves no batch; expected at "
         f"most {own}"
     )
 
@@ -388,7 +390,7 @@ def _length(items: Any) -> int:
         return 0
 
 
-def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
+def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
     """Each of ``loaders`` dealt over the data axis of ``context``, or as it is if it is no ``DataLoader``.
 
     Every rank has to call this. Ranks may pass None where others pass a loader.
@@ -396,12 +398,14 @@ def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
     Raises:
         ConfigError: on every rank, if a loader of any rank cannot be dealt, or ranks have different ones.
     """
-    dealt, problems, facts = [], [], []
+    sharded, problems, facts = [], [], []
     for name, loader in loaders.items():
         try:
-            dealt.append(deal(loader, context.dp.rank, context.dp.size, derive_seed(context.config.seed, name)))
+            sharded.append(
+                shard_loader(loader, context.dp.rank, context.dp.size, derive_seed(context.config.seed, name))
+            )
         except ConfigError as error:
-            dealt.append(None)
+            sharded.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
     everyone = gather_objects((problems, facts))
@@ -416,7 +420,7 @@ def deal_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
                     f"{name}: rank {known[0][0]} has {known[0][1]}, where rank {rank} has {fact}; make the same loader "
                     "over all of the data on every rank, initialize deals it"
                 )
-    return dealt
+    return sharded
 
 
 def _describe(loader: Any) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
-from .text_corpus import Piece
+from .text_corpus import TextChunk
 from .token_files import ArrayTokens, ChainedTokens, FileTokens, Tokens, TokenSource
 
 __all__ = ["column_of", "is_saved_dataset", "load_splits", "rows_of_text", "tokens_of"]
@@ -129,8 +129,8 @@ def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
             yield chunk.to_numpy(zero_copy_only=True)
 
 
-def rows_of_text(dataset: Any, *, held_out: bool) -> Iterator[Piece]:
+def rows_of_text(dataset: Any, *, held_out: bool) -> Iterator[TextChunk]:
     """Each row of ``text`` as a document."""
     for row in dataset.with_format(None).select_columns([TEXT]):
         if row[TEXT]:
-            yield Piece(row[TEXT], held_out, begins=True)
+            yield TextChunk(row[TEXT], held_out, begins=True)

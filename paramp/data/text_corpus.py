@@ -24,19 +24,19 @@ from .token_files import Tokens
 __all__ = [
     "Bytes",
     "Encoder",
-    "Piece",
+    "TextChunk",
     "TextFile",
     "Tokenizer",
     "encode",
     "find_text",
     "held_out_by_name",
-    "read_pieces",
+    "read_chunks",
     "text_of",
     "why_not_text",
 ]
 
 HELD_OUT_ONE_IN = 20
-PIECE = 2**22
+CHUNK = 2**22
 """Bytes that are read, and at most encoded, at once."""
 BATCH = 2**20
 """Characters that a tokenizer is given at once."""
@@ -98,7 +98,7 @@ def why_not_text(path: Path) -> str | None:
     with path.open("rb") as file:
         position = 0
         while True:
-            block = file.read(PIECE)
+            block = file.read(CHUNK)
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ def held_out_by_name(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """A part of a document."""
 
     text: str
@@ -125,7 +125,7 @@ class Piece:
     """Whether a document begins with it."""
 
 
-def read_pieces(files: Iterable[TextFile], *, split: bool) -> Iterator[Piece]:
+def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk]:
     """The text of ``files`` in pieces of at most 4 MB, each cut at the end of a line where it has one.
 
     With ``split``, one file in twenty is held out (:func:`held_out_by_name`). Where that leaves either part without
@@ -141,7 +141,7 @@ def read_pieces(files: Iterable[TextFile], *, split: bool) -> Iterator[Piece]:
         for text in _lines(file.path):
             for is_tail, part in _split_at(text, border - position):
                 held_out = held_out_by_name(file.name) if by_name else is_tail
-                yield Piece(part, held_out, begins)
+                yield TextChunk(part, held_out, begins)
                 begins = False
             position += len(text.encode())
 
@@ -151,12 +151,12 @@ def _lines(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest = ""
     with path.open("rb") as file:
-        while block := file.read(PIECE):
+        while block := file.read(CHUNK):
             rest += decoder.decode(block)
-            cut = rest.rfind("\n") + 1 or len(rest)
-            if cut:
-                yield rest[:cut]
-            rest = rest[cut:]
+            partition = rest.rfind("\n") + 1 or len(rest)
+            if partition:
+                yield rest[:partition]
+            rest = rest[partition:]
     if rest:
         yield rest
 
@@ -166,8 +166,8 @@ def _split_at(text: str, border: int) -> list[tuple[bool, str]]:
     data = text.encode()
     if not 0 < border < len(data):
         return [(border <= 0, text)]
-    cut = data.find(b"\n", border - 1) + 1
-    head = data[: cut if 0 < cut < len(data) else border].decode(errors="ignore")
+    partition = data.find(b"\n", border - 1) + 1
+    head = data[: partition if 0 < partition < len(data) else border].decode(errors="ignore")
     return [(is_tail, part) for is_tail, part in ((False, head), (True, text[len(head) :])) if part]
 
 
@@ -266,20 +266,20 @@ def _cut_at_lines(text: str, size: int) -> list[str]:
     return [*parts, text[start:]]
 
 
-def encode(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[bool, Tokens]]:
+def encode(chunks: Iterable[TextChunk], encoder: Encoder) -> Iterator[tuple[bool, Tokens]]:
     """The tokens of ``pieces`` as they come, each array with whether it is held out."""
     started = {False: False, True: False}
-    for piece in pieces:
-        if piece.begins and started[piece.held_out] and len(encoder.separator):
-            yield piece.held_out, encoder.separator
-        started[piece.held_out] = True
-        yield piece.held_out, encoder.encode(piece.text)
+    for chunk in chunks:
+        if chunk.begins and started[chunk.held_out] and len(encoder.separator):
+            yield chunk.held_out, encoder.separator
+        started[chunk.held_out] = True
+        yield chunk.held_out, encoder.encode(chunk.text)
 
 
-def text_of(pieces: Iterable[Piece], encoder: Encoder) -> tuple[Tokens, Tokens]:
+def text_of(chunks: Iterable[TextChunk], encoder: Encoder) -> tuple[Tokens, Tokens]:
     """The tokens of ``pieces`` in memory: those to train on and those held out."""
     parts: dict[bool, list[Tokens]] = {False: [], True: []}
-    for held_out, tokens in encode(pieces, encoder):
+    for held_out, tokens in encode(chunks, encoder):
         parts[held_out].append(tokens)
     empty = np.zeros(0, encoder.dtype)
     return np.concatenate([empty, *parts[False]]), np.concatenate([empty, *parts[True]])

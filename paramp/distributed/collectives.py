@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_objects", "gather_parts", "start_reducing_parts", "sum_"]
+__all__ = ["all_gather_shards", "gather_objects", "start_reduce_scatter", "sum_"]
 
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
@@ -34,8 +34,8 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
             continue
         flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        pieces = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [piece.view_as(tensor) for piece, tensor in zip(pieces, bucket, strict=True)])
+        chunks = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [chunk.view_as(tensor) for chunk, tensor in zip(chunks, bucket, strict=True)])
 
 
 # torch 2.13 has new names for these two, and warns of the old ones; 2.11 knows the old ones only.
@@ -43,7 +43,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def start_reducing_parts(
+def start_reduce_scatter(
     whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Callable[[], None]:
     """Leave this rank's part ``own`` of ``whole``, a view of it, with the sum over ``group``, and the rest of ``whole``
@@ -70,7 +70,7 @@ def start_reducing_parts(
     return finish
 
 
-def gather_parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fill ``whole`` with the part ``own`` of every rank of ``group`` (None: the world); one all-gather.
 
     ``own`` may be a view of its place in ``whole``.

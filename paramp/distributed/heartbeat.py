@@ -36,9 +36,9 @@ from types import TracebackType
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .progress_record import SETUP, Slate, Where
+from .progress_record import SETUP, ProgressRecord, Where
 
-__all__ = ["Beat", "Ears", "Heartbeat", "ending_in_time"]
+__all__ = ["Beat", "Heartbeat", "LivenessMonitor", "ending_in_time"]
 
 EXIT_CODE = 1
 SECONDS_OF_GRACE = 5.0
@@ -70,7 +70,7 @@ class Beat:
         return Beat(**fields | {"where": Where(*fields["where"])})
 
 
-class Ears:
+class LivenessMonitor:
     """When each rank was last heard, and when any of them last got on, on this rank's clock.
 
     The clock stands still while this rank itself does: a job that was stopped and goes on would otherwise find that
@@ -159,8 +159,8 @@ class Heartbeat:
             store.set("verdict", "")
             store.set("launch", secrets.token_hex(8))
         self._launch = store.get("launch").decode()
-        self._slate = Slate.create(Slate.path(self._launch, rank))
-        self._slates: dict[int, Slate] = {}
+        self._slate = ProgressRecord.create(ProgressRecord.path(self._launch, rank))
+        self._records: dict[int, ProgressRecord] = {}
         self._neighbour: int | None = None
         self._shown = True
         self._at = SETUP
@@ -170,7 +170,7 @@ class Heartbeat:
         self._leader = 0
         self._beats: dict[int, Beat] = {}
         self._left: set[int] = set()
-        self._ears = Ears(timeout)
+        self._monitor = LivenessMonitor(timeout)
         self._answers = 0
         self._failed_since: float | None = None
         self._failed = False
@@ -210,14 +210,14 @@ class Heartbeat:
     def _look_around(self) -> None:
         """Find the slates of the next rank on this machine, and of rank 0, which may host the store."""
         for rank in [*range(self._rank + 1, self._world_size), *range(self._rank)]:
-            slate = Slate.find(Slate.path(self._launch, rank))
-            if slate is not None:
+            record = ProgressRecord.find(ProgressRecord.path(self._launch, rank))
+            if record is not None:
                 self._neighbour = rank
-                self._slates[rank] = slate
+                self._records[rank] = record
                 break
-        host = Slate.find(Slate.path(self._launch, 0))
+        host = ProgressRecord.find(ProgressRecord.path(self._launch, 0))
         if host is not None:
-            self._slates[0] = host
+            self._records[0] = host
         self._store.add("looked", 1)
 
     def stop(self, *, failed: bool = False) -> None:
@@ -232,7 +232,7 @@ class Heartbeat:
     def hide(self, *others: int) -> None:
         """Remove the name of this rank's slate, and of others. Who has found it can go on reading."""
         for rank in (self._rank, *others):
-            Slate.path(self._launch, rank).unlink(missing_ok=True)
+            ProgressRecord.path(self._launch, rank).unlink(missing_ok=True)
 
     @property
     def _patience(self) -> float:
@@ -255,21 +255,21 @@ class Heartbeat:
         """One round: write, read, judge."""
         self._store.set(_beat(self._rank), self._next_beat().encode())
         if self._neighbour is not None:
-            self._store.set(_sight(self._neighbour), Beat(0, *self._slates[self._neighbour].read()).encode())
+            self._store.set(_sight(self._neighbour), Beat(0, *self._records[self._neighbour].read()).encode())
         if self._shown and self._store.add("looked", 0) == self._world_size:
             self.hide()
             self._shown = False
         verdict = self._read()
         self._answers += 1
         now = self._clock()
-        self._ears.hear(self._beats, now)
+        self._monitor.hear(self._beats, now)
         if verdict:
             self._obey(json.loads(verdict), now)
-        elif silent := self._ears.silent(tolerance=2 * self._interval):
+        elif silent := self._monitor.silent(tolerance=2 * self._interval):
             text = "; ".join(self._obituary(rank, *found) for rank, found in silent.items())
             self._store.compare_set("verdict", "", json.dumps({"silent": text}))
             self._end(text)
-        elif self._leader == self._rank and (beats := self._ears.stuck()):
+        elif self._leader == self._rank and (beats := self._monitor.stuck()):
             _write(_describe_stuck(beats, self._timeout))
 
     def _next_beat(self) -> Beat:
@@ -339,7 +339,7 @@ class Heartbeat:
     def _obituary_of_store(self, seconds: float) -> str:
         if self._host:
             return f"the store has not answered for {seconds:.0f} s: {self._host}, which hosts it, is stopped or lost"
-        where = self._slates[0].read()[0] if 0 in self._slates else self._beats[0].where if 0 in self._beats else None
+        where = self._records[0].read()[0] if 0 in self._records else self._beats[0].where if 0 in self._beats else None
         last = "" if where is None else f"; it was last seen {where}"
         return f"{self._name_of(0)}, which hosts the store, has been silent for {seconds:.0f} s{last}"
 
@@ -347,7 +347,7 @@ class Heartbeat:
         """Say why, and end this process, when every rank has had the time to say so too."""
         self.ending = True
         _write(f"paramp: {text}; ending {self._name_of(self._rank)}, which was {self._at}\n")
-        self.hide(0, *self._slates)  # a rank that is stopped cannot
+        self.hide(0, *self._records)  # a rank that is stopped cannot
         # A launcher ends all ranks when the first one ends.
         time.sleep(self._patience)
         _exit()

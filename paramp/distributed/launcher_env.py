@@ -14,11 +14,19 @@ from dataclasses import dataclass
 
 from ..base.errors import LaunchError
 
-__all__ = ["Place", "find_place", "first_host", "mpi_place", "rank_by_any_variable", "slurm_place", "torchrun_place"]
+__all__ = [
+    "LauncherRank",
+    "find_place",
+    "first_host",
+    "mpi_place",
+    "rank_by_any_variable",
+    "slurm_place",
+    "torchrun_place",
+]
 
 
 @dataclass(frozen=True)
-class Place:
+class LauncherRank:
     """One process of a world, as its launcher numbers it."""
 
     launcher: str
@@ -41,7 +49,7 @@ OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 
-def find_place() -> Place | None:
+def find_place() -> LauncherRank | None:
     """This process's place by the innermost launcher whose variables are set; None where there is none.
 
     Raises:
@@ -65,7 +73,7 @@ def find_place() -> Place | None:
     return torchrun
 
 
-def _variables_of(place: Place) -> str:
+def _variables_of(place: LauncherRank) -> str:
     if place.launcher == "slurm":
         return "Slurm's SLURM_PROCID and SLURM_NTASKS"
     rank, size, _ = OPEN_MPI_VARIABLES if OPEN_MPI_VARIABLES[0] in os.environ else MPICH_VARIABLES
@@ -80,7 +88,7 @@ def rank_by_any_variable() -> int:
     return 0
 
 
-def torchrun_place() -> Place | None:
+def torchrun_place() -> LauncherRank | None:
     """The place that torchrun's variables name; None where none of them is set.
 
     Raises:
@@ -98,10 +106,10 @@ def torchrun_place() -> Place | None:
         )
     rank, world_size, local_rank = (_number(name) for name in TORCHRUN_VARIABLES[:3])
     _check_rank("RANK", rank, "WORLD_SIZE", world_size)
-    return Place("torchrun", rank, world_size, local_rank, present["MASTER_ADDR"], _master_port())
+    return LauncherRank("torchrun", rank, world_size, local_rank, present["MASTER_ADDR"], _master_port())
 
 
-def mpi_place() -> Place | None:
+def mpi_place() -> LauncherRank | None:
     """The place that mpirun's variables name, Open MPI's or MPICH's; None where none is set.
 
     Raises:
@@ -121,7 +129,7 @@ def mpi_place() -> Place | None:
             )
         rank, world_size, local_rank = (_number(name, present[name]) for name in names)
         _check_rank(names[0], rank, names[1], world_size)
-        return Place("mpi", rank, world_size, local_rank)
+        return LauncherRank("mpi", rank, world_size, local_rank)
     return None
 
 
@@ -131,7 +139,7 @@ FIRST_PORT, NUM_PORTS = 20000, 12000
 """Ports that jobs of Slurm's meet at: below those that systems hand out by themselves."""
 
 
-def slurm_place(host: str | None = None, port: int | None = None) -> Place | None:
+def slurm_place(host: str | None = None, port: int | None = None) -> LauncherRank | None:
     """The place of a task that ``srun`` started; None outside, and in a batch script itself, which is no task.
 
     Args:
@@ -160,7 +168,7 @@ def slurm_place(host: str | None = None, port: int | None = None) -> Place | Non
     _check_rank("SLURM_PROCID", rank, size, world_size)
     if port is None:
         port = _master_port() if os.environ.get("MASTER_PORT") else FIRST_PORT + _job_number() % NUM_PORTS
-    return Place("slurm", rank, world_size, local_rank, host, port)
+    return LauncherRank("slurm", rank, world_size, local_rank, host, port)
 
 
 def _job_number() -> int:

@@ -24,7 +24,7 @@ from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config, flatten
 from .context import ParallelContext, report_once
 from .heartbeat import Heartbeat
-from .launcher_env import Place, find_place, mpi_place, slurm_place, torchrun_place
+from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torchrun_place
 from .rendezvous import choose_interface, exchange, find_store, host_store, join_store, meet, own_hosts
 
 __all__ = [
@@ -164,7 +164,7 @@ def launch(
     gpus = torch.cuda.device_count()
     if local_rank is None:
         local_rank = rank % gpus if gpus else rank
-    return _join(settings, Place("launch", rank, world_size, local_rank, host, port), backend, device, seed)
+    return _join(settings, LauncherRank("launch", rank, world_size, local_rank, host, port), backend, device, seed)
 
 
 def _check_port(port: int | None) -> int | None:
@@ -175,14 +175,14 @@ def _check_port(port: int | None) -> int | None:
 
 def _join(
     config: Config,
-    place: Place | None,
+    place: LauncherRank | None,
     backend: str | None,
     device: torch.device | str | None,
     seed: int,
     store: Store | None = None,
 ) -> ParallelContext:
     """Meet the other ranks of ``place``'s world, in ``store`` if they have met, and make the context."""
-    place = place or Place("none", 0, 1, 0)
+    place = place or LauncherRank("none", 0, 1, 0)
     rank, world_size = place.rank, place.world_size
     if seed != DEFAULT_SEED:
         config = replace(config, seed=seed)
@@ -235,7 +235,7 @@ _stores: dict[tuple[str, int, int], TCPStore] = {}
 """Kept until the process ends: a later launch meets in the same place."""
 
 
-def _shared_store(place: Place) -> Store:
+def _shared_store(place: LauncherRank) -> Store:
     """The store that the ranks of ``place``'s world share."""
     if place.world_size == 1 or place.host is None or place.port is None:
         return HashStore()
@@ -246,15 +246,15 @@ def _shared_store(place: Place) -> Store:
     return _stores[key]
 
 
-def _agent_listens(place: Place) -> bool:
+def _agent_listens(place: LauncherRank) -> bool:
     """Whether torchrun's agent hosts the store, which then outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
 
 
-_mpi_world: tuple[Place, TCPStore] | None = None
+_mpi_world: tuple[LauncherRank, TCPStore] | None = None
 
 
-def _meet_by_mpi(place: Place, host: str | None, port: int | None) -> tuple[Place, Store]:
+def _meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tuple[LauncherRank, Store]:
     """Ranks, local ranks and a common store by MPI, once a process: MPI cannot be started a second time."""
     global _mpi_world
     if _mpi_world is not None:

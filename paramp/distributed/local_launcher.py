@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from .rendezvous import host_store
 
-__all__ = ["said_by_rank_0", "start_processes"]
+__all__ = ["reported_by_rank_0", "start_processes"]
 
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
@@ -83,7 +83,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_st
                 continue
 
 
-def said_by_rank_0(message: str, rank: int) -> bool:
+def reported_by_rank_0(message: str, rank: int) -> bool:
     """Whether ``message`` need not be printed by this rank, because another of this machine has printed it.
 
     Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 tells it and leaves a mark; the

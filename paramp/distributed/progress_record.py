@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SETUP", "Slate", "Where"]
+__all__ = ["SETUP", "ProgressRecord", "Where"]
 
 
 class Where(NamedTuple):
@@ -42,7 +42,7 @@ RECORD = struct.Struct("=32s?qqqq")
 """The phase, whether inside, the stage and the microbatch (-1 where there is none), the step; phases ended in it."""
 
 
-class Slate:
+class ProgressRecord:
     """One rank's place, and the number of phases that have ended in this step."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
@@ -55,23 +55,23 @@ class Slate:
         return (folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())) / f"paramp-{launch}-{rank}"
 
     @staticmethod
-    def create(path: Path) -> Slate:
+    def create(path: Path) -> ProgressRecord:
         """A slate at ``path``, which is new; one that nobody else can read where there is no place for a file."""
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             with open(descriptor, "r+b") as file:
                 file.truncate(RECORD.size)
-                slate = Slate(mmap.mmap(file.fileno(), RECORD.size))
+                record = ProgressRecord(mmap.mmap(file.fileno(), RECORD.size))
         except OSError:
-            slate = Slate(bytearray(RECORD.size))
-        slate.write(SETUP, 0)
-        return slate
+            record = ProgressRecord(bytearray(RECORD.size))
+        record.write(SETUP, 0)
+        return record
 
     @staticmethod
-    def find(path: Path) -> Slate | None:
+    def find(path: Path) -> ProgressRecord | None:
         """The slate at ``path``; None where there is none, as for a rank of another machine."""
         with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-            return Slate(mmap.mmap(file.fileno(), RECORD.size, access=mmap.ACCESS_READ))
+            return ProgressRecord(mmap.mmap(file.fileno(), RECORD.size, access=mmap.ACCESS_READ))
         return None
 
     def write(self, where: Where, done: int) -> None:

@@ -173,9 +173,9 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
     """
     accumulation, ranks = before
     least = max(1, -(-accumulation * ranks // data_size))
-    share, rest = divmod(batch_size, data_size * num_microbatches)
-    for candidate in range(least, share + 1):
-        if not rest and share % candidate == 0:
+    norm_weight, rest = divmod(batch_size, data_size * num_microbatches)
+    for candidate in range(least, norm_weight + 1):
+        if not rest and norm_weight % candidate == 0:
             return candidate
     raise ConfigError(
         f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "

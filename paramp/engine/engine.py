@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from ..base.errors import CheckpointError, ConfigError, TrainingDiverged
 from ..base.spans import Observer, begin_call, observed, span
 from ..checkpoint.async_save import Saver
-from ..checkpoint.chunks import Piece
+from ..checkpoint.chunks import Chunk
 from ..checkpoint.dcp_storage import Header, problems_together, read, read_header_of
 from ..config.schema import Config, flatten
 from ..distributed.collectives import gather_objects
@@ -39,7 +39,7 @@ from ..optim.fused_step import FusedStep, choose_step
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.overflow_report import OverflowReport, find_gradients
-from ..optim.param_buffer import Slot
+from ..optim.param_buffer import FlatParam
 from ..parallel.loss import vocab_parallel_loss
 from ..parallel.pipeline import Pipeline, Stages
 from ..precision.autocast import widening
@@ -583,12 +583,12 @@ class Engine:
             return self._totals[:0]
         return self._weights.presence(self._names)
 
-    def _absent(self, agreed: _Agreed) -> list[Slot]:
+    def _absent(self, agreed: _Agreed) -> list[FlatParam]:
         """The parameters for which no data rank has a gradient: an optimizer does not step them."""
         absent = self._weights.absent()
         if absent and self.context.dp.size > 1:  # only then does it matter what the others have
             present = dict(zip(self._names, agreed.present.tolist(), strict=True))
-            absent = [slot for slot in absent if not present[slot.name]]
+            absent = [param for param in absent if not present[param.name]]
         return absent
 
     def zero_grad(self) -> None:
@@ -720,7 +720,7 @@ class Engine:
             header = self._state.by_first_names(read_header_of(path))
             self._take_up(header, functools.partial(read, path, header=header, group=group), weights_only=weights_only)
 
-    def _take_up(self, header: Header, fill: Callable[[list[Piece]], None], *, weights_only: bool) -> None:
+    def _take_up(self, header: Header, fill: Callable[[list[Chunk]], None], *, weights_only: bool) -> None:
         """Load what ``header`` says is there; ``fill`` fills pieces from it."""
         self._state.check_model(header)
         everything = not weights_only and not header.only_weights
@@ -735,7 +735,7 @@ class Engine:
         self._calls = 0
         self.zero_grad()
 
-    def _what_to_save(self) -> tuple[Sequence[Piece], Mapping[str, Any]]:
+    def _what_to_save(self) -> tuple[Sequence[Chunk], Mapping[str, Any]]:
         if self._calls or self._window.is_open:
             raise CheckpointError(
                 f"save: got a call with gradients that wait for a step, after {self._calls} of {self._accumulation} "
@@ -752,7 +752,7 @@ class Engine:
             "numbers": self._state.numbers(),
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
-        return self._state.pieces(), values
+        return self._state.chunks(), values
 
     def _load_values(self, values: Mapping[str, Any]) -> None:
         self._tally.load(values["counts"])

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import Joined
-from ..data.dataloader import deal_loaders
+from ..data.dataloader import shard_loaders
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter, get_context
 from ..optim.flat_params import FlatWeights
@@ -34,10 +34,16 @@ from ..optim.user_optimizer import (
     repoint,
     warn_of_eps,
 )
-from ..parallel.huggingface import PretrainedCut, is_pretrained, pretrained_filling, pretrained_plan, returning_logits
+from ..parallel.huggingface import (
+    PretrainedPartition,
+    is_pretrained,
+    pretrained_filling,
+    pretrained_plan,
+    returning_logits,
+)
 from ..parallel.materialize import check_materializable, is_on_meta, materialize, outline, reset_parameters
-from ..parallel.partition import Cut, SequentialCut, is_sequential, plan_stages
-from ..parallel.partition_fx import TracedCut
+from ..parallel.partition import Partition, SequentialPartition, is_sequential, plan_stages
+from ..parallel.partition_fx import TracedPartition
 from ..parallel.pipeline import Stage, Stages
 from ..parallel.tensor_plan import apply_plan, check_divisible, resolve_plan
 from ..precision.float8 import choose_layers, convert, find_library
@@ -95,7 +101,7 @@ def initialize(
     float8 = context.config.precision.float8
     if float8 is not None:
         find_library(float8, context.device, context.tp.size)
-    train_dataloader, test_dataloader = deal_loaders(
+    train_dataloader, test_dataloader = shard_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
     if not isinstance(model, nn.Module):
@@ -125,7 +131,7 @@ def initialize(
     check_divisible(model, styles, context.tp.size)
     choice = None if float8 is None else choose_layers(model, float8, styles, context.tp.size)
     fill = _filling(model)
-    stages = _cut(model, styles, context)
+    stages = _partition(model, styles, context)
     held = [
         _parameter_names(stages, context.config.parallel.pipeline.stages_of(rank)) for rank in range(context.pp.size)
     ]
@@ -237,7 +243,7 @@ def _find_plan(
     return found
 
 
-def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
+def _partition(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
     """The module of each pipeline stage; the model where there is one stage only."""
     size, split = context.config.parallel.pipeline.num_stages, context.config.parallel.pipeline.split
     if size == 1:
@@ -245,21 +251,21 @@ def _cut(model: nn.Module, styles: Mapping[str, ParallelStyle], context: Paralle
     own_split = getattr(model, "pipeline_split", None)
     if split is None and own_split is not None:
         split = own_split(size)
-    cut: Cut
+    partition: Partition
     if is_sequential(model):
-        cut = SequentialCut(model)
+        partition = SequentialPartition(model)
     elif is_pretrained(model):
-        cut = PretrainedCut(model)
+        partition = PretrainedPartition(model)
     else:
-        cut = TracedCut(model, size, split)
-    for name in cut.opened & styles.keys():
+        partition = TracedPartition(model, size, split)
+    for name in partition.opened & styles.keys():
         raise ConfigError(
             f"plan: {name!r} is opened by the pipeline's cut, so a style for it would not run; cut around it "
             "(parallel.pipeline.split), or give styles to the modules in it"
         )
-    stage_names = plan_stages(cut.units, size, split)
-    _check_hooks(model, stage_names, cut.opened)
-    stages = cut.stages(stage_names)
+    stage_names = plan_stages(partition.units, size, split)
+    _check_hooks(model, stage_names, partition.opened)
+    stages = partition.stages(stage_names)
     _check_statistics(model, stages)
     return stages
 
@@ -275,9 +281,9 @@ def _check_hooks(model: nn.Module, stage_names: Sequence[Sequence[str]], opened:
     """
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
-        pieces = sum(any(unit.startswith(prefix) for unit in names) for names in stage_names)
+        chunks = sum(any(unit.startswith(prefix) for unit in names) for names in stage_names)
         hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
-        if hooks and (pieces > 1 or name in opened):
+        if hooks and (chunks > 1 or name in opened):
             what = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
             raise ConfigError(
                 f"parallel.pipeline.size: {name or 'the model'} has hooks ({what}), but is cut into stages, which run "

@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from ..base.dtensor import local
 from ..base.errors import CheckpointError
-from ..checkpoint.chunks import Box, Piece, piece_of
+from ..checkpoint.chunks import Chunk, TensorSlice, chunk_of
 from ..checkpoint.dcp_storage import MODEL, Header
 from ..checkpoint.json_codec import decode, encode
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..distributed.rng import RandomStream, derive_seed, random_states, set_random_states
 from ..optim.flat_params import NO_GROUP, FlatWeights
-from ..optim.param_buffer import Slot
+from ..optim.param_buffer import FlatParam
 from ..parallel.pipeline import Stages
 
 __all__ = ["TrainingState"]
@@ -72,7 +72,7 @@ class TrainingState:
 
     # ------------------------------------------------------------------------------------------------------- saving
 
-    def pieces(self) -> list[Piece]:
+    def chunks(self) -> list[Chunk]:
         """All that this rank holds. Of what several hold alike, one writes."""
         return [*self._trained(), *self._frozen(), *self._buffers(), *self._optimizer(), *self._random()]
 
@@ -83,32 +83,32 @@ class TrainingState:
             for group in self.optimizer.param_groups
         ]
 
-    def _trained(self) -> Iterator[Piece]:
-        for slot in self._stepped_here():
-            if self._writes(slot):  # masters that are kept as remainders are put together for it
-                yield self._piece_of(slot, self._name(slot), self.weights.exact(slot))
+    def _trained(self) -> Iterator[Chunk]:
+        for param in self._stepped_here():
+            if self._writes(param):  # masters that are kept as remainders are put together for it
+                yield self._chunk_of(param, self._name(param), self.weights.exact(param))
 
-    def _stepped_here(self) -> Iterator[Slot]:
-        return (slot for slot in self.weights.slots if slot.own[0] < slot.own[1])
+    def _stepped_here(self) -> Iterator[FlatParam]:
+        return (param for param in self.weights.params if param.own[0] < param.own[1])
 
-    def _name(self, slot: Slot) -> str:
-        return f"{MODEL}{self.first_names[slot.name]}"
+    def _name(self, param: FlatParam) -> str:
+        return f"{MODEL}{self.first_names[param.name]}"
 
-    def _piece_of(self, slot: Slot, name: str, values: torch.Tensor) -> Piece:
+    def _chunk_of(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
         """The piece of a tensor that is laid out as a parameter, of which this rank has ``values``."""
-        shape = self.shapes[slot.name]
-        return piece_of(name, slot.parameter, values, shape=shape, own=slot.own, written=self._writes(slot))
+        shape = self.shapes[param.name]
+        return chunk_of(name, param.parameter, values, shape=shape, own=param.own, written=self._writes(param))
 
-    def _writes(self, slot: Slot) -> bool:
+    def _writes(self, param: FlatParam) -> bool:
         """Whether this rank writes its part of a parameter, of those that hold the same."""
-        if any(tie.parameter is slot.parameter and not tie.owner for tie in self.ties):
+        if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
-        return self._is_first(slot.parameter) and (self._is_sharded or self._turn_of(slot.parameter))
+        return self._is_first(param.parameter) and (self._is_sharded or self._turn_of(param.parameter))
 
     @property
     def _is_sharded(self) -> bool:
         """Whether each data rank has a part of its own (ZeRO)."""
-        return self.weights.early is not None
+        return self.weights.overlapped is not None
 
     def _is_first(self, parameter: torch.Tensor) -> bool:
         """Whether this is the first rank that holds this part of ``parameter``, but for data ranks."""
@@ -135,7 +135,7 @@ class TrainingState:
             written[writers[parameter]] += local(parameter).numel()
         return writers
 
-    def _frozen(self) -> Iterator[Piece]:
+    def _frozen(self) -> Iterator[Chunk]:
         for name, parameter in self.weights.frozen:
             yield self._frozen_piece(name, parameter, local(parameter).detach())
 
@@ -143,14 +143,14 @@ class TrainingState:
     def _frozen_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self.weights.frozen)
 
-    def _frozen_piece(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Piece:
+    def _frozen_piece(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Chunk:
         written = self._is_first(parameter) and self._turn_of(parameter)
-        return piece_of(f"{MODEL}{self.first_names[name]}", parameter, values, shape=self.shapes[name], written=written)
+        return chunk_of(f"{MODEL}{self.first_names[name]}", parameter, values, shape=self.shapes[name], written=written)
 
-    def _buffers(self) -> Iterator[Piece]:
+    def _buffers(self) -> Iterator[Chunk]:
         for name, buffer in self._own_buffers():
             prefix = MODEL if self.context.dp.rank == 0 else f"{DATA}{self.context.dp.rank}."
-            yield piece_of(f"{prefix}{name}", buffer, local(buffer), written=self._is_first(buffer))
+            yield chunk_of(f"{prefix}{name}", buffer, local(buffer), written=self._is_first(buffer))
 
     def _own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.module.state_dict(keep_vars=True).items():
@@ -172,16 +172,16 @@ class TrainingState:
                 "buffers, or save it with engine.track(name, thing)"
             )
 
-    def _optimizer(self) -> Iterator[Piece]:
-        for slot, stepped in self._with_state():
+    def _optimizer(self) -> Iterator[Chunk]:
+        for param, stepped in self._with_state():
             for key, value in self.optimizer.state.get(stepped, {}).items():
-                yield self._state_piece(slot, stepped, key, value)
+                yield self._state_piece(param, stepped, key, value)
 
-    def _with_state(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+    def _with_state(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
         return (
-            (slot, stepped)
-            for slot, stepped, _ in self.weights.pairs()
-            if slot.own[0] < slot.own[1] and slot.group != NO_GROUP
+            (param, stepped)
+            for param, stepped, _ in self.weights.pairs()
+            if param.own[0] < param.own[1] and param.group != NO_GROUP
         )
 
     def numbers(self) -> dict[str, str]:
@@ -193,8 +193,8 @@ class TrainingState:
             if type(value) in PYTHON_NUMBERS
         }
 
-    def _state_piece(self, slot: Slot, stepped: nn.Parameter, key: str, value: Any) -> Piece:
-        name = f"{OPTIMIZER}{self.first_names[slot.name]}.{key}"
+    def _state_piece(self, param: FlatParam, stepped: nn.Parameter, key: str, value: Any) -> Chunk:
+        name = f"{OPTIMIZER}{self.first_names[param.name]}.{key}"
         if type(value) in PYTHON_NUMBERS:
             value = torch.tensor(value, dtype=PYTHON_NUMBERS[type(value)])
         if not isinstance(value, torch.Tensor) or "." in key:
@@ -203,24 +203,24 @@ class TrainingState:
                 "expected tensors and numbers, under names without a dot"
             )
         if value.shape == stepped.shape:
-            return self._piece_of(slot, name, value)
-        whole = slot.own == (0, math.prod(self.shapes[slot.name]))
+            return self._chunk_of(param, name, value)
+        whole = param.own == (0, math.prod(self.shapes[param.name]))
         if value.ndim and not whole:
             raise CheckpointError(
                 f"{name}: a tensor of {tuple(value.shape)} for a part of a weight, of {tuple(stepped.shape)}: how it "
                 "is made up of several ranks' is not known; use an elementwise optimizer"
             )
-        return _whole_piece(name, value, written=self._writes(slot) and slot.own[0] == 0)
+        return _whole_chunk(name, value, written=self._writes(param) and param.own[0] == 0)
 
     # ------------------------------------------------------------------------------------------------ random numbers
 
-    def _random(self) -> Iterator[Piece]:
+    def _random(self) -> Iterator[Chunk]:
         dp, tp = self.context.dp.rank, self.context.tp.rank
         for place, stream in self._streams():
             for index, state in enumerate(stream.states):
-                yield _whole_piece(f"{STAGE}{place}.{dp}.{index}", state, written=tp == 0)
+                yield _whole_chunk(f"{STAGE}{place}.{dp}.{index}", state, written=tp == 0)
         for index, state in enumerate(_default_streams(self.context.device)):
-            yield _whole_piece(f"{self._place}.{index}", state)
+            yield _whole_chunk(f"{self._place}.{index}", state)
 
     @property
     def _place(self) -> str:
@@ -231,18 +231,18 @@ class TrainingState:
         for place, stage in zip(places, self.stages, strict=True):
             yield place, cast(RandomStream, stage.random)
 
-    def load_random(self, read: Callable[[list[Piece]], None], header: Header, num_steps: int) -> None:
+    def load_random(self, read: Callable[[list[Chunk]], None], header: Header, num_steps: int) -> None:
         """Let random numbers go on where they were; in another layout, from a place that depends on the steps made.
 
         Args:
             read: fills pieces from the checkpoint; a collective.
         """
         own = list(self._random())
-        pieces = [piece for piece in own if piece.name in header.tensors]
-        pieces = [_copied(piece) for piece in pieces if header.tensors[piece.name].shape == piece.shape]
+        chunks = [chunk for chunk in own if chunk.name in header.tensors]
+        chunks = [_copied(chunk) for chunk in chunks if header.tensors[chunk.name].shape == chunk.shape]
         layout = header.values["layout"]
-        read(pieces)
-        loaded = {piece.name: piece.boxes[0].values for piece in pieces}
+        read(chunks)
+        loaded = {chunk.name: chunk.slices[0].values for chunk in chunks}
         seed, dp = self.context.config.seed, self.context.dp.rank
         same_stages = layout["stages"] == self.context.config.parallel.pipeline.num_stages
         for place, stream in self._streams():
@@ -252,7 +252,7 @@ class TrainingState:
             else:
                 anew = RandomStream(derive_seed(seed, "activations", place, dp, num_steps), self.context.device)
                 stream.states = anew.states
-        names = [piece.name for piece in own if piece.name.startswith(f"{self._place}.")]
+        names = [chunk.name for chunk in own if chunk.name.startswith(f"{self._place}.")]
         if layout == self.layout() and all(name in loaded for name in names):
             _set_default_streams(self.context.device, [loaded[name] for name in names])
         else:
@@ -298,20 +298,20 @@ class TrainingState:
                 f"{min(unknown)} is in the checkpoint and not in the model{_and_others(unknown)}: it is another model's"
             )
 
-    def load_model(self, read: Callable[[list[Piece]], None], header: Header) -> None:
+    def load_model(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers."""
         copies = {
-            slot: torch.empty_like(self.weights.exact(slot))
-            for slot in self._stepped_here()
-            if self.weights.has_remainder(slot)
+            param: torch.empty_like(self.weights.exact(param))
+            for param in self._stepped_here()
+            if self.weights.has_remainder(param)
         }
-        pieces = [
-            self._piece_of(slot, self._name(slot), copies[slot] if slot in copies else self.weights.exact(slot))
-            for slot in self._stepped_here()
+        chunks = [
+            self._chunk_of(param, self._name(param), copies[param] if param in copies else self.weights.exact(param))
+            for param in self._stepped_here()
         ]
         # Reading fills elements in order; where they lie in another one, a copy of them.
         untrained = [(name, value, value.contiguous()) for name, value in self._untrained()]
-        read([*pieces, *(self._stored(name, value, header) for name, _, value in untrained)])
+        read([*chunks, *(self._stored(name, value, header) for name, _, value in untrained)])
         for name, value, filled in untrained:
             if filled is not value:
                 self._put_back(name, value, filled)
@@ -322,12 +322,12 @@ class TrainingState:
         for name, value in [*self.weights.frozen, *self._own_buffers()]:
             yield name, local(value).detach()
 
-    def _stored(self, name: str, values: torch.Tensor, header: Header) -> Piece:
+    def _stored(self, name: str, values: torch.Tensor, header: Header) -> Chunk:
         """What is to be read for a frozen weight or a buffer, into ``values``."""
         if name in self._frozen_by_name:
             return self._frozen_piece(name, self._frozen_by_name[name], values)
         own = f"{DATA}{self.context.dp.rank}.{name}"
-        return piece_of(own if own in header.tensors else f"{MODEL}{name}", self.module.get_buffer(name), values)
+        return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self.module.get_buffer(name), values)
 
     def _put_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
         if torch._debug_has_internal_overlap(value) == 0:
@@ -361,7 +361,7 @@ class TrainingState:
                         "other state is kept for it; set the same, or load with weights_only=True"
                     )
 
-    def load_optimizer(self, read: Callable[[list[Piece]], None], header: Header, *, begins_at_zero: bool) -> None:
+    def load_optimizer(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: bool) -> None:
         """Fill what the optimizer keeps, and set its groups' options.
 
         Args:
@@ -379,13 +379,13 @@ class TrainingState:
             if name.startswith(OPTIMIZER):
                 parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(parameter, []).append(key)
-        pieces: list[Piece] = []
+        chunks: list[Chunk] = []
         kinds = {kind.__name__: kind for kind in PYTHON_NUMBERS}
         python = {key: kinds[name] for key, name in header.values.get("numbers", {}).items()}
         numbers: list[tuple[dict[str, Any], str, type]] = []
-        for slot, stepped in self._with_state():
+        for param, stepped in self._with_state():
             state = self.optimizer.state[stepped]
-            own = self.first_names[slot.name]
+            own = self.first_names[param.name]
             for key in set(state) - set(keys.get(own, ())):  # saved before its first step
                 if begins_at_zero:
                     state[key].zero_()
@@ -395,18 +395,18 @@ class TrainingState:
                 if key in python:
                     numbers.append((state, key, python[key]))
                 if not isinstance(state.get(key), torch.Tensor):
-                    state[key] = self._room(stepped, slot, key, header)
-                pieces.append(self._state_piece(slot, stepped, key, state[key]))
-        read(pieces)
+                    state[key] = self._room(stepped, param, key, header)
+                chunks.append(self._state_piece(param, stepped, key, state[key]))
+        read(chunks)
         for state, key, kind in numbers:
             state[key] = kind(state[key].item())
 
-    def _room(self, stepped: nn.Parameter, slot: Slot, key: str, header: Header) -> torch.Tensor:
+    def _room(self, stepped: nn.Parameter, param: FlatParam, key: str, header: Header) -> torch.Tensor:
         """Where to put a state that the optimizer does not have yet; ``step`` where torch's own would have it."""
-        stored = header.tensors[f"{OPTIMIZER}{self.first_names[slot.name]}.{key}"]
-        if stored.shape == tuple(self.shapes[slot.name]) and stored.shape:
+        stored = header.tensors[f"{OPTIMIZER}{self.first_names[param.name]}.{key}"]
+        if stored.shape == tuple(self.shapes[param.name]) and stored.shape:
             # An optimizer keeps state in the dtype of what it steps, which another mode may have changed.
-            same = header.tensors[self._name(slot)].dtype is stepped.dtype or not stored.dtype.is_floating_point
+            same = header.tensors[self._name(param)].dtype is stepped.dtype or not stored.dtype.is_floating_point
             return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
         group = next(
             group for group in self.optimizer.param_groups if any(member is stepped for member in group["params"])
@@ -419,12 +419,12 @@ def _and_others(names: set[str]) -> str:
     return f", and {len(names) - 1} others" if len(names) > 1 else ""
 
 
-def _whole_piece(name: str, value: torch.Tensor, *, written: bool = True) -> Piece:
-    return Piece(name, value.dtype, tuple(value.shape), (Box((0,) * value.ndim, value),), written)
+def _whole_chunk(name: str, value: torch.Tensor, *, written: bool = True) -> Chunk:
+    return Chunk(name, value.dtype, tuple(value.shape), (TensorSlice((0,) * value.ndim, value),), written)
 
 
-def _copied(piece: Piece) -> Piece:
-    return _whole_piece(piece.name, piece.boxes[0].values.clone())
+def _copied(chunk: Chunk) -> Chunk:
+    return _whole_chunk(chunk.name, chunk.slices[0].values.clone())
 
 
 def _default_streams(device: torch.device) -> list[torch.Tensor]:

@@ -329,7 +329,7 @@ class LogicalGradient(torch.Tensor):
     """
 
     parts: list[torch.Tensor]
-    shares: list[float]
+    norm_weights: list[float]
 
     @staticmethod
     def of(parameters: list[torch.Tensor], device_type: str) -> LogicalGradient:
@@ -338,7 +338,7 @@ class LogicalGradient(torch.Tensor):
         device = parts[0].device if parts else torch.device(device_type)
         logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
         logical.parts = parts
-        logical.shares = [1.0 / _num_copies(parameter) for parameter in parameters]
+        logical.norm_weights = [1.0 / _num_copies(parameter) for parameter in parameters]
         return logical
 
     @classmethod
@@ -347,7 +347,7 @@ class LogicalGradient(torch.Tensor):
         logical = args[0] if args else None
         if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
             norm_type = float(args[1]) if len(args) > 1 else 2.0
-            return total_norm(logical.parts, logical.shares, norm_type, logical.device).float()
+            return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
         if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
             for part in logical.parts:
                 getattr(part, func.__name__)(*args[1:], **kwargs)

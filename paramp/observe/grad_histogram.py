@@ -26,7 +26,7 @@ LOWEST, HIGHEST = -1074, 1023
 """Exponents of the smallest and of the largest number of float64."""
 ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2
 """Where those are counted, after the exponents."""
-PIECE = 2**22
+CHUNK = 2**22
 """Elements that are widened at once."""
 
 
@@ -109,9 +109,9 @@ def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> Grad
     """
     table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
-    for gradient, share in weights.arrived():
+    for gradient, norm_weight in weights.arrived():
         counts, most = _count(local(gradient).reshape(-1))
-        table += counts * share
+        table += counts * norm_weight
         largest = torch.maximum(largest, most)
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
@@ -125,8 +125,8 @@ def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many elements of the plain 1-dim ``gradient`` fall to each place of a table, and the largest finite one."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    for piece in gradient.split(PIECE):
-        values = piece.double()  # in which every number of the other dtypes is a normal one
+    for chunk in gradient.split(CHUNK):
+        values = chunk.double()  # in which every number of the other dtypes is a normal one
         places = values.frexp().exponent.long() - 1 - LOWEST
         places = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), places, NON_FINITE))
         table += torch.bincount(places, minlength=NON_FINITE + 1)

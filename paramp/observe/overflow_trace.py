@@ -41,7 +41,7 @@ from ..optim.overflow_report import (
     NonFiniteGradient,
     Origin,
     OverflowReport,
-    Place,
+    RankCoordinates,
     flaw,
     gather_findings,
     largest_finite,
@@ -431,7 +431,7 @@ class Tracer:
             return
         found = kind or flaw(value)
         assert found is not None
-        place = Place.here(self._context, stage)
+        place = RankCoordinates.here(self._context, stage)
         origin = Origin(
             during, module, place, found, call, microbatch, largest_finite(value), parameter, weight, operation
         )

@@ -31,7 +31,7 @@ from torch import nn
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import replicated_axes
-from ..distributed.collectives import gather_objects, gather_parts
+from ..distributed.collectives import all_gather_shards, gather_objects
 from ..distributed.context import DATA_AXIS, PIPELINE_AXIS, ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
@@ -149,15 +149,15 @@ class Replicas:
         Under ZeRO each data rank has others, and each stage deals out its copy of a tied parameter in its own way.
         """
         parts: list[_Part] = []
-        for slot, stepped, buffer in self._weights.pairs():
-            weight = part_of[slot.name]
+        for param, stepped, buffer in self._weights.pairs():
+            weight = part_of[param.name]
             sharing, tie = weight.sharing, weight.tie
             if buffer.num_parts > 1:
                 sharing, tie = self._sharing(set(sharing.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
             masters = buffer.masters if buffer.remainders is None else buffer.remainders
             if masters is not None:
-                parts.append(_Part(MASTER, slot.name, sharing, partial(_one, masters[buffer.own_range(slot)]), tie))
-            parts.append(_Part(STATE, slot.name, sharing, partial(_states, self._optimizer, stepped), tie))
+                parts.append(_Part(MASTER, param.name, sharing, partial(_one, masters[buffer.own_range(param)]), tie))
+            parts.append(_Part(STATE, param.name, sharing, partial(_states, self._optimizer, stepped), tie))
         return parts
 
     def _stage_of(self, rank: int) -> int:
@@ -188,7 +188,7 @@ class Replicas:
         place = torch.tensor([columns.index(part.column) for part in self._parts], device=device)
         sums.index_add_(0, place, hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
-        gather_parts(table.view(-1), sums)
+        all_gather_shards(table.view(-1), sums)
         suspects = list(self._unequal(columns, table.cpu()))
         return self._located(suspects, hashes) if suspects else []
 
@@ -245,15 +245,15 @@ class Replicas:
         name = names[ranks[0]]
         what = f"the {kind} of {name!r}" if name else f"the {kind}"
         differ = "differs" if len(ranks) == 1 else "differ"
-        message = f"{what} on {self._told(ranks)} {differ} from {self._told(others)}"
+        message = f"{what} on {self._reported(ranks)} {differ} from {self._reported(others)}"
         return Difference(kind, name, ranks, others, message, tuple(names.items()))
 
-    def _told(self, ranks: Sequence[int]) -> str:
+    def _reported(self, ranks: Sequence[int]) -> str:
         """The ranks with their places on the mesh, if there are few."""
-        told = [self._context.name_of(rank) for rank in ranks[:NAMED]]
+        reported = [self._context.name_of(rank) for rank in ranks[:NAMED]]
         if len(ranks) > NAMED:
-            told.append(f"{len(ranks) - NAMED} more")
-        return ", ".join(told)
+            reported.append(f"{len(ranks) - NAMED} more")
+        return ", ".join(reported)
 
     # --------------------------------------------------------------------------------------------------- repairing
 
@@ -266,18 +266,18 @@ class Replicas:
         differences = self.check()
         if not differences:
             return
-        told = "; ".join(str(difference) for difference in differences[:NAMED])
+        reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
-            told += f"; and {len(differences) - NAMED} more"
+            reported += f"; and {len(differences) - NAMED} more"
         if not repair:
             raise ReplicaDrift(
-                f"replicas: {told}. Ranks that hold the same have parted: suspect memory or a kernel of those that "
+                f"replicas: {reported}. Ranks that hold the same have parted: suspect memory or a kernel of those that "
                 "differ, or code that changes weights on some ranks only; go on from a checkpoint, or set "
                 "repair_replicas to copy the lowest rank's"
             )
         self.repair(differences)
         if self._context.is_main:
-            warnings.warn(f"replicas: {told}; copied from the lowest rank that holds it", stacklevel=4)
+            warnings.warn(f"replicas: {reported}; copied from the lowest rank that holds it", stacklevel=4)
 
     @torch.no_grad()
     def repair(self, differences: Iterable[Difference]) -> None:

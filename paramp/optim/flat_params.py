@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor
 
 from ..base.dtensor import local, wrap
 from ..base.module_surgery import cast_parameters
-from ..distributed.collectives import gather_parts, sum_
+from ..distributed.collectives import all_gather_shards, sum_
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.policy import Precision
-from .grad_norm import counted_share, unscale_and_check_
+from .grad_norm import norm_weight, unscale_and_check_
 from .grad_reduce import align_gradients, sum_tied_gradients
 from .master_residuals import join, split
 from .master_weights import check_frozen, follow, install_follower, trained_and_frozen
-from .param_buffer import Buffer, Run, Slot, _in_buckets
-from .zero import EarlyReduction
+from .param_buffer import Buffer, FlatParam, StepRange, _in_buckets
+from .zero import OverlappedReduceScatter
 
 __all__ = ["FlatWeights"]
 
@@ -48,30 +48,30 @@ NO_GROUP = -1
 
 
 @torch.no_grad()
-def _move(slot: Slot, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
+def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
     """Let a parameter lie in ``buffer``, and its master, which is made from ``original``.
 
     Returns:
         What the optimizer is to step in its place; None if that is another rank's.
     """
-    parameter, weight = slot.parameter, buffer.view(buffer.weights, slot)
+    parameter, weight = param.parameter, buffer.view(buffer.weights, param)
     weight.copy_(local(parameter))
     if isinstance(parameter, DTensor):
         parameter._local_tensor = weight
     else:
         parameter.data = weight
-    own, flat = buffer.own_range(slot), buffer.flat_range(slot)
-    part = (weight if original is None else original).reshape(-1)[slice(*slot.own)]
+    own, flat = buffer.own_range(param), buffer.flat_range(param)
+    part = (weight if original is None else original).reshape(-1)[slice(*param.own)]
     if buffer.masters is not None:
         buffer.masters[own].copy_(part)
     elif buffer.remainders is not None:
         split(part.float(), buffer.weights[flat], buffer.remainders[own])
     if buffer.num_parts > 1:
-        if slot.own[0] == slot.own[1]:
+        if param.own[0] == param.own[1]:
             return None
         return nn.Parameter(buffer.weights[flat] if buffer.masters is None else buffer.masters[own])
     if buffer.masters is not None:
-        return nn.Parameter(buffer.view(buffer.masters, slot))
+        return nn.Parameter(buffer.view(buffer.masters, param))
     # What is stepped has gradients of its own dtype.
     apart = isinstance(parameter, DTensor) or buffer.gradient_dtype is not weight.dtype
     return nn.Parameter(weight) if apart else parameter
@@ -115,46 +115,48 @@ class FlatWeights:
         trained, self._frozen = trained_and_frozen(module)
         zero = context.config.parallel.zero > 0 and context.dp.size > 1
         parts = context.dp.size if zero else 1
-        self.slots = [
-            Slot(
+        self.params = [
+            FlatParam(
                 name,
                 parameter,
                 group_of.get(name, NO_GROUP),
-                counted_share(parameter, context) * parts,
+                norm_weight(parameter, context) * parts,
             )
             for name, parameter in trained
         ]
-        self.names = [slot.name for slot in self.slots]
-        self.parameters = [slot.parameter for slot in self.slots]
-        by_dtype: dict[torch.dtype, list[Slot]] = defaultdict(list)
+        self.names = [param.name for param in self.params]
+        self.parameters = [param.parameter for param in self.params]
+        by_dtype: dict[torch.dtype, list[FlatParam]] = defaultdict(list)
         # The small groups and shares, such as those of norms, come last: they wait for a collective of their own.
-        last_first = self.slots[::-1]
-        for slot in sorted(last_first, key=lambda slot: (slot.group == NO_GROUP, slot.group, -slot.share)):
-            by_dtype[slot.parameter.dtype].append(slot)
+        last_first = self.params[::-1]
+        for param in sorted(last_first, key=lambda param: (param.group == NO_GROUP, param.group, -param.norm_weight)):
+            by_dtype[param.parameter.dtype].append(param)
         self.buffers: list[Buffer] = []
-        stepped: dict[Slot, nn.Parameter | None] = {}
-        for slots in by_dtype.values():
-            for together in _in_buckets(slots):
+        stepped: dict[FlatParam, nn.Parameter | None] = {}
+        for params in by_dtype.values():
+            for together in _in_buckets(params):
                 buffer = Buffer(together, precision, parts, context.dp.rank if zero else 0)
                 self.buffers.append(buffer)
                 # One by one, so that what a parameter had before is free as soon as it lies in its buffer.
-                stepped |= {slot: _move(slot, buffer, originals.pop(slot.name, None)) for slot in together}
-        self.stepped = [stepped[slot] for slot in self.slots]
-        self._buffer_of = {slot: buffer for buffer in self.buffers for slot in buffer.slots}
-        self._slot_of = {slot.parameter: slot for slot in self.slots}
+                stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in together}
+        self.stepped = [stepped[param] for param in self.params]
+        self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+        self._param_of = {param.parameter: param for param in self.params}
         self._with_gradients = False
-        self._without: list[Slot] = []
+        self._without: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
-        self._missed: dict[Slot, int] = {}  # equal for parameters that have missed the same steps
+        self._missed: dict[FlatParam, int] = {}  # equal for parameters that have missed the same steps
         self._histories = itertools.count(1)
-        self._absent: tuple[Slot, ...] = ()
+        self._absent: tuple[FlatParam, ...] = ()
         self._stepped_runs = self._all = self._all_runs()
         self._hooks = [
-            slot.parameter.register_hook(_Placements(slot))
-            for slot in self.slots
-            if isinstance(slot.parameter, DTensor)
+            param.parameter.register_hook(_Placements(param))
+            for param in self.params
+            if isinstance(param.parameter, DTensor)
         ]
-        self.early = EarlyReduction(self.buffers, context, precision.reduce_dtypes.dp, self._tied) if zero else None
+        self.overlapped = (
+            OverlappedReduceScatter(self.buffers, context, precision.reduce_dtypes.dp, self._tied) if zero else None
+        )
 
     @property
     def device(self) -> torch.device:
@@ -170,11 +172,11 @@ class FlatWeights:
         """Make every gradient zero: one fill for each buffer."""
         for buffer in self.buffers:
             buffer.gradients.zero_()
-        for slot in self.slots:
-            gradient = None if slot.misplaced else slot.gradient
-            if slot.parameter.grad is not gradient:
-                slot.parameter.grad = gradient
-            slot.seen = slot.version
+        for param in self.params:
+            gradient = None if param.placement_mismatch else param.gradient
+            if param.parameter.grad is not gradient:
+                param.parameter.grad = gradient
+            param.seen = param.version
         for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
             parameter.grad = None
 
@@ -186,28 +188,28 @@ class FlatWeights:
         self._with_gradients = True
         for buffer in self.buffers:
             buffer.make_gradients()
-        for slot in self.slots:
-            slot.seen = slot.version
+        for param in self.params:
+            param.seen = param.version
         self._take_back()
 
     @torch.no_grad()
     def _take_back(self) -> None:
         """Let gradients lie in their buffers again that were taken away or replaced by hand: ZeRO reduces buffers."""
-        for slot in self.slots:
-            given = slot.parameter.grad
-            if given is slot.gradient or (slot.misplaced and given is not None):
+        for param in self.params:
+            given = param.parameter.grad
+            if given is param.gradient or (param.placement_mismatch and given is not None):
                 continue
             if given is None:
-                if slot.version != slot.seen:
-                    slot.local_gradient.zero_()
-                    slot.seen = slot.version
-                if slot.misplaced:
+                if param.version != param.seen:
+                    param.local_gradient.zero_()
+                    param.seen = param.version
+                if param.placement_mismatch:
                     continue
-            elif isinstance(given, DTensor) and given.placements != cast(DTensor, slot.parameter).placements:
+            elif isinstance(given, DTensor) and given.placements != cast(DTensor, param.parameter).placements:
                 continue
             else:
-                slot.local_gradient.copy_(local(given).to_dense())
-            slot.parameter.grad = slot.gradient
+                param.local_gradient.copy_(local(given).to_dense())
+            param.parameter.grad = param.gradient
 
     def _check_places(self) -> None:
         """Refuse parameters and gradients that were moved out of their buffers: the step would pass them by.
@@ -215,11 +217,11 @@ class FlatWeights:
         Raises:
             RuntimeError: naming one.
         """
-        for slot, buffer in self._buffer_of.items():
-            for tensor, flat in ((local(slot.parameter), buffer.weights), (slot.local_gradient, buffer.gradients)):
-                if slot.size and tensor.data_ptr() != flat.data_ptr() + slot.start * flat.element_size():
+        for param, buffer in self._buffer_of.items():
+            for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
+                if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
                     raise RuntimeError(
-                        f"{slot.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
+                        f"{param.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
                         "given another memory format), so that steps would not reach it; do that before initialize, "
                         "and change values in place (copy_, load_state_dict)"
                     )
@@ -238,32 +240,34 @@ class FlatWeights:
         check_frozen(self._frozen)
         self.begin_window()
         self._check_places()
-        if self.early is not None:
-            unscale_and_check_(self.early.touched(), torch.ones_like(found_inf), found_inf)
+        if self.overlapped is not None:
+            unscale_and_check_(self.overlapped.touched(), torch.ones_like(found_inf), found_inf)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        elsewhere = [slot for slot in self.slots if slot.parameter.grad is not slot.gradient]
-        arrived = [slot for slot in elsewhere if slot.parameter.grad is not None]
-        cut = align_gradients([slot.parameter for slot in arrived], self._precision.reduce_dtypes.tp)
-        unscale_and_check_(cut, torch.ones_like(found_inf), found_inf)
+        elsewhere = [param for param in self.params if param.parameter.grad is not param.gradient]
+        arrived = [param for param in elsewhere if param.parameter.grad is not None]
+        partition = align_gradients([param.parameter for param in arrived], self._precision.reduce_dtypes.tp)
+        unscale_and_check_(partition, torch.ones_like(found_inf), found_inf)
         if arrived:
             torch._foreach_copy_(
-                [slot.local_gradient for slot in arrived],
-                [local(cast(torch.Tensor, slot.parameter.grad)) for slot in arrived],
+                [param.local_gradient for param in arrived],
+                [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived],
             )
-        for slot in elsewhere:
-            if slot.parameter.grad is not None or slot.parameter in self._tied:
-                slot.parameter.grad = slot.gradient
-        self._without = [slot for slot in self.slots if slot.parameter not in self._tied and slot.version == slot.seen]
+        for param in elsewhere:
+            if param.parameter.grad is not None or param.parameter in self._tied:
+                param.parameter.grad = param.gradient
+        self._without = [
+            param for param in self.params if param.parameter not in self._tied and param.version == param.seen
+        ]
 
-    def absent(self) -> list[Slot]:
+    def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""
         return self._without
 
     def presence(self, names: Iterable[str]) -> torch.Tensor:
         """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
-        key = tuple(slot.name for slot in self._without)
+        key = tuple(param.name for param in self._without)
         if self._presence is None or self._presence[0] != key:
             have = set(self.names).difference(key)
             values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
@@ -281,36 +285,38 @@ class FlatWeights:
         stage. The sum over stages has to be the last one, or copies of a tied parameter would part by rounding.
         """
         dtypes, data = self._precision.reduce_dtypes, self._context.dp
-        tied = [slot.local_gradient for slot in self.slots if slot.parameter in self._tied]
-        whole = [buffer.gradients for buffer in self.buffers] if self.early is None else tied
+        tied = [param.local_gradient for param in self.params if param.parameter in self._tied]
+        whole = [buffer.gradients for buffer in self.buffers] if self.overlapped is None else tied
         for gradients in whole:
             sum_([gradients], data.group, dtypes.dp)
         sum_tied_gradients(self._context, self.parameters, dtypes.pp)
-        if self.early is not None:
+        if self.overlapped is not None:
             if tied and data.rank > 0:  # what is complete counts once in what is still to be summed
                 torch._foreach_zero_(tied)
-            self.early.reduce_the_rest()
+            self.overlapped.reduce_the_rest()
 
     def begin_last_backward(self) -> None:
         """Let the reductions of ZeRO begin beside the backward, which is the last of a window."""
         # The first window shows which gradients have other placements than their parameters.
-        if self.early is not None and not self._hooks:
-            self.early.begin()
+        if self.overlapped is not None and not self._hooks:
+            self.overlapped.begin()
 
     def end_last_backward(self) -> None:
         """Wait for the reductions, where any have begun."""
-        if self.early is not None:
-            self.early.end()
+        if self.overlapped is not None:
+            self.overlapped.end()
 
     def judged(self) -> tuple[list[torch.Tensor], list[float]]:
         """The gradients that this rank answers for, flat, and what an element of each counts in sums over the world."""
-        parts = [(part, run.share) for run in self._all for part in run.in_blocks()]
-        return [part for part, _ in parts], [share for _, share in parts]
+        parts = [(part, run.norm_weight) for run in self._all for part in run.in_blocks()]
+        return [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
 
     def counted(self) -> tuple[list[torch.Tensor], list[float]]:
         """As :meth:`judged`, one parameter each, without what lies between them."""
-        parts = [(slot, self._buffer_of[slot]) for slot in self.slots if slot.own[0] < slot.own[1]]
-        return [buffer.gradients[buffer.flat_range(slot)] for slot, buffer in parts], [slot.share for slot, _ in parts]
+        parts = [(param, self._buffer_of[param]) for param in self.params if param.own[0] < param.own[1]]
+        return [buffer.gradients[buffer.flat_range(param)] for param, buffer in parts], [
+            param.norm_weight for param, _ in parts
+        ]
 
     def arrived(self) -> Iterator[tuple[torch.Tensor, float]]:
         """Each gradient that this rank has before a step, as autograd left it, and what an element of it counts.
@@ -318,44 +324,44 @@ class FlatWeights:
         In sums over the world each element of the logical model counts once: over data ranks as an average, under ZeRO
         as the rank that steps it has it.
         """
-        for slot in self.slots:
-            gradient, buffer = slot.parameter.grad, self._buffer_of[slot]
-            if gradient is not slot.gradient:
+        for param in self.params:
+            gradient, buffer = param.parameter.grad, self._buffer_of[param]
+            if gradient is not param.gradient:
                 if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
-                    yield gradient, slot.share / buffer.num_parts * slot.size / local(gradient).numel()
-            elif slot.version != slot.seen and slot.own[0] < slot.own[1]:
-                yield buffer.gradients[buffer.flat_range(slot)], slot.share
+                    yield gradient, param.norm_weight / buffer.num_parts * param.size / local(gradient).numel()
+            elif param.version != param.seen and param.own[0] < param.own[1]:
+                yield buffer.gradients[buffer.flat_range(param)], param.norm_weight
 
     # ----------------------------------------------------------------------------------------------------- the step
 
-    def runs(self, absent: Sequence[Slot] = ()) -> list[Run]:
+    def runs(self, absent: Sequence[FlatParam] = ()) -> list[StepRange]:
         """What is to be stepped, where no rank has a gradient for the parameters in ``absent``."""
         if tuple(absent) != self._absent:
             self._absent = tuple(absent)
             self._stepped_runs = self._all_runs(self._absent)
         # Whether this step is skipped is not known here, so what has missed others may not be counted as equal.
         missed: dict[int, int] = {}
-        for slot in absent:
-            before = self._missed.get(slot, 0)
+        for param in absent:
+            before = self._missed.get(param, 0)
             if before not in missed:
                 missed[before] = next(self._histories)
-            self._missed[slot] = missed[before]
+            self._missed[param] = missed[before]
         return self._stepped_runs
 
-    def _all_runs(self, absent: Sequence[Slot] = ()) -> list[Run]:
+    def _all_runs(self, absent: Sequence[FlatParam] = ()) -> list[StepRange]:
         return [run for buffer in self.buffers for run in buffer.runs(absent, self._missed)]
 
-    def differ_in_steps(self, steps: Mapping[Slot, int]) -> None:
+    def differ_in_steps(self, steps: Mapping[FlatParam, int]) -> None:
         """Note after loading a state that parameters have been stepped ``steps`` times; they run together if equal."""
         most = max(steps.values(), default=0)
-        self._missed = {slot: count - most for slot, count in steps.items()}  # histories made later are above 0
+        self._missed = {param: count - most for param, count in steps.items()}  # histories made later are above 0
         self._stepped_runs = self._all_runs(self._absent)
 
-    def pairs(self) -> Iterator[tuple[Slot, nn.Parameter, Buffer]]:
+    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
         """Each parameter that this rank steps (a part of), what the optimizer has for it, and its buffer."""
-        for slot, stepped in zip(self.slots, self.stepped, strict=True):
+        for param, stepped in zip(self.params, self.stepped, strict=True):
             if stepped is not None:
-                yield slot, stepped, self._buffer_of[slot]
+                yield param, stepped, self._buffer_of[param]
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -370,42 +376,42 @@ class FlatWeights:
         """Under ZeRO, give every data rank the weights that the others have stepped."""
         for buffer in self.buffers:
             if buffer.num_parts > 1:
-                gather_parts(buffer.weights, buffer.own(buffer.weights), self._context.dp.group)
+                all_gather_shards(buffer.weights, buffer.own(buffer.weights), self._context.dp.group)
 
     # ---------------------------------------------------------------------------------------------- what is saved
 
-    def exact(self, slot: Slot) -> torch.Tensor:
+    def exact(self, param: FlatParam) -> torch.Tensor:
         """The part of ``slot`` that this rank steps, flat: of the master where there is one, else of the weight.
 
         It shares storage with what is stepped, but for remainder masters, which are put together anew.
         """
-        buffer = self._buffer_of[slot]
-        weight = buffer.weights[buffer.flat_range(slot)]
+        buffer = self._buffer_of[param]
+        weight = buffer.weights[buffer.flat_range(param)]
         if buffer.masters is not None:
-            return buffer.masters[buffer.own_range(slot)]
+            return buffer.masters[buffer.own_range(param)]
         if buffer.remainders is None:
             return weight
-        master = join(weight, buffer.remainders[buffer.own_range(slot)])
+        master = join(weight, buffer.remainders[buffer.own_range(param)])
         # Below fp16's normal numbers a master that lay just beside a tie may come back as the tie, which rounds to the
         # weight's other neighbour.
         beside = torch.nextafter(master, weight.float())
         return torch.where((master.to(weight.dtype) == weight) | ~weight.isfinite(), master, beside)
 
-    def has_remainder(self, slot: Slot) -> bool:
+    def has_remainder(self, param: FlatParam) -> bool:
         """Whether the master of ``slot`` is kept as a remainder."""
-        return self._buffer_of[slot].remainders is not None
+        return self._buffer_of[param].remainders is not None
 
     @torch.no_grad()
-    def take_masters(self, masters: Mapping[Slot, torch.Tensor]) -> None:
+    def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
         """Take up ``masters`` in place of what :meth:`exact` gave as a copy, and round all masters to the weights.
 
         Under ZeRO every data rank has to call it.
         """
-        for slot, master in masters.items():
-            buffer = self._buffer_of[slot]
-            weight, remainder = buffer.weights[buffer.flat_range(slot)], buffer.remainders
+        for param, master in masters.items():
+            buffer = self._buffer_of[param]
+            weight, remainder = buffer.weights[buffer.flat_range(param)], buffer.remainders
             assert remainder is not None
-            split(master, weight, remainder[buffer.own_range(slot)])
+            split(master, weight, remainder[buffer.own_range(param)])
         self.write_back()
 
     @property
@@ -426,15 +432,15 @@ class FlatWeights:
         where remainders are kept, weights have to come first.
         """
         for weight in weights:
-            slot = self._slot_of.get(weight)
-            if slot is None:
+            param = self._param_of.get(weight)
+            if param is None:
                 continue
-            buffer = self._buffer_of[slot]
-            value = buffer.weights[buffer.flat_range(slot)]
+            buffer = self._buffer_of[param]
+            value = buffer.weights[buffer.flat_range(param)]
             if buffer.masters is not None:
-                follow(value, buffer.masters[buffer.own_range(slot)])
+                follow(value, buffer.masters[buffer.own_range(param)])
             elif buffer.remainders is not None:  # what was left of the weight before says nothing of this one
-                buffer.remainders[buffer.own_range(slot)].zero_()
+                buffer.remainders[buffer.own_range(param)].zero_()
 
     @torch.no_grad()
     def full_precision(self) -> dict[str, torch.Tensor]:
@@ -445,9 +451,9 @@ class FlatWeights:
         full: dict[str, torch.Tensor] = {}
         for buffer in self.buffers:
             exact = self._exact(buffer)
-            for slot in buffer.slots:
-                value = buffer.view(exact, slot)
-                full[slot.name] = wrap(value, slot.parameter) if isinstance(slot.parameter, DTensor) else value
+            for param in buffer.params:
+                value = buffer.view(exact, param)
+                full[param.name] = wrap(value, param.parameter) if isinstance(param.parameter, DTensor) else value
         return full
 
     def _exact(self, buffer: Buffer) -> torch.Tensor:
@@ -463,19 +469,21 @@ class FlatWeights:
         elif buffer.remainders is not None:
             own.copy_(join(buffer.own(buffer.weights), buffer.remainders))
         if buffer.num_parts > 1:
-            gather_parts(exact, own, self._context.dp.group)
+            all_gather_shards(exact, own, self._context.dp.group)
         return exact
 
 
 class _Placements:
     """The hook that finds gradients whose placements are not their parameter's, before they are added up."""
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+    def __init__(self, param: FlatParam) -> None:
+        self.param = param
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        slot = self.slot
-        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, slot.parameter).placements:
-            slot.misplaced = True
-            if slot.parameter.grad is slot.gradient and slot.version == slot.seen:  # nothing has been added up there
-                slot.parameter.grad = None
+        param = self.param
+        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, param.parameter).placements:
+            param.placement_mismatch = True
+            if (
+                param.parameter.grad is param.gradient and param.version == param.seen
+            ):  # nothing has been added up there
+                param.parameter.grad = None

@@ -20,7 +20,7 @@ import torch
 from ..base.errors import ConfigError
 from .flat_params import NO_GROUP, FlatWeights
 from .master_residuals import join, split
-from .param_buffer import Buffer, Run, Slot
+from .param_buffer import Buffer, FlatParam, StepRange
 
 __all__ = ["FusedStep", "PlainStep", "Step", "choose_step", "why_not_fused"]
 
@@ -34,7 +34,7 @@ State = Mapping[str, torch.Tensor]
 class Step(Protocol):
     """How an engine's optimizer steps."""
 
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
 
         Args:
@@ -175,10 +175,10 @@ class FusedStep:
             }
             for buffer in weights.buffers
         }
-        self._steps = torch.zeros(len(weights.slots), dtype=torch.float32, device=weights.device)
-        self._step_of = dict(zip(weights.slots, self._steps.unbind(), strict=True))
+        self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
+        self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
         self._scratch: dict[str, torch.Tensor] = {}
-        self._counted: tuple[tuple[Slot, ...], torch.Tensor] | None = None
+        self._counted: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
         self._sizes_at_first = self._sizes()
         self._states_at_first = set(names)
@@ -186,7 +186,7 @@ class FusedStep:
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         self._check_unchanged()
         runs = self._weights.runs(absent)
         if self._kernel.counts_steps:
@@ -233,7 +233,7 @@ class FusedStep:
 
     def _pass(
         self,
-        run: Run,
+        run: StepRange,
         start: int,
         stop: int,
         options: Options,
@@ -265,7 +265,7 @@ class FusedStep:
             divisor = grad_scale.float()
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
         if self._kernel.counts_steps:
-            state_in["step"] = self._step_of[run.slots[0]]
+            state_in["step"] = self._step_of[run.params[0]]
         self._kernel.run(master_in, gradient_in, state_in, options, divisor, found_inf)
         for name, value in state.items():
             if state_in[name] is not value:
@@ -285,11 +285,11 @@ class FusedStep:
             scratch = self._scratch[what] = torch.empty_like(block, dtype=dtype)
         return scratch[: block.numel()]
 
-    def _stepped(self, absent: Sequence[Slot]) -> torch.Tensor:
+    def _stepped(self, absent: Sequence[FlatParam]) -> torch.Tensor:
         """1 for each parameter that is stepped, 0 for the ``absent``."""
         key = tuple(absent)
         if self._counted is None or self._counted[0] != key:
-            stepped = [float(slot not in absent) for slot in self._weights.slots]
+            stepped = [float(param not in absent) for param in self._weights.params]
             self._counted = key, torch.tensor(stepped, device=self._steps.device)
         return self._counted[1]
 
@@ -299,13 +299,13 @@ class FusedStep:
         for group in self._optimizer.param_groups:
             names = self._kernel.states(group)
             held = {id(tensor) for tensor in group["params"]}
-            for slot, stepped, buffer in self._weights.pairs():
+            for param, stepped, buffer in self._weights.pairs():
                 if id(stepped) not in held:
                     continue
-                own = buffer.own_range(slot)
+                own = buffer.own_range(param)
                 state = {name: self._state[buffer][name][own].view(stepped.shape) for name in names}
                 if self._kernel.counts_steps:
-                    state["step"] = self._step_of[slot]
+                    state["step"] = self._step_of[param]
                 if state:
                     self._optimizer.state[stepped] = state
 
@@ -332,7 +332,7 @@ class FusedStep:
         self.state_loaded()
 
     def state_loaded(self) -> None:
-        self._weights.differ_in_steps(dict(zip(self._weights.slots, self._steps.int().tolist(), strict=True)))
+        self._weights.differ_in_steps(dict(zip(self._weights.params, self._steps.int().tolist(), strict=True)))
 
 
 class PlainStep:
@@ -342,23 +342,23 @@ class PlainStep:
         self._optimizer = optimizer
         self._weights = weights
 
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[Slot]) -> None:
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         if bool(found_inf):
             return
-        for slot, stepped, buffer in self._weights.pairs():
-            gradient = buffer.gradients[buffer.flat_range(slot)].view(stepped.shape)
+        for param, stepped, buffer in self._weights.pairs():
+            gradient = buffer.gradients[buffer.flat_range(param)].view(stepped.shape)
             if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
                 gradient.div_(grad_scale)
             else:  # a scale may be beyond what half precision holds, and so may a scaled gradient
                 exact = gradient.float().div(grad_scale)
                 gradient = gradient.copy_(exact) if gradient.dtype is stepped.dtype else exact.to(stepped.dtype)
-            if slot in absent:
+            if param in absent:
                 stepped.grad = None
-            elif stepped is not slot.parameter:
+            elif stepped is not param.parameter:
                 stepped.grad = gradient
         self._optimizer.step()
-        for slot, stepped, _ in self._weights.pairs():
-            if stepped is not slot.parameter:
+        for param, stepped, _ in self._weights.pairs():
+            if stepped is not param.parameter:
                 stepped.grad = None
         self._weights.write_back()
 

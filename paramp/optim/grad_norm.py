@@ -24,9 +24,9 @@ __all__ = [
     "clip_coefficient",
     "clip_grad_norm_",
     "count_zeros",
-    "counted_share",
     "dense_gradients",
     "norm_power",
+    "norm_weight",
     "total_norm",
     "unscale_and_check_",
 ]
@@ -76,11 +76,11 @@ def clip_grad_norm_(
     for parameter in owned:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
-    shares = [counted_share(parameter, context) for parameter in owned]
+    norm_weights = [norm_weight(parameter, context) for parameter in owned]
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
     wide = any(gradient.dtype is torch.float64 for gradient in gradients)
-    total = total_norm(gradients, shares, norm_type, device).to(torch.float64 if wide else torch.float32)
+    total = total_norm(gradients, norm_weights, norm_type, device).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped; "
@@ -99,7 +99,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def counted_share(parameter: torch.Tensor, context: ParallelContext | None) -> float:
+def norm_weight(parameter: torch.Tensor, context: ParallelContext | None) -> float:
     """What one of this rank's elements of ``parameter`` counts in a sum over the world: 1 / its number of copies."""
     for tie in context.ties if context else ():
         if tie.parameter is parameter and not tie.owner:
@@ -108,18 +108,18 @@ def counted_share(parameter: torch.Tensor, context: ParallelContext | None) -> f
 
 
 def total_norm(
-    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, device: torch.device
+    gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """The norm over the world of the plain ``gradients`` of all ranks, by one all-reduce; 0-dim float64 on ``device``.
 
     Args:
-        shares: for each gradient of this rank, what one element counts (:func:`counted_share`).
+        shares: for each gradient of this rank, what one element counts (:func:`norm_weight`).
     """
-    return _reduce(norm_power(gradients, shares, norm_type, device), norm_type)
+    return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)
 
 
 def norm_power(
-    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, device: torch.device
+    gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """This rank's part of the norm of plain ``gradients``: sum of share x |g|**p, or the maximum for p = inf.
 
@@ -128,7 +128,7 @@ def norm_power(
     """
     by_place: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, gradient in enumerate(gradients):
-        if shares[index] and gradient.numel():
+        if norm_weights[index] and gradient.numel():
             by_place[gradient.device, gradient.dtype].append(index)
     parts = [torch.zeros((), dtype=torch.float64, device=device)]
     for (where, _), indices in by_place.items():
@@ -136,7 +136,7 @@ def norm_power(
         if math.isinf(norm_type):
             parts.append(powers.amax().to(device))
         else:
-            parts.append((powers * _on_device(tuple(shares[index] for index in indices), where)).sum().to(device))
+            parts.append((powers * _on_device(tuple(norm_weights[index] for index in indices), where)).sum().to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
 
 
@@ -158,7 +158,7 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 BLOCK = 512
 """Elements of a CPU tensor that are added up in fp32."""
-PIECE = 2**20
+CHUNK = 2**20
 """Elements of a half-precision CPU tensor that are widened at once, so that they are read from the cache again."""
 
 
@@ -173,9 +173,9 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        scratch = torch.empty(min(PIECE, flat.numel()), dtype=wide)
-        pieces = flat.split(PIECE)
-        norms = torch.cat([_block_norms(scratch[: piece.numel()].copy_(piece), norm_type) for piece in pieces])
+        scratch = torch.empty(min(CHUNK, flat.numel()), dtype=wide)
+        chunks = flat.split(CHUNK)
+        norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):
         return norms.double().amax()
     power = norms.double().pow(norm_type).sum()
@@ -192,11 +192,11 @@ def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
     return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type).reshape(1)])
 
 
-def count_zeros(gradients: Sequence[torch.Tensor], shares: Sequence[float], device: torch.device) -> torch.Tensor:
+def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device) -> torch.Tensor:
     """This rank's part of the number of zero elements, 0-dim float64 on ``device``."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, share in zip(gradients, shares, strict=True):
-        total += (gradient.numel() - gradient.count_nonzero()).to(device) * share
+    for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
+        total += (gradient.numel() - gradient.count_nonzero()).to(device) * norm_weight
     return total
 
 
@@ -206,10 +206,10 @@ def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
         return part if math.isinf(norm_type) else part.pow(1.0 / norm_type)
     if math.isinf(norm_type):
         # Not a MAX all-reduce, which drops NaN on gloo: a sum of one slot a rank, then the maximum here.
-        slots = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
-        slots[dist.get_rank()] = part
-        dist.all_reduce(slots)
-        return slots.amax()
+        params = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
+        params[dist.get_rank()] = part
+        dist.all_reduce(params)
+        return params.amax()
     dist.all_reduce(part)
     return part.pow(1.0 / norm_type)
 

@@ -32,7 +32,7 @@ def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtyp
         The local gradients that were cut, whole: an overflow in a part that this rank drops is an overflow too.
     """
     partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]] = defaultdict(list)
-    misplaced: list[tuple[torch.Tensor, DTensor, tuple[Placement, ...]]] = []
+    placement_mismatch: list[tuple[torch.Tensor, DTensor, tuple[Placement, ...]]] = []
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -44,16 +44,16 @@ def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtyp
             if isinstance(placement, Partial):
                 if placement.reduce_op not in ("sum", "avg"):
                     break  # left to DTensor's own redistribution below
-                piece = local(gradient)
+                chunk = local(gradient)
                 if placement.reduce_op == "avg":
-                    piece.div_(gradient.device_mesh.size(axis))
-                partial[gradient.device_mesh, axis].append(piece)
+                    chunk.div_(gradient.device_mesh.size(axis))
+                partial[gradient.device_mesh, axis].append(chunk)
                 placements[axis] = Replicate()
-        misplaced.append((parameter, gradient, tuple(placements)))
-    for (mesh, axis), pieces in partial.items():
-        sum_(pieces, mesh.get_group(axis), reduce_dtype)
+        placement_mismatch.append((parameter, gradient, tuple(placements)))
+    for (mesh, axis), chunks in partial.items():
+        sum_(chunks, mesh.get_group(axis), reduce_dtype)
     whole = []
-    for parameter, gradient, reduced in misplaced:
+    for parameter, gradient, reduced in placement_mismatch:
         if reduced != cast(DTensor, parameter).placements:
             whole.append(local(gradient))
         summed = wrap(local(gradient), gradient, placements=reduced)

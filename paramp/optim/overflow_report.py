@@ -22,7 +22,7 @@ __all__ = [
     "NonFiniteGradient",
     "Origin",
     "OverflowReport",
-    "Place",
+    "RankCoordinates",
     "find_gradients",
     "flaw",
     "gather_findings",
@@ -37,7 +37,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank, where it is in the mesh, and which stage of the pipeline is meant."""
 
     rank: int
@@ -48,12 +48,12 @@ class Place:
     stage: int | None = None
 
     @staticmethod
-    def here(context: ParallelContext | None, stage: int | None = None) -> Place:
+    def here(context: ParallelContext | None, stage: int | None = None) -> RankCoordinates:
         """This rank's; ``stage`` None: its first."""
         if context is None:
-            return Place(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+            return RankCoordinates(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         stage = context.pp.rank if stage is None else stage
-        return Place(context.rank, context.pp.rank, context.dp.rank, context.tp.rank, stage)
+        return RankCoordinates(context.rank, context.pp.rank, context.dp.rank, context.tp.rank, stage)
 
     def __str__(self) -> str:
         if self.pp is None:
@@ -66,7 +66,7 @@ class NonFiniteGradient:
     """A parameter with a gradient that is not finite on one rank."""
 
     name: str
-    place: Place
+    place: RankCoordinates
     kind: Kind
     """``NaN`` if any element is."""
     count: int
@@ -90,7 +90,7 @@ class Origin:
     """The pass. Of sums: the values were finite before they were added up."""
     module: str
     """Its full name, or a description of what is around the modules: the batch, the criterion."""
-    place: Place
+    place: RankCoordinates
     kind: Kind
     call: int
     """Which call of ``forward_backward`` in the window, from 0; with gradient accumulation there are several."""
@@ -241,7 +241,7 @@ def find_gradients(
             found.append(
                 NonFiniteGradient(
                     name,
-                    Place.here(context, (stages or {}).get(name)),
+                    RankCoordinates.here(context, (stages or {}).get(name)),
                     "NaN" if bool(values.isnan().any()) else "inf",
                     int((~values.isfinite()).sum()),
                     values.numel(),

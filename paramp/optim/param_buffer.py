@@ -14,7 +14,7 @@ from ..base.dtensor import local, version, wrap
 from ..precision.policy import Precision
 from .grad_norm import BLOCK
 
-__all__ = ["Buffer", "Run", "Slot"]
+__all__ = ["Buffer", "FlatParam", "StepRange"]
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels see no odd ends, wherever they begin."""
@@ -24,14 +24,14 @@ and what is there twice while weights move in."""
 
 
 @dataclass(eq=False)
-class Slot:
+class FlatParam:
     """The place of one trained parameter."""
 
     name: str
     parameter: nn.Parameter
     group: int
     """Its param group in the optimizer."""
-    share: float
+    norm_weight: float
     """What one of its elements counts in a sum over the model group and, without ZeRO, the data ranks."""
     start: int = 0
     """Where it begins in its buffer."""
@@ -42,7 +42,7 @@ class Slot:
     there are gradients."""
     seen: int = 0
     """The version of the gradient when it was last known to be zero."""
-    misplaced: bool = False
+    placement_mismatch: bool = False
     """Autograd's gradients have other placements than the parameter, so that adding them up in the buffer would cost
     a collective in every backward; they are brought there once a step."""
 
@@ -62,7 +62,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRange:
     """Neighbours in a buffer that are stepped alike."""
 
     buffer: Buffer
@@ -72,8 +72,8 @@ class Run:
     """In this rank's part of it."""
     length: int
     group: int
-    share: float
-    slots: tuple[Slot, ...]
+    norm_weight: float
+    params: tuple[FlatParam, ...]
 
     def in_blocks(self) -> Iterator[torch.Tensor]:
         """The gradient, cut where a block of the buffer begins, so that it adds up alike however it is shared out."""
@@ -94,20 +94,20 @@ class Buffer:
         own_size: elements of a part.
     """
 
-    def __init__(self, slots: Sequence[Slot], precision: Precision, num_parts: int, part: int) -> None:
-        first = local(slots[0].parameter)
-        self.slots = list(slots)
+    def __init__(self, params: Sequence[FlatParam], precision: Precision, num_parts: int, part: int) -> None:
+        first = local(params[0].parameter)
+        self.params = list(params)
         self.num_parts = num_parts
         self.part = part
         stop = 0
-        for slot in slots:
-            slot.start, stop = stop, stop + _aligned(slot.size)
+        for param in params:
+            param.start, stop = stop, stop + _aligned(param.size)
         self.own_size = _aligned(-(-stop // num_parts), BLOCK)
         self.own_start = part * self.own_size
-        for slot in slots:
-            low = min(max(slot.start, self.own_start), self.own_start + self.own_size)
-            high = max(min(slot.start + slot.size, self.own_start + self.own_size), low)
-            slot.own = (low - slot.start, high - slot.start)
+        for param in params:
+            low = min(max(param.start, self.own_start), self.own_start + self.own_size)
+            high = max(min(param.start + param.size, self.own_start + self.own_size), low)
+            param.own = (low - param.start, high - param.start)
         self.weights = torch.zeros(self.own_size * num_parts, dtype=first.dtype, device=first.device)
         self.gradients = self.weights[:0]
         self.gradient_dtype = precision.grad_dtype or first.dtype
@@ -122,56 +122,58 @@ class Buffer:
     def make_gradients(self) -> None:
         """Make room for gradients, and the views of it."""
         self.gradients = torch.zeros_like(self.weights, dtype=self.gradient_dtype)
-        for slot in self.slots:
-            gradient, parameter = self.view(self.gradients, slot), slot.parameter
+        for param in self.params:
+            gradient, parameter = self.view(self.gradients, param), param.parameter
             if gradient.dtype is not parameter.dtype:
                 parameter.grad_dtype = gradient.dtype
-            slot.gradient = wrap(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+            param.gradient = wrap(gradient, parameter) if isinstance(parameter, DTensor) else gradient
 
     @property
     def stepped_dtype(self) -> torch.dtype:
         """What the optimizer steps in, and keeps its state in."""
         return self.weights.dtype if self.masters is None and self.remainders is None else torch.float32
 
-    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    def view(self, flat: torch.Tensor, param: FlatParam) -> torch.Tensor:
         """The place of ``slot`` in ``flat``, of the shape of its local part. It counts its own in-place changes."""
         view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return view.set_(flat.untyped_storage(), slot.start, local(slot.parameter).shape)  # type: ignore[call-overload]
+        return view.set_(flat.untyped_storage(), param.start, local(param.parameter).shape)  # type: ignore[call-overload]
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``flat``, which is as long as the weights."""
         return flat[self.own_start : self.own_start + self.own_size]
 
-    def flat_range(self, slot: Slot) -> slice:
+    def flat_range(self, param: FlatParam) -> slice:
         """Where the part of ``slot`` that this rank steps lies in the whole buffer."""
-        return slice(slot.start + slot.own[0], slot.start + slot.own[1])
+        return slice(param.start + param.own[0], param.start + param.own[1])
 
-    def own_range(self, slot: Slot) -> slice:
+    def own_range(self, param: FlatParam) -> slice:
         """Where that part lies in this rank's part of the buffer."""
-        return slice(slot.start + slot.own[0] - self.own_start, slot.start + slot.own[1] - self.own_start)
+        return slice(param.start + param.own[0] - self.own_start, param.start + param.own[1] - self.own_start)
 
-    def runs(self, absent: Iterable[Slot], missed: Mapping[Slot, int]) -> Iterator[Run]:
+    def runs(self, absent: Iterable[FlatParam], missed: Mapping[FlatParam, int]) -> Iterator[StepRange]:
         """What this rank steps, in the longest ranges of one group, one share and the same steps ``missed``."""
         left_out = set(absent)
-        here = (slot for slot in self.slots if slot.own[0] < slot.own[1])
+        here = (param for param in self.params if param.own[0] < param.own[1])
         for kind, neighbours in itertools.groupby(
-            here, lambda slot: (slot in left_out, slot.group, slot.share, missed.get(slot, 0))
+            here, lambda param: (param in left_out, param.group, param.norm_weight, missed.get(param, 0))
         ):
-            slots = tuple(neighbours)
+            params = tuple(neighbours)
             if not kind[0]:
-                low = max(slots[0].start, self.own_start)
-                high = min(slots[-1].start + _aligned(slots[-1].size), self.own_start + self.own_size)
-                yield Run(self, low, low - self.own_start, high - low, slots[0].group, slots[0].share, slots)
+                low = max(params[0].start, self.own_start)
+                high = min(params[-1].start + _aligned(params[-1].size), self.own_start + self.own_size)
+                yield StepRange(
+                    self, low, low - self.own_start, high - low, params[0].group, params[0].norm_weight, params
+                )
 
 
 def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-def _in_buckets(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    together: list[Slot] = []
-    for slot in slots:
-        together.append(slot)
+def _in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
+    together: list[FlatParam] = []
+    for param in params:
+        together.append(param)
         if sum(member.size for member in together) >= BUCKET:
             yield together
             together = []

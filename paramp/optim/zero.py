@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from ..distributed.collectives import start_reducing_parts
+from ..distributed.collectives import start_reduce_scatter
 from ..distributed.context import ParallelContext
-from .param_buffer import Buffer, Slot
+from .param_buffer import Buffer, FlatParam
 
-__all__ = ["EarlyReduction"]
+__all__ = ["OverlappedReduceScatter"]
 
 
-class EarlyReduction:
+class OverlappedReduceScatter:
     """The reduce-scatter of each buffer while the backward still goes on, as soon as its gradients are complete.
 
     That is known only in the last backward of a window, and not of gradients that are completed in the step: tied ones,
@@ -35,24 +35,24 @@ class EarlyReduction:
         self._group = context.dp.group
         self._dtype = dtype
         self._tied = tied
-        self._reduced: dict[Slot, int] = {}  # with the version of the gradient when it had been reduced
-        self._waiting: dict[Buffer, set[Slot]] = {}  # what has no gradient yet
+        self._reduced: dict[FlatParam, int] = {}  # with the version of the gradient when it had been reduced
+        self._waiting: dict[Buffer, set[FlatParam]] = {}  # what has no gradient yet
         self._early: list[Buffer] = []  # which can be reduced before the step
         self._next: list[Buffer] = []  # of these, what has not been started, in this order
         self._running: list[Callable[[], None]] = []
         self._armed = False
         for buffer in buffers:
-            for slot in buffer.slots:
-                slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, buffer, slot))
+            for param in buffer.params:
+                param.parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, buffer, param))
 
     def begin(self) -> None:
         """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
         self._early = [
             buffer
             for buffer in self._buffers
-            if not any(slot.misplaced or slot.parameter in self._tied for slot in buffer.slots)
+            if not any(param.placement_mismatch or param.parameter in self._tied for param in buffer.params)
         ]
-        self._waiting = {buffer: set(buffer.slots) for buffer in self._buffers}
+        self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
         self._next = list(self._early)
         self._armed = True
 
@@ -63,18 +63,18 @@ class EarlyReduction:
         self._armed = False
         self._start(self._next)
         self._finish()
-        self._reduced |= {slot: slot.version for buffer in self._early for slot in buffer.slots}
+        self._reduced |= {param: param.version for buffer in self._early for param in buffer.params}
 
-    def _arrived(self, buffer: Buffer, slot: Slot, _: torch.Tensor) -> None:
+    def _arrived(self, buffer: Buffer, param: FlatParam, _: torch.Tensor) -> None:
         """The hook of a gradient that has been added up."""
         if not self._armed:
             return
-        if slot not in self._waiting[buffer]:
+        if param not in self._waiting[buffer]:
             raise RuntimeError(
-                f"{slot.name!r} got two gradients in one backward, as under activation checkpointing with "
+                f"{param.name!r} got two gradients in one backward, as under activation checkpointing with "
                 "use_reentrant=True; pass use_reentrant=False there, or set parallel.zero to 0"
             )
-        self._waiting[buffer].discard(slot)
+        self._waiting[buffer].discard(param)
         complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
         self._start(complete)
         del self._next[: len(complete)]
@@ -82,7 +82,7 @@ class EarlyReduction:
     def _start(self, buffers: Iterable[Buffer]) -> None:
         for buffer in buffers:
             own = buffer.own(buffer.gradients)
-            self._running.append(start_reducing_parts(buffer.gradients, own, self._group, self._dtype))
+            self._running.append(start_reduce_scatter(buffer.gradients, own, self._group, self._dtype))
 
     def _finish(self) -> None:
         for finish in self._running:
@@ -91,10 +91,10 @@ class EarlyReduction:
 
     def touched(self) -> list[torch.Tensor]:
         """The local gradients that were changed by hand after they had been reduced."""
-        return [slot.local_gradient for slot, then in self._reduced.items() if slot.version != then]
+        return [param.local_gradient for param, then in self._reduced.items() if param.version != then]
 
     def reduce_the_rest(self) -> None:
         """Reduce what the last backward did not."""
-        self._start(buffer for buffer in self._buffers if buffer.slots[0] not in self._reduced)
+        self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}

@@ -7,7 +7,7 @@ Nothing here imports transformers. A model says itself how it may be shared out 
     later stage    inputs_embeds = hidden states ──► its layers ──► ...
     last stage     inputs_embeds = hidden states ──► its layers ──► norm ──► head ──► logits
 
-Modules of other stages are left out (:class:`~paramp.base.module_surgery.LeftOut`); each layer keeps its place in the list, so that
+Modules of other stages are left out (:class:`~paramp.base.module_surgery.PassThrough`); each layer keeps its place in the list, so that
 an index into the configuration still finds it. In every layout the model's output is its ``logits`` tensor; that of a
 model without a head, its ``last_hidden_state``.
 """
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.globs import matches
-from ..base.module_surgery import LeftOut, keep_only, names_outside, with_forward
+from ..base.module_surgery import PassThrough, keep_only, names_outside, with_forward
 from .materialize import outline
 from .tensor_plan import Plan
 from .tensor_styles import LocalHeads, PackedColwise, PackedRowwise
@@ -33,7 +33,7 @@ from .tensor_styles import LocalHeads, PackedColwise, PackedRowwise
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
-    "PretrainedCut",
+    "PretrainedPartition",
     "is_pretrained",
     "pretrained_filling",
     "pretrained_plan",
@@ -307,7 +307,7 @@ def _main_tensor(output: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- the pipeline
 
 
-class PretrainedCut:
+class PretrainedPartition:
     """The cut of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.
 
     Raises:
@@ -356,7 +356,7 @@ class PretrainedCut:
         part = keep_only(model, [*names, *everywhere, *inside])
         for name, _ in self.units:
             if name not in names:
-                _replace(part, model, name, _Nothing() if name in self._positions else LeftOut())
+                _replace(part, model, name, _Nothing() if name in self._positions else PassThrough())
         options = _options(model)
 
         def forward(x: torch.Tensor) -> Any:
@@ -414,7 +414,7 @@ class PretrainedCut:
         self.units = [(name, known[name]) for name in order]
 
 
-class _Nothing(LeftOut):
+class _Nothing(PassThrough):
     """Stands for position embeddings, which the first stages have added already."""
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """How a model is cut into pipeline stages.
 
-A :class:`Cut` knows the units of a model in the order in which they are applied, and makes the stage that has some of
-them. There are three: :class:`SequentialCut` here, for ``nn.Sequential``; that of Hugging Face models
+A :class:`Partition` knows the units of a model in the order in which they are applied, and makes the stage that has some of
+them. There are three: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
 (:mod:`paramp.parallel.huggingface`); and that of any other model, which is traced (:mod:`paramp.parallel.partition_fx`). In every stage,
 modules and parameters have the names that they have in the whole model.
 """
@@ -16,10 +16,10 @@ from torch import nn
 from ..base.errors import ConfigError, nearest
 from ..base.module_surgery import keep_only, names_outside
 
-__all__ = ["Cut", "SequentialCut", "check_names", "is_sequential", "plan_stages", "units"]
+__all__ = ["Partition", "SequentialPartition", "check_names", "is_sequential", "plan_stages", "units"]
 
 
-class Cut(Protocol):
+class Partition(Protocol):
     """One model, ready to be cut."""
 
     @property
@@ -54,7 +54,7 @@ def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
             yield f"{prefix}{name}", child
 
 
-class SequentialCut:
+class SequentialPartition:
     """The cut of an ``nn.Sequential``, which may contain others: between any two of its modules."""
 
     opened: frozenset[str] = frozenset()

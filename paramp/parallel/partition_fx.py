@@ -33,7 +33,7 @@ from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..precision import norms
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 
-__all__ = ["TracedCut"]
+__all__ = ["TracedPartition"]
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
 """torch functions that take numbers only, which may be stand-ins here."""
@@ -43,7 +43,7 @@ UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this many times an even share."""
 
 
-class TracedCut:
+class TracedPartition:
     """The cut of any model that takes one input, between any two of the modules that its forward calls.
 
     Args:
@@ -83,16 +83,16 @@ class TracedCut:
         closed: set[str] = set()
         while True:
             weights = {name: 1 + multiplied_parameters(unit) for name, unit in self.units}
-            share = sum(weights.values()) / num_stages
+            norm_weight = sum(weights.values()) / num_stages
             few = len(weights) < num_stages
             if not few:
                 stages = plan_stages(self.units, num_stages)
-                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * share:
+                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * norm_weight:
                     return
             heavy = [
                 name
                 for name, unit in self.units
-                if name not in closed and _may_open(unit) and (few or weights[name] > share / 2)
+                if name not in closed and _may_open(unit) and (few or weights[name] > norm_weight / 2)
             ]
             if not heavy:
                 return
@@ -106,19 +106,19 @@ class TracedCut:
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
-        pieces = {mode: _cut(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
+        chunks = {mode: _partition(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
         names_of: dict[int, list[str]] = {}
         for name, module in self._modules.items():
             names_of.setdefault(id(module), []).append(name)
         kept: list[set[str]] = []
         for stage in range(len(plan)):
-            used = [node for mode in pieces for node in pieces[mode][stage].nodes]
+            used = [node for mode in chunks for node in chunks[mode][stage].nodes]
             called = [str(node.target) for node in used if node.op == "call_module"]
             got = [str(node.target) for node in used if node.op == "get_attr"]
             kept.append({*got, *(alias for name in called for alias in names_of[id(self._modules[name])])})
         kept[0].update(names_outside(self._model, set().union(*kept)))  # what is never used is kept all the same
         return [
-            _stage_module(self._model, kept[stage], {mode: pieces[mode][stage] for mode in pieces}, stage, self.opened)
+            _stage_module(self._model, kept[stage], {mode: chunks[mode][stage] for mode in chunks}, stage, self.opened)
             for stage in range(len(plan))
         ]
 
@@ -163,7 +163,7 @@ def _check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------- the graph
 
 
-def _cut(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
+def _partition(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
     """``graph`` in ``num_stages`` pieces; each takes what the one before returns, a tuple of values."""
     nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each piece gets attributes for itself
     reached = 0
@@ -173,32 +173,32 @@ def _cut(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.
             reached = max(reached, stage_of.get(str(node.target), 0))
         place[node] = num_stages - 1 if node.op == "output" else reached
     last_use = {node: max((place[user] for user in node.users if user in place), default=place[node]) for node in nodes}
-    pieces = []
+    chunks = []
     for stage in range(num_stages):
         received = [node for node in nodes if place[node] < stage <= last_use[node]]
         handed_on = [node for node in nodes if place[node] <= stage < last_use[node]]
         own = [node for node in nodes if place[node] == stage]
-        pieces.append(_piece(own, received, handed_on if stage < num_stages - 1 else None))
-    return pieces
+        chunks.append(_submodule(own, received, handed_on if stage < num_stages - 1 else None))
+    return chunks
 
 
-def _piece(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: Sequence[fx.Node] | None) -> fx.Graph:
-    piece = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {node: piece.placeholder(node.name) for node in received}
+def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: Sequence[fx.Node] | None) -> fx.Graph:
+    chunk = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: chunk.placeholder(node.name) for node in received}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
             assert node.op == "get_attr"
-            copies[node] = piece.node_copy(node)
+            copies[node] = chunk.node_copy(node)
         return copies[node]
 
     for node in own:
         for argument in node.all_input_nodes:
             copied(argument)
-        copies[node] = piece.node_copy(node, copied)
+        copies[node] = chunk.node_copy(node, copied)
     if handed_on is not None:
-        piece.output(tuple(copies[node] for node in handed_on))
-    return piece
+        chunk.output(tuple(copies[node] for node in handed_on))
+    return chunk
 
 
 # --------------------------------------------------------------------------------------------------------- tracing

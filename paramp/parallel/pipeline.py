@@ -31,7 +31,7 @@ from ..config.schema import PipelineConfig
 from ..distributed.context import ParallelContext
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
-from .stage_io import Parcel
+from .stage_io import StageOutput
 
 __all__ = ["Pipeline", "Stage", "Stages"]
 
@@ -75,14 +75,14 @@ class Stage(nn.Module):
     def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_outputs(tensor, self.precision)
 
-    def receive(self, parcel: Parcel, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from what the stage before sent."""
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             # What was received is a leaf of the graph, which the module could not change in place.
             return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
 
-        values = parcel.unpack(tensors, self.device, self.precision.weights)
+        values = stage_output.unpack(tensors, self.device, self.precision.weights)
         return tree_map_only(torch.Tensor, own, values)
 
 
@@ -124,8 +124,8 @@ class _LinkedStage(nn.Module):
         super().__init__()
         self.stage = stage
         self.without_views = without_views
-        self.received: Parcel | None = None
-        self.sent: Parcel | None = None
+        self.received: StageOutput | None = None
+        self.sent: StageOutput | None = None
         self.layout: DTensor | None = None
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -189,8 +189,8 @@ class _Ready:
     """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it."""
 
     schedule: Any
-    received: list[Parcel | None]
-    sent: list[Parcel | None]
+    received: list[StageOutput | None]
+    sent: list[StageOutput | None]
 
 
 MAX_SCHEDULES = 8
@@ -291,7 +291,7 @@ class Pipeline:
                 linked,
                 place,
                 (part,) if takes is None else takes.metas(backward),
-                gives.metas(backward) if isinstance(gives, Parcel) else (gives.requires_grad_(backward),),
+                gives.metas(backward) if isinstance(gives, StageOutput) else (gives.requires_grad_(backward),),
             )
             for linked, place, takes, gives in zip(self._linked, self._places, received, sent, strict=True)
         ]
@@ -301,7 +301,7 @@ class Pipeline:
         )
         if not backward and not single:
             _leave_out_backwards(schedule)
-        return _Ready(schedule, received, [gives if isinstance(gives, Parcel) else None for gives in sent])
+        return _Ready(schedule, received, [gives if isinstance(gives, StageOutput) else None for gives in sent])
 
     def _recorded_stage(
         self, linked: _LinkedStage, place: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
@@ -318,7 +318,7 @@ class Pipeline:
         stage.pipeline = self
         return stage
 
-    def _probe(self, part: torch.Tensor) -> tuple[list[Parcel | None], list[Parcel | torch.Tensor]]:
+    def _probe(self, part: torch.Tensor) -> tuple[list[StageOutput | None], list[StageOutput | torch.Tensor]]:
         """What each stage of this rank receives, None for the first, and returns, for one microbatch like ``part``.
 
         Each stage of the model in turn runs once on zeros. torch's schedules can find this out themselves, but do it
@@ -329,17 +329,17 @@ class Pipeline:
             ConfigError: a stage handed on what cannot travel, or failed; on every rank of the pipeline.
         """
         pp = self._context.pp
-        received: list[Parcel | None] = []
-        sent: list[Parcel | torch.Tensor] = []
-        parcel: Parcel | None = None
+        received: list[StageOutput | None] = []
+        sent: list[StageOutput | torch.Tensor] = []
+        stage_output: StageOutput | None = None
         failure: Exception | None = None
         for place in range(self._config.num_stages):
             described: list[Any] = [None]
             if place in self._places:
-                received.append(parcel)
+                received.append(stage_output)
                 try:
-                    sent.append(self._try(self._linked[self._places.index(place)].stage, parcel, part))
-                    described = [sent[-1] if isinstance(sent[-1], Parcel) else None]
+                    sent.append(self._try(self._linked[self._places.index(place)].stage, stage_output, part))
+                    described = [sent[-1] if isinstance(sent[-1], StageOutput) else None]
                 except Exception as error:
                     failure = error
                     described = [
@@ -351,10 +351,10 @@ class Pipeline:
             dist.broadcast_object_list(described, group=pp.group, group_src=self._config.rank_of(place))
             if isinstance(described[0], str):
                 raise ConfigError(described[0]) from failure
-            parcel = described[0]
+            stage_output = described[0]
         return received, sent
 
-    def _try(self, stage: Stage, received: Parcel | None, part: torch.Tensor) -> Parcel | torch.Tensor:
+    def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
         """What ``stage`` returns, having received zeros; of the last one, the tensor on ``meta``."""
         random, stage.random = stage.random, nullcontext()
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
@@ -370,7 +370,7 @@ class Pipeline:
                     inputs = stage.receive(received, tuple(zeros))
                 output = stage(inputs)
                 if not stage.is_last:
-                    return Parcel.describe(output, stage.precision)
+                    return StageOutput.describe(output, stage.precision)
                 output = _single(output)
                 return (output.to_local() if isinstance(output, DTensor) else output).detach().to("meta")
         finally:

@@ -7,7 +7,7 @@ which gets a gradient back; so
     any other (tokens, masks, tables)           travels unchanged, the bytes of all in one tensor
     numbers, shapes, None, tuples of those      do not travel: for one shape of the batch they are the same each time
 
-A :class:`Parcel` says which is which, for one cut and one shape of the batch.
+A :class:`StageOutput` says which is which, for one cut and one shape of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ..base.errors import ConfigError
 from ..precision.policy import Precision
 
-__all__ = ["Parcel"]
+__all__ = ["StageOutput"]
 
 NUMBERS = (int, float, complex, str, type(None), type(...), slice, range, torch.Size)
 KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -69,7 +69,7 @@ class _Together(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class StageOutput:
     """The values at one cut."""
 
     tree: Any
@@ -80,13 +80,13 @@ class Parcel:
         return tree_leaves(self.tree)
 
     @staticmethod
-    def describe(values: Any, precision: Precision) -> Parcel:
+    def describe(values: Any, precision: Precision) -> StageOutput:
         """The parcel for ``values``, which were computed with gradients enabled.
 
         Raises:
             ConfigError: something among them cannot travel.
         """
-        return Parcel(tree_map(lambda value: _describe(value, precision), values))
+        return StageOutput(tree_map(lambda value: _describe(value, precision), values))
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tensors to send for ``values``, on ``device``.

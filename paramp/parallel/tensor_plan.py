@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
-from ..base.module_surgery import LeftOut, keeping_ties
+from ..base.module_surgery import PassThrough, keeping_ties
 from .tensor_styles import (
     SEQUENCE,
     PackedColwise,
@@ -139,7 +139,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
     with keeping_ties(module) as shared:
         done: set[int] = set()
         for name, submodule in list(module.named_modules(remove_duplicate=False)):
-            if name in styles and id(submodule) not in done and not isinstance(submodule, LeftOut):
+            if name in styles and id(submodule) not in done and not isinstance(submodule, PassThrough):
                 done.add(id(submodule))
                 try:
                     parallelize_module(submodule, mesh, styles[name])

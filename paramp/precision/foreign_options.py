@@ -1,6 +1,6 @@
 """The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of paramp's own table.
 
-Each function here takes options as their documents name them and returns a :class:`Spelled`: the row they start from,
+Each function here takes options as their documents name them and returns a :class:`ParsedOptions`: the row they start from,
 and which of its fields they change. What those fields mean is said in :mod:`paramp.precision.policy` alone.
 """
 
@@ -16,7 +16,15 @@ import torch
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, shown
 
-__all__ = ["AMP_TYPE", "OPT_LEVELS", "Properties", "Spelled", "apex_options", "apex_properties", "colossalai_options"]
+__all__ = [
+    "AMP_TYPE",
+    "OPT_LEVELS",
+    "ParsedOptions",
+    "Properties",
+    "apex_options",
+    "apex_properties",
+    "colossalai_options",
+]
 
 
 class AMP_TYPE(enum.Enum):
@@ -28,7 +36,7 @@ class AMP_TYPE(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spelled:
+class ParsedOptions:
     """A row of the table of modes, and what is to be changed in it."""
 
     row: str
@@ -145,7 +153,7 @@ def apex_options(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
     **overrides: Any,
-) -> Spelled:
+) -> ParsedOptions:
     """Apex's arguments: ``overrides`` are those of :func:`apex_properties`.
 
     ``num_losses`` is checked and means nothing to an engine, which has one loss; ``verbosity`` 0 is silence.
@@ -155,7 +163,7 @@ def apex_options(
     """
     properties = apex_properties(opt_level, **overrides)
     if not _as_bool("enabled", enabled):
-        return Spelled(row="32-true", scaling=None)
+        return ParsedOptions(row="32-true", scaling=None)
     for name, value, least in (("num_losses", num_losses, 1), ("verbosity", verbosity, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name}: got {shown(value)}, expected an integer of {least} or more")
@@ -180,7 +188,7 @@ def apex_options(
         scaling = None
     else:
         scaling = {"init_scale": scale, "min_scale": scale, "max_scale": scale}
-    return Spelled(row=_ROWS[opt_level], precision=changes, scaling=scaling)
+    return ParsedOptions(row=_ROWS[opt_level], precision=changes, scaling=scaling)
 
 
 _SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -259,7 +267,7 @@ _OPTIONS = {mode: [*row.scaling, *row.precision] for mode, row in _COLOSSALAI.it
 }
 
 
-def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> Spelled:
+def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOptions:
     """``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)`` as the Colossal-AI document writes it.
 
     Raises:
@@ -278,7 +286,7 @@ def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> Spelled:
     row = _COLOSSALAI[mode]
     scaling = {row.scaling[name]: _checked(name, value) for name, value in given.items() if name in row.scaling}
     precision = {row.precision[name]: _as_bool(name, value) for name, value in given.items() if name in row.precision}
-    return Spelled(row=row.row, precision=precision, scaling={**row.defaults, **scaling})
+    return ParsedOptions(row=row.row, precision=precision, scaling={**row.defaults, **scaling})
 
 
 _TYPES: dict[str, Any] = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}

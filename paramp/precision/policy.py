@@ -20,7 +20,7 @@ import torch
 
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, shown
-from .foreign_options import AMP_TYPE, Spelled, as_dtype, colossalai_options
+from .foreign_options import AMP_TYPE, ParsedOptions, as_dtype, colossalai_options
 
 __all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
 
@@ -336,7 +336,7 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
     return row
 
 
-def _applied(spelled: Spelled) -> Precision:
-    row = PRESETS[spelled.row]
-    scaling = None if spelled.scaling is None else replace(row.scaling or LossScaling(), **spelled.scaling)
-    return replace(row, scaling=scaling, **spelled.precision)
+def _applied(parsed: ParsedOptions) -> Precision:
+    row = PRESETS[parsed.row]
+    scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
+    return replace(row, scaling=scaling, **parsed.precision)

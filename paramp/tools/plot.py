@@ -24,7 +24,7 @@ from ..observe.grad_histogram import GradientHistogram
 from ..observe.timeline import Timeline
 
 __all__ = [
-    "Run",
+    "LoggedRun",
     "check_matplotlib",
     "draw",
     "draw_histogram",
@@ -48,7 +48,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """The steps of one run, oldest first."""
 
     name: str
@@ -61,7 +61,7 @@ class Run:
         return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
 
 
-def read_run(log_dir: str | Path) -> Run:
+def read_run(log_dir: str | Path) -> LoggedRun:
     """The run in ``log_dir``. A last line that is cut off, as of a run that goes on or was killed, is left out.
 
     Raises:
@@ -85,7 +85,7 @@ def read_run(log_dir: str | Path) -> Run:
                 raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
     if not records:
         raise ConfigError(f"plot: {str(path)!r} holds no step yet")
-    return Run(folder.name or str(folder), records)
+    return LoggedRun(folder.name or str(folder), records)
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -142,14 +142,14 @@ def check_matplotlib(name: str) -> None:
         raise ConfigError(f'{name}: matplotlib is not installed; run pip install "paramp[plot]"')
 
 
-def _with_names_apart(runs: list[Run], log_dirs: Sequence[str | Path]) -> list[Run]:
+def _with_names_apart(runs: list[LoggedRun], log_dirs: Sequence[str | Path]) -> list[LoggedRun]:
     """The runs under their folders' names, or under whole paths where two names are the same."""
     if len({run.name for run in runs}) == len(runs):
         return runs
-    return [Run(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
+    return [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
 
 
-def draw(runs: Sequence[Run]) -> Any:
+def draw(runs: Sequence[LoggedRun]) -> Any:
     """The ``matplotlib`` figure of ``runs``: panels loss, loss scale, gradient norm, tokens/s."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -195,13 +195,13 @@ def _legend(axes: Any, *more: Any) -> None:
         (more or (axes,))[-1].legend(handles, names, fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
 
 
-def _log_scale(axes: Any, runs: Sequence[Run], key: str, base: int) -> None:
+def _log_scale(axes: Any, runs: Sequence[LoggedRun], key: str, base: int) -> None:
     """A logarithmic axis, if there is anything to show on it."""
     if any((run.series(key)[1] > 0).any() for run in runs):
         axes.set_yscale("log", base=base, nonpositive="mask")
 
 
-def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_loss(axes: Any, runs: Sequence[LoggedRun]) -> None:
     single = len(runs) == 1
     for index, run in enumerate(runs):
         style = _style(index)
@@ -218,7 +218,7 @@ def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
         axes.text(0.98, 0.95, "dots: validation", transform=axes.transAxes, ha="right", va="top", fontsize=9)
 
 
-def _draw_scale(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_scale(axes: Any, runs: Sequence[LoggedRun]) -> None:
     _log_scale(axes, runs, "loss_scale", 2)
     num_skipped = 0
     for index, run in enumerate(runs):
@@ -238,13 +238,13 @@ def _draw_scale(axes: Any, runs: Sequence[Run]) -> None:
         axes.legend([cross], [name], fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
 
 
-def _draw_norm(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_norm(axes: Any, runs: Sequence[LoggedRun]) -> None:
     _log_scale(axes, runs, "grad_norm", 10)
     for index, run in enumerate(runs):
         axes.plot(*run.series("grad_norm"), **_style(index))
 
 
-def _draw_speed(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
     for index, run in enumerate(runs):
@@ -260,21 +260,21 @@ def _draw_speed(axes: Any, runs: Sequence[Run]) -> None:
     right.set_ylim(0, 100)
     right.set_ylabel("waiting for data")
     right.yaxis.set_major_formatter(PercentFormatter())
-    for index, (steps, shares) in enumerate(waits):
+    for index, (steps, norm_weights) in enumerate(waits):
         style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if len(runs) == 1 else {})
-        right.plot(steps, shares, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
+        right.plot(steps, norm_weights, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
     if len(runs) == 1:
         _legend(axes, right)
     else:
         right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
 
 
-def _waiting(run: Run) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _waiting(run: LoggedRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Steps, and the percentage of each that went into waiting for data."""
     records = [record for record in run.records if record.get("step_seconds") and "data_seconds" in record]
     steps = np.array([record["step"] for record in records], dtype=np.float64)
-    shares = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
-    return steps, np.array(shares, dtype=np.float64)
+    norm_weights = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
+    return steps, np.array(norm_weights, dtype=np.float64)
 
 
 # ------------------------------------------------------------------------------------------------------ a timeline
@@ -372,8 +372,8 @@ def draw_histogram(histogram: GradientHistogram) -> Any:
     limits["largest"] = info.max
     total = histogram.total or 1.0
     exponents = np.array(sorted(histogram.counts), dtype=np.float64)
-    shares = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
-    axes.bar(exponents, shares, width=1.0, align="edge", color=COLOURS[0], edgecolor="white", linewidth=0.4)
+    norm_weights = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
+    axes.bar(exponents, norm_weights, width=1.0, align="edge", color=COLOURS[0], edgecolor="white", linewidth=0.4)
     places = [math.log2(limit) for limit in limits.values()]
     left = min([*exponents, places[0] if histogram.dtype is torch.float16 else places[2]]) - 3
     axes.bar([left], [histogram.zeros / total], width=1.0, align="edge", color=SECOND, label="zeros")

@@ -137,7 +137,7 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-1")
     files = manifest.listed(partial)
 
-    class Cut(Exception):
+    class Partition(Exception):
         pass
 
     rename, renamed = type(path).rename, []
@@ -145,12 +145,12 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     def cut_short(self, target):
         renamed.append(self)
         if len(renamed) == 2:
-            raise Cut
+            raise Partition
         return rename(self, target)
 
     with monkeypatch.context() as patched:
         patched.setattr(type(path), "rename", cut_short)
-        with pytest.raises(Cut):
+        with pytest.raises(Partition):
             manifest.publish(partial, path, files)
     assert not path.exists()
     assert manifest.checkpoints_in(tmp_path) == [(1, path)]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paramp import ConfigError, DataError
-from paramp.data.corpus import Corpus, load_corpus, standard_library
 from paramp.data.bigram import bigram_loss
+from paramp.data.corpus import Corpus, load_corpus, standard_library
 from paramp.data.sampling import held_out_windows, sample_offsets, training_windows
-from paramp.data.text_corpus import TextFile, Tokenizer, find_text, read_pieces
+from paramp.data.text_corpus import TextFile, Tokenizer, find_text, read_chunks
 from paramp.data.token_files import ArrayTokens, ChainedTokens, FileTokens
 
 
@@ -102,8 +102,8 @@ def test_the_bigram_loss_by_hand():
     expected = -(math.log(3 / 258) + math.log(2 / 257)) / 2
     assert bigram_loss(corpus) == pytest.approx(expected)
     # in pieces, the pairs across their borders count too
-    pieces = [source(np.frombuffer(piece, np.uint8)) for piece in (b"a", b"b", b"ab")]
-    assert bigram_loss(Corpus("t", ChainedTokens(pieces), corpus.held_out, 2, "")) == pytest.approx(expected)
+    chunks = [source(np.frombuffer(chunk, np.uint8)) for chunk in (b"a", b"b", b"ab")]
+    assert bigram_loss(Corpus("t", ChainedTokens(chunks), corpus.held_out, 2, "")) == pytest.approx(expected)
 
 
 def test_held_out_windows_reach_from_end_to_end():
@@ -169,12 +169,12 @@ def test_pieces_add_up_to_the_text_wherever_they_are_cut(tmp_path, monkeypatch):
     path.write_text(content)
     file = TextFile("t.txt", path, path.stat().st_size)
     for size in (1, 2, 3, 7, 64, 10**6):
-        monkeypatch.setattr(paramp.data.text_corpus, "PIECE", size)
+        monkeypatch.setattr(paramp.data.text_corpus, "CHUNK", size)
         for split in (False, True):
-            pieces = list(read_pieces([file], split=split))
-            assert "".join(piece.text for piece in pieces) == content
-            assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-            assert {piece.held_out for piece in pieces} == ({False, True} if split else {False})
+            chunks = list(read_chunks([file], split=split))
+            assert "".join(chunk.text for chunk in chunks) == content
+            assert [chunk.begins for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+            assert {chunk.held_out for chunk in chunks} == ({False, True} if split else {False})
         assert len(find_text(tmp_path)[0]) == 1
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import paramp
 from paramp import ConfigError
-from paramp.data.dataloader import deal
+from paramp.data.dataloader import shard_loader
 
 FORKS = "ignore:This process .* is multi-threaded, use of fork"  # Python 3.12 and newer say so of every worker
 
@@ -99,7 +99,7 @@ def on_all(make, size, seed=5):
     loaders = []
     for rank in range(size):
         torch.manual_seed(rank)
-        loaders.append(deal(make(), rank, size, seed))
+        loaders.append(shard_loader(make(), rank, size, seed))
     return loaders
 
 
@@ -118,16 +118,16 @@ def test_every_sample_once_an_epoch_and_as_many_batches_everywhere(size, shuffle
         assert [len(part) for part in found] == [len(loaders[0])] * size
         assert {len(batch) for part in found for batch in part[:-1]} == {4}
         assert len({len(part[-1]) for part in found}) == 1
-        dealt = [number for round_ in zip(*map(flat, found), strict=True) for number in round_]
+        sharded = [number for round_ in zip(*map(flat, found), strict=True) for number in round_]
         if drop_last:
-            assert len(dealt) == len(set(dealt)) == 50 // (4 * size) * 4 * size
+            assert len(sharded) == len(set(sharded)) == 50 // (4 * size) * 4 * size
         else:
-            assert set(dealt) == set(range(50))
-            assert len(dealt) == -(-50 // size) * size
-            assert dealt[50:] == dealt[: len(dealt) - 50]  # filled up from the beginning
+            assert set(sharded) == set(range(50))
+            assert len(sharded) == -(-50 // size) * size
+            assert sharded[50:] == sharded[: len(sharded) - 50]  # filled up from the beginning
         if not shuffle:
-            assert dealt[:48] == list(range(48))
-        orders.append(dealt)
+            assert sharded[:48] == list(range(48))
+        orders.append(sharded)
     assert (orders[0] != orders[1]) == shuffle
 
 
@@ -163,7 +163,7 @@ def test_fewer_samples_than_ranks():
 def test_a_loader_that_leaves_no_batch_is_refused(loader, message):
     for rank in range(2):
         with pytest.raises(ConfigError, match=message):
-            deal(loader(), rank, 2, 0)
+            shard_loader(loader(), rank, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_random_orders_are_the_same_whatever_state_a_rank_is_in(sampler):
     def loader():
         return DataLoader(Numbers(20), batch_size=3, sampler=sampler())
 
-    whole = deal(loader(), 0, 1, 5)
+    whole = shard_loader(loader(), 0, 1, 5)
     parts = on_all(loader, 2)
     for _ in range(2):
         torch.manual_seed(random.randrange(10**6))
         before = torch.get_rng_state()
         order = flat(epoch(whole))
-        dealt = [flat(epoch(part)) for part in parts]
-        assert [number for pair in zip(*dealt, strict=True) for number in pair][: len(order)] == order
+        sharded = [flat(epoch(part)) for part in parts]
+        assert [number for pair in zip(*sharded, strict=True) for number in pair][: len(order)] == order
         assert torch.equal(torch.get_rng_state(), before)
     assert flat(epoch(whole)) != order
     whole.sampler.set_epoch(1)
     assert flat(epoch(whole)) == order  # as after a resume
-    assert flat(epoch(deal(loader(), 0, 1, 6))) != flat(epoch(deal(loader(), 0, 1, 5)))
+    assert flat(epoch(shard_loader(loader(), 0, 1, 6))) != flat(epoch(shard_loader(loader(), 0, 1, 5)))
 
 
 def test_custom_batch_samplers_are_dealt_batch_by_batch():
@@ -216,13 +216,13 @@ def test_the_users_loader_stays_as_it_is_and_subclasses_stay_subclasses():
             self.name = name
 
     own = Own("mine")
-    dealt = deal(own, 1, 2, 5)
-    assert isinstance(dealt, Own)
-    assert (dealt.name, dealt.batch_size, dealt.dataset) == ("mine", 2, own.dataset)
+    sharded = shard_loader(own, 1, 2, 5)
+    assert isinstance(sharded, Own)
+    assert (sharded.name, sharded.batch_size, sharded.dataset) == ("mine", 2, own.dataset)
     assert epoch(own) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert epoch(dealt) == [[1, 3], [5, 7]]
-    assert deal([1, 2], 1, 2, 5) == [1, 2]
-    assert deal(None, 1, 2, 5) is None
+    assert epoch(sharded) == [[1, 3], [5, 7]]
+    assert shard_loader([1, 2], 1, 2, 5) == [1, 2]
+    assert shard_loader(None, 1, 2, 5) is None
 
 
 @few_cores
@@ -232,9 +232,9 @@ def test_workers_read_the_same_in_a_model_group_and_draw_other_numbers_elsewhere
         return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent)
 
     torch.manual_seed(1)
-    first = deal(make(), 0, 2, 5)
+    first = shard_loader(make(), 0, 2, 5)
     torch.manual_seed(2)
-    twin, other = deal(make(), 0, 2, 5), deal(make(), 1, 2, 5)
+    twin, other = shard_loader(make(), 0, 2, 5), shard_loader(make(), 1, 2, 5)
     orders = []
     for _ in range(2):
         mine, same, theirs = ([torch.stack(batch, 1) for batch in loader] for loader in (first, twin, other))
@@ -258,8 +258,8 @@ def test_iterable_datasets_are_dealt_batch_by_batch(size, drop_last):
         whole = [[index, index + 1] for index in range(0, 14, 2)]
         rounds = 7 // size if drop_last else -(-7 // size)
         assert [len(part) for part in found] == [len(loader) for loader in loaders] == [rounds] * size
-        dealt = [batch for round_ in zip(*found, strict=True) for batch in round_]
-        assert dealt[:7] == whole[: len(dealt)]
+        sharded = [batch for round_ in zip(*found, strict=True) for batch in round_]
+        assert sharded[:7] == whole[: len(sharded)]
         for rank, part in enumerate(found):
             if not drop_last and 7 % size and rank >= 7 % size:
                 assert part[-1] == part[0]
@@ -282,22 +282,22 @@ def test_samplers_that_deal_by_themselves():
         return DataLoader(Numbers(8), batch_size=2, sampler=sampler)
 
     right = loader(2, 1)
-    dealt = deal(right, 1, 2, 5)
-    assert dealt.sampler is right.sampler
-    assert epoch(dealt) == [[1, 3], [5, 7]]
+    sharded = shard_loader(right, 1, 2, 5)
+    assert sharded.sampler is right.sampler
+    assert epoch(sharded) == [[1, 3], [5, 7]]
     for replicas, rank in ((4, 1), (2, 0)):
         message = rf"DistributedSampler deals to rank {rank} of {replicas}, but this is data rank 1 of 2"
         with pytest.raises(ConfigError, match=message):
-            deal(loader(replicas, rank), 1, 2, 5)
+            shard_loader(loader(replicas, rank), 1, 2, 5)
         hidden = DataLoader(Numbers(8), batch_sampler=BatchSampler(loader(replicas, rank).sampler, 2, False))
         with pytest.raises(ConfigError, match=message):
-            deal(hidden, 1, 2, 5)
+            shard_loader(hidden, 1, 2, 5)
 
 
 @few_cores
 def test_batches_in_the_order_in_which_they_happen_to_come():
     with pytest.raises(ConfigError, match="in_order=False gives batches in the order in which its workers are done"):
-        deal(DataLoader(Numbers(8), num_workers=2, in_order=False), 0, 2, 5)
+        shard_loader(DataLoader(Numbers(8), num_workers=2, in_order=False), 0, 2, 5)
 
 
 def engine_with(loader, config, **others):

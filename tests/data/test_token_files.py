@@ -10,7 +10,17 @@ import pytest
 from commands import python
 
 from paramp import ConfigError, DataError
-from paramp.data.token_files import ArrayTokens, ChainedTokens, CheckedTokens, FileTokens, SlicedTokens, fingerprint, open_flat, open_indexed, sample
+from paramp.data.token_files import (
+    ArrayTokens,
+    ChainedTokens,
+    CheckedTokens,
+    FileTokens,
+    SlicedTokens,
+    fingerprint,
+    open_flat,
+    open_indexed,
+    sample,
+)
 
 NUMBERS = np.arange(1000)
 

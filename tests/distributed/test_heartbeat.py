@@ -10,8 +10,8 @@ from commands import run, torchrun
 from torch.distributed import HashStore
 
 from paramp.distributed import heartbeat as module
-from paramp.distributed.heartbeat import Beat, Ears, Heartbeat, ending_in_time
-from paramp.distributed.progress_record import SETUP, Slate, Where
+from paramp.distributed.heartbeat import Beat, Heartbeat, LivenessMonitor, ending_in_time
+from paramp.distributed.progress_record import SETUP, ProgressRecord, Where
 
 # --------------------------------------------------------------------------------------------- ranks of their own
 
@@ -86,56 +86,56 @@ def beats(*numbers, where=SETUP):
 
 
 def test_silence_is_a_number_that_does_not_change():
-    ears = Ears(10.0)
+    monitor = LivenessMonitor(10.0)
     for now in range(9):
-        ears.hear(beats(now, now, min(now, 3)), now=100.0 + now)
-        assert not ears.silent()
-    ears.hear(beats(9, 9, 3), 113.0)
-    assert not ears.silent()  # exactly ten
-    ears.hear(beats(10, 9, 3), 114.0)
-    (found,) = ears.silent().items()
+        monitor.hear(beats(now, now, min(now, 3)), now=100.0 + now)
+        assert not monitor.silent()
+    monitor.hear(beats(9, 9, 3), 113.0)
+    assert not monitor.silent()  # exactly ten
+    monitor.hear(beats(10, 9, 3), 114.0)
+    (found,) = monitor.silent().items()
     assert (found[0], found[1][0], found[1][1].number) == (2, 11.0, 3)
-    ears.hear(beats(11, 9, 3), 115.0)
-    assert set(ears.silent(tolerance=9.0)) == {1, 2}  # the rank that fell silent a little later counts with it
+    monitor.hear(beats(11, 9, 3), 115.0)
+    assert set(monitor.silent(tolerance=9.0)) == {1, 2}  # the rank that fell silent a little later counts with it
 
 
 def test_one_that_was_stopped_itself_gives_the_others_time():
-    ears = Ears(10.0)
-    ears.hear(beats(1, 1), 0.0)
-    ears.hear(beats(1, 1), 1000.0)
-    assert not ears.silent()
-    ears.hear(beats(1, 1), 1005.0)
-    assert not ears.silent()
-    ears.hear(beats(1, 1), 1006.0)
-    assert set(ears.silent()) == {0, 1}
+    monitor = LivenessMonitor(10.0)
+    monitor.hear(beats(1, 1), 0.0)
+    monitor.hear(beats(1, 1), 1000.0)
+    assert not monitor.silent()
+    monitor.hear(beats(1, 1), 1005.0)
+    assert not monitor.silent()
+    monitor.hear(beats(1, 1), 1006.0)
+    assert set(monitor.silent()) == {0, 1}
 
 
 def test_a_rank_that_left_is_not_missed():
-    ears = Ears(10.0)
-    ears.hear(beats(1, 1), 0.0)
+    monitor = LivenessMonitor(10.0)
+    monitor.hear(beats(1, 1), 0.0)
     for now in range(1, 30):
-        ears.hear({0: Beat(now)}, float(now))
-    assert not ears.silent()
+        monitor.hear({0: Beat(now)}, float(now))
+    assert not monitor.silent()
 
 
 def test_nobody_getting_on_is_told_again_and_again():
-    ears = Ears(10.0)
-    told = []
+    monitor = LivenessMonitor(10.0)
+    reported = []
     for now in range(40):
-        ears.hear(beats(now, now, where=Where("data", step=4)), float(now))
-        if ears.stuck():
-            told.append(now)
-    assert told == [11, 22, 33]
-    ears.hear({0: Beat(40, Where("data", step=4)), 1: Beat(40, Where("data", step=4), done=1)}, 40.0)
-    ears.hear(beats(41, 41, where=Where("data", step=4)), 46.0)
-    assert not ears.stuck()
+        monitor.hear(beats(now, now, where=Where("data", step=4)), float(now))
+        if monitor.stuck():
+            reported.append(now)
+    assert reported == [11, 22, 33]
+    monitor.hear({0: Beat(40, Where("data", step=4)), 1: Beat(40, Where("data", step=4), done=1)}, 40.0)
+    monitor.hear(beats(41, 41, where=Where("data", step=4)), 46.0)
+    assert not monitor.stuck()
 
 
 def test_a_program_that_does_not_tell_where_it_is_does_not_hang():
-    ears = Ears(10.0)
+    monitor = LivenessMonitor(10.0)
     for now in range(40):
-        ears.hear(beats(now, now), float(now))
-        assert not ears.stuck()
+        monitor.hear(beats(now, now), float(now))
+        assert not monitor.stuck()
 
 
 # ------------------------------------------------------------------------------------ several ranks in one process
@@ -287,16 +287,16 @@ def test_phases_lie_within_each_other():
 
 
 def test_a_slate_is_read_by_another_process_and_has_no_name_in_the_end(tmp_path):
-    slate = Slate.create(tmp_path / "slate")
-    other = Slate.find(tmp_path / "slate")
+    record = ProgressRecord.create(tmp_path / "slate")
+    other = ProgressRecord.find(tmp_path / "slate")
     assert other.read() == (SETUP, 0)
     (tmp_path / "slate").unlink()
     places = [Where("backward weight", True, 3, 4, 5), Where("data", False, None, None, 2**40), Where("p" * 40)]
     for done, where in enumerate(places):
-        slate.write(where, done)
+        record.write(where, done)
         assert other.read() == (where._replace(phase=where.phase[:32]), done)
-    assert Slate.find(tmp_path / "slate") is None
-    alone = Slate.create(tmp_path / "no" / "such" / "folder")
+    assert ProgressRecord.find(tmp_path / "slate") is None
+    alone = ProgressRecord.create(tmp_path / "no" / "such" / "folder")
     alone.write(places[0], 1)
     assert alone.read() == (places[0], 1)
 

@@ -62,8 +62,8 @@ def test_each_element_counts_once(world, parallel):
         engine.forward_backward(x, y)
         histogram = engine.gradient_histogram()
         whole = []
-        for slot in engine._weights.slots:
-            gradient = slot.parameter.grad
+        for param in engine._weights.params:
+            gradient = param.parameter.grad
             whole.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
     named = {name: shape for name, shape in engine._shapes.items() if name != "head.weight"}  # tied to the embedding
     assert histogram.total == pytest.approx(sum(math.prod(shape) for shape in named.values()))

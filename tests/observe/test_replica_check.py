@@ -42,9 +42,9 @@ def parameter(engine, ending):
 
 def master(engine, ending):
     """The part of a master, or of a remainder, that this rank steps; None if it steps none of it."""
-    for slot, _, buffer in engine._weights.pairs():
-        if slot.name.endswith(ending):
-            return (buffer.masters if buffer.remainders is None else buffer.remainders)[buffer.own_range(slot)]
+    for param, _, buffer in engine._weights.pairs():
+        if param.name.endswith(ending):
+            return (buffer.masters if buffer.remainders is None else buffer.remainders)[buffer.own_range(param)]
     return None
 
 

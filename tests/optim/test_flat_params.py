@@ -181,15 +181,15 @@ def test_an_optimizers_state_is_saved_and_loaded_bit_by_bit(name, masters):
         saved = engine.optimizer.state_dict()
         saved = torch.load(_saved(saved), weights_only=True)
         model = {key: value.clone() for key, value in engine.module.state_dict().items()}
-        exact = [engine._weights.exact(slot).clone() for slot in engine._weights.slots]
+        exact = [engine._weights.exact(param).clone() for param in engine._weights.params]
 
         other = train(context, make, data(2, seed=9))
         other.optimizer.load_state_dict(saved)
         other.module.load_state_dict(model)
         if masters == "remainder":
-            other._weights.take_masters(dict(zip(other._weights.slots, exact, strict=True)))
-        for slot, master in zip(other._weights.slots, exact, strict=True):
-            other._weights.exact(slot).copy_(master)
+            other._weights.take_masters(dict(zip(other._weights.params, exact, strict=True)))
+        for param, master in zip(other._weights.params, exact, strict=True):
+            other._weights.exact(param).copy_(master)
         other.scaler.load_state_dict(engine.scaler.state_dict())
         for one in (engine, other):
             one.module.use = True

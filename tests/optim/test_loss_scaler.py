@@ -108,14 +108,14 @@ def test_growth_stops_before_infinity():
 def test_state_survives_saving_at_any_step():
     options = {"init_scale": 64.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 2.0, "max_scale": 128.0}
     pattern = [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1]
-    for cut in range(len(pattern)):
+    for partition in range(len(pattern)):
         whole = DistributedGradScaler(**options)
-        for flag in pattern[:cut]:
+        for flag in pattern[:partition]:
             whole.update_from_flag(torch.tensor(float(flag)))
         loaded = DistributedGradScaler()
         loaded.load_state_dict(whole.state_dict())
         pickled = pickle.loads(pickle.dumps(whole))
-        for flag in pattern[cut:]:
+        for flag in pattern[partition:]:
             for scaler in (whole, loaded, pickled):
                 scaler.update_from_flag(torch.tensor(float(flag)))
         assert whole.state_dict() == loaded.state_dict() == pickled.state_dict()

@@ -251,12 +251,12 @@ def test_vocabularies_that_do_not_divide_stay_whole():
 
 
 def test_models_that_cannot_be_cut():
-    from paramp.parallel.huggingface import PretrainedCut
+    from paramp.parallel.huggingface import PretrainedPartition
 
     model = build("llama")
     model.model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(paramp.ConfigError, match=r"parameters outside of .*model\.extra\.weight, model\.extra\.bias"):
-        PretrainedCut(model)
+        PretrainedPartition(model)
 
     class Doubling(type(build("llama"))):
         def forward(self, *args, inputs_embeds=None, **kwargs):
@@ -265,15 +265,15 @@ def test_models_that_cannot_be_cut():
 
     model = Doubling(build("llama").config)
     with pytest.raises(paramp.ConfigError, match=r"does not just apply .* one after the other"):
-        PretrainedCut(model)
+        PretrainedPartition(model)
     model = build("llama")
     model._pp_plan = {}
     with pytest.raises(paramp.ConfigError, match="has no pipeline plan"):
-        PretrainedCut(model)
+        PretrainedPartition(model)
 
 
 def test_the_output_is_the_logits():
-    from paramp.parallel.huggingface import PretrainedCut, returning_logits
+    from paramp.parallel.huggingface import PretrainedPartition, returning_logits
 
     x = torch.arange(8).reshape(2, 4)
     for name in ("llama", "gpt2"):
@@ -284,23 +284,23 @@ def test_the_output_is_the_logits():
         with pytest.raises(paramp.ConfigError, match=r"labels: got some.*a criterion of logits and targets"):
             changed(input_ids=x, labels=x)
         model.config.return_dict = False
-        for use in (returning_logits, PretrainedCut):
+        for use in (returning_logits, PretrainedPartition):
             with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
                 use(model)
 
 
 def test_units_are_in_the_order_of_their_calls():
     """Phi registers the dropout of its embeddings after its layers."""
-    from paramp.parallel.huggingface import PretrainedCut
+    from paramp.parallel.huggingface import PretrainedPartition
     from paramp.parallel.partition import plan_stages
 
     phi = pytest.importorskip("transformers.models.phi")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = phi.PhiForCausalLM(phi.PhiConfig(vocab_size=64, bos_token_id=0, eos_token_id=1, embd_pdrop=1.0, **sizes))
-    cut = PretrainedCut(model)
+    partition = PretrainedPartition(model)
     names = ["embed_tokens", "embed_dropout", "layers.0", "layers.1", "final_layernorm"]
-    assert [name for name, _ in cut.units] == [*(f"model.{name}" for name in names), "lm_head"]
-    first, _ = cut.stages(plan_stages(cut.units, 2, ["model.layers.0"]))
+    assert [name for name, _ in partition.units] == [*(f"model.{name}" for name in names), "lm_head"]
+    first, _ = partition.stages(plan_stages(partition.units, 2, ["model.layers.0"]))
     assert not first(torch.ones(1, 2, dtype=torch.long)).any()  # dropped out on the first stage
 
     llama = type(build("llama"))
@@ -312,16 +312,16 @@ def test_units_are_in_the_order_of_their_calls():
             return output
 
     with pytest.raises(paramp.ConfigError, match=r"it calls model\.norm 2 times"):
-        PretrainedCut(Twice(build("llama").config))
+        PretrainedPartition(Twice(build("llama").config))
     with torch.device("meta"):
         model = llama(build("llama").config)
     with pytest.raises(paramp.ConfigError, match=r"'model\.embed_tokens\.weight' of LlamaForCausalLM is on the meta"):
-        PretrainedCut(model)
+        PretrainedPartition(model)
 
 
 def test_layers_keep_their_places():
     """Qwen's layers look up their kind of attention by their index in the configuration."""
-    from paramp.parallel.huggingface import PretrainedCut
+    from paramp.parallel.huggingface import PretrainedPartition
     from paramp.parallel.partition import plan_stages
 
     qwen = pytest.importorskip("transformers.models.qwen3")
@@ -340,11 +340,11 @@ def test_layers_keep_their_places():
         layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
     )
     model = qwen.Qwen3ForCausalLM(config)
-    cut = PretrainedCut(model)
+    partition = PretrainedPartition(model)
     split = ["model.layers.1", "model.layers.2", "model.layers.3"]
     x = next(batches(1))[0]
     value = x
-    for stage in cut.stages(plan_stages(cut.units, 4, split)):
+    for stage in partition.stages(plan_stages(partition.units, 4, split)):
         value = stage(value)
     torch.testing.assert_close(value, model(x).logits)
 

@@ -13,7 +13,7 @@ from traceable import Decoder, Nested, UNet
 
 import paramp
 from paramp.parallel.partition import plan_stages
-from paramp.parallel.partition_fx import TracedCut
+from paramp.parallel.partition_fx import TracedPartition
 
 PLANS = {
     UNet: {"*.up": "colwise", "*.down": "rowwise"},
@@ -90,8 +90,8 @@ def test_dropout_between_modules_is_on_in_training_only():
             return self.two(F.dropout(self.one(x), 0.5, self.training))
 
     model = Dropping()
-    cut = TracedCut(model, 2, ["two"])
-    stages = cut.stages(plan_stages(cut.units, 2, ["two"]))
+    partition = TracedPartition(model, 2, ["two"])
+    stages = partition.stages(plan_stages(partition.units, 2, ["two"]))
     x = torch.ones(1, 64)
     for training in (True, False):
         for stage in stages:
@@ -207,14 +207,14 @@ class TwoInputs(Branching):
 )
 def test_models_and_names_that_cannot_be_cut(model, split, message):
     with pytest.raises(paramp.ConfigError, match=message):
-        plan_stages(TracedCut(model, 2, split).units, 2, split)
+        plan_stages(TracedPartition(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
     assert model.training
 
 
 def test_random_numbers_of_torch_are_new_in_each_step():
-    cut = TracedCut(Drawing(lambda: torch.normal(0.0, 1.0, size=(4,))), 2, ["two"])
-    first = cut.stages(plan_stages(cut.units, 2, ["two"]))[0]
+    partition = TracedPartition(Drawing(lambda: torch.normal(0.0, 1.0, size=(4,))), 2, ["two"])
+    first = partition.stages(plan_stages(partition.units, 2, ["two"]))[0]
     one, other = (first(torch.ones(1, 4))[0] for _ in range(2))
     assert not torch.equal(one, other)
 
@@ -241,10 +241,10 @@ def test_a_module_that_is_opened_has_the_models_mode():
     model = Outer()
     model.inside.eval()
     with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode, the model in training mode"):
-        TracedCut(model, 2, ["inside.two"])
-    assert TracedCut(model.eval(), 2, ["inside.two"]).opened == {"inside"}
-    cut = TracedCut(model.train(), 2, ["inside.two"])
-    first = cut.stages(plan_stages(cut.units, 2, ["inside.two"]))[0]
+        TracedPartition(model, 2, ["inside.two"])
+    assert TracedPartition(model.eval(), 2, ["inside.two"]).opened == {"inside"}
+    partition = TracedPartition(model.train(), 2, ["inside.two"])
+    first = partition.stages(plan_stages(partition.units, 2, ["inside.two"]))[0]
     first.get_submodule("inside").eval()
     with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode"):
         first(torch.ones(1, 4))
@@ -253,17 +253,17 @@ def test_a_module_that_is_opened_has_the_models_mode():
 def test_a_name_inside_a_module_opens_it():
     model = build(Nested)
     split = ["inside.middle"]
-    cut = TracedCut(model, 2, split)
-    assert cut.opened == {"inside"}
-    stages = cut.stages(plan_stages(cut.units, 2, split))
+    partition = TracedPartition(model, 2, split)
+    assert partition.opened == {"inside"}
+    stages = partition.stages(plan_stages(partition.units, 2, split))
     assert not any(name.startswith("inside.middle") for name, _ in stages[0].named_parameters())
     x, _ = next(samples(Nested, 1))
     torch.testing.assert_close(stages[1](stages[0](x)), model(x), atol=0, rtol=0)
 
 
 def test_a_stage_checks_what_the_model_asserts():
-    cut = TracedCut(build(UNet), 2, ["middle"])
-    stage = cut.stages(plan_stages(cut.units, 2, ["middle"]))[0]
+    partition = TracedPartition(build(UNet), 2, ["middle"])
+    stage = partition.stages(plan_stages(partition.units, 2, ["middle"]))[0]
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
         stage(torch.zeros(1, 17, 4))
 
@@ -300,9 +300,9 @@ def test_what_cannot_travel_is_an_error(world):
                 with pytest.raises(paramp.ConfigError, match=message):  # on every rank
                     engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
             elif context.is_first_stage:
-                _, (parcel,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                _, (stage_output,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
                 with pytest.raises(paramp.ConfigError, match=message):
-                    parcel.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
+                    stage_output.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
             else:
                 engine._pipeline._probe(torch.empty(2, 4, device="meta"))
 

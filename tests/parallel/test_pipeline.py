@@ -9,7 +9,7 @@ from reference import small_gpt
 from torch import nn
 
 import paramp
-from paramp.parallel.partition import SequentialCut, is_sequential, plan_stages, units
+from paramp.parallel.partition import SequentialPartition, is_sequential, plan_stages, units
 
 
 def chain(*widths):
@@ -82,7 +82,7 @@ def test_more_stages_than_modules():
 
 def test_stages_keep_names_weights_and_add_up_to_the_model():
     model = small_gpt(num_layers=3)
-    parts = SequentialCut(model).stages(plan_stages(list(units(model)), 3))
+    parts = SequentialPartition(model).stages(plan_stages(list(units(model)), 3))
     tokens = torch.randint(0, 120, (2, 5))
     x = tokens
     for part in parts:
@@ -183,7 +183,7 @@ def test_modules_that_come_again_are_kept():
     again = nn.Linear(3, 3)
     model = nn.Sequential(again, shared, again, shared, nn.Linear(3, 3), shared)
     assert [name for name, _ in units(model)] == list("012345")
-    parts = SequentialCut(model).stages(plan_stages(list(units(model)), 2, ["3"]))
+    parts = SequentialPartition(model).stages(plan_stages(list(units(model)), 2, ["3"]))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(parts[1](parts[0](x)), model(x))
 

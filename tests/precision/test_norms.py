@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 import paramp
 from paramp import algorithms, functional
 from paramp.nn import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm
-from paramp.parallel.partition_fx import TracedCut
+from paramp.parallel.partition_fx import TracedPartition
 from paramp.parallel.tensor_plan import STYLES, apply_plan
 from paramp.precision import norms
 from paramp.precision.fp16_emulation import emulate_fp16
@@ -494,7 +494,7 @@ def test_a_traced_model_is_cut_in_the_same_places():
     for num_stages in (2, 12):  # of more stages than modules all that can be opened is
         plain, changed = build(UNet), build(UNet)
         assert functional.apply_low_precision_layernorm(changed) == 1
-        cuts = [TracedCut(model, num_stages, None) for model in (plain, changed)]
+        cuts = [TracedPartition(model, num_stages, None) for model in (plain, changed)]
         assert [name for name, _ in cuts[0].units] == [name for name, _ in cuts[1].units]
         assert cuts[0].opened == cuts[1].opened
 

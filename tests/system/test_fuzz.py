@@ -215,14 +215,14 @@ def flag_words():
     value = st.one_of(numbers, numbers, LINE_TEXTS)
     known = st.sampled_from(flags)
     slip = misspelt([flag[2:] for flag in flags]).map(lambda name: f"--{name}")
-    cut = known.map(lambda flag: flag[:5])
+    partition = known.map(lambda flag: flag[:5])
     return st.one_of(
         *[fitting] * 6,
         st.tuples(known, value),
         st.tuples(known, value),
         st.builds(lambda flag, value: (f"{flag}={value}",), known, value),
-        st.tuples(st.one_of(known, cut, slip)),
-        st.tuples(st.one_of(slip, cut), value),
+        st.tuples(st.one_of(known, partition, slip)),
+        st.tuples(st.one_of(slip, partition), value),
         st.tuples(st.just("--set"), SETTINGS),
         st.tuples(st.just("--set"), SETTINGS),
         st.tuples(st.just("--config"), st.sampled_from(["launch/tiny.toml", "absent.toml", ".", "README.md", "\0.py"])),

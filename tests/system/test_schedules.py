@@ -21,9 +21,9 @@ from paramp.models import GPT
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_names_are_torchs_too(name):
-    spelling = SCHEDULES[name].torch_name
-    kind = get_schedule_class(spelling).__name__
-    for given in (name, name.upper(), name.replace("-", "_"), spelling, spelling.lower(), kind):
+    option = SCHEDULES[name].torch_name
+    kind = get_schedule_class(option).__name__
+    for given in (name, name.upper(), name.replace("-", "_"), option, option.lower(), kind):
         config = paramp.Config(parallel={"pipeline": {"size": 2, "schedule": given}})
         assert config.parallel.pipeline.schedule == name
 

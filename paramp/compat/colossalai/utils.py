@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...config.schema import DEFAULT_SEED
-from ...data.dataloader import deal
+from ...data.dataloader import shard_loader
 from ...distributed.context import current_context
 from ...distributed.rng import derive_seed
 
@@ -44,7 +44,7 @@ def get_dataloader(
             rank.
 
     Raises:
-        ConfigError: the loader cannot be dealt (:func:`paramp.data.dataloader.deal`).
+        ConfigError: the loader cannot be dealt (:func:`paramp.data.dataloader.shard_loader`).
     """
     context = current_context()
     seed = seed if seed is not None else context.config.seed if context else DEFAULT_SEED
@@ -59,7 +59,7 @@ def get_dataloader(
     )
     if context is None or not add_sampler:
         return loader
-    return deal(loader, context.dp.rank, context.dp.size, seed)
+    return shard_loader(loader, context.dp.rank, context.dp.size, seed)
 
 
 def get_current_device() -> torch.device:

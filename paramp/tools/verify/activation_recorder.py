@@ -1,6 +1,6 @@
 """What one rank computes in a batch, module by module, and what its first step's gradient was.
 
-:class:`Witness` sits among an engine's observers, which tell it which microbatch a forward belongs to, and hooks the
+:class:`ActivationRecorder` sits among an engine's observers, which tell it which microbatch a forward belongs to, and hooks the
 modules. :func:`first_gradient` reads the whole model's gradient off an optimizer that keeps it.
 """
 
@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from ...base.dtensor import local
-from ...base.module_surgery import LeftOut
+from ...base.module_surgery import PassThrough
 from ...engine.engine import Engine
 
-__all__ = ["Note", "Witness", "first_gradient"]
+__all__ = ["ActivationRecord", "ActivationRecorder", "first_gradient"]
 
 BUDGET = 2**30
 """Bytes of outputs from which on no further microbatch is noted; the first one is in any case."""
 
 
 @dataclass(frozen=True)
-class Note:
+class ActivationRecord:
     """What one call of a module returned."""
 
     module: str
@@ -41,7 +41,7 @@ class Note:
     """This rank's part of the floating-point tensors in its output, on the CPU."""
 
 
-class Witness:
+class ActivationRecorder:
     """Notes what the modules of an engine return, in the forwards of :meth:`~paramp.Engine.forward_backward`.
 
     Attributes:
@@ -54,10 +54,10 @@ class Witness:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.notes: list[Note] = []
-        own = [(name, module) for name, module in engine.module.named_modules() if not isinstance(module, LeftOut)]
+        self.notes: list[ActivationRecord] = []
+        own = [(name, module) for name, module in engine.module.named_modules() if not isinstance(module, PassThrough)]
         every = engine.module.named_modules(remove_duplicate=False)
-        self.modules = [name for name, module in every if not isinstance(module, LeftOut)]
+        self.modules = [name for name, module in every if not isinstance(module, PassThrough)]
         self.packed = sorted({parts for _, module in own if (parts := _packed_parts(module)) > 1})
         self.random_in: str | None = None
         self._device = engine.context.device
@@ -71,7 +71,7 @@ class Witness:
         self._observers.append(self)
 
     def close(self) -> None:
-        """Note nothing any more."""
+        """ActivationRecord nothing any more."""
         self._observers.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -103,7 +103,7 @@ class Witness:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in tensors]
         self._bytes += sum(copy.nbytes for copy in copies)
-        self.notes.append(Note(name, self._microbatch, self._calls[name], copies))
+        self.notes.append(ActivationRecord(name, self._microbatch, self._calls[name], copies))
         self._calls[name] += 1
 
     def _random_state(self) -> list[torch.Tensor]:

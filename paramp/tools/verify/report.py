@@ -346,8 +346,8 @@ def _forwards(single: Seen, sharded: Sequence[Seen], num_microbatches: int, repo
     calls: dict[tuple[str, int, int], list[tuple[Seen, list[torch.Tensor]]]] = defaultdict(list)
     for seen in sorted(sharded, key=lambda seen: seen.place["tp"]):
         for note in seen.notes:
-            piece = seen.place["dp"] * num_microbatches + note["microbatch"]
-            calls[note["module"], piece, note["call"]].append((seen, note["tensors"]))
+            chunk = seen.place["dp"] * num_microbatches + note["microbatch"]
+            calls[note["module"], chunk, note["call"]].append((seen, note["tensors"]))
     layers: dict[str, Layer] = {}
     names = dict.fromkeys(note["module"] for note in single.notes)
     holders_of = {name: [seen for seen in sharded if _has_all(seen, name, single)] for name in names}
@@ -375,7 +375,7 @@ def _has_all(seen: Seen, name: str, single: Seen) -> bool:
 def _add_output(
     layer: Layer, parts: Sequence[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: Seen, report: Report
 ) -> None:
-    """Note in ``layer`` how far an output of it is from ``whole``."""
+    """ActivationRecord in ``layer`` how far an output of it is from ``whole``."""
     if _not_a_number(whole) and any(_not_a_number(part) for part in parts):
         layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
         _add_distance(layer, "forward", None)

@@ -32,10 +32,10 @@ from ...config.schema import Config, ParallelConfig, PipelineConfig
 from ...distributed.context import ParallelContext, is_echo
 from ...distributed.launcher_env import rank_by_any_variable
 from ...distributed.launchers import launch_from_environment
-from ...distributed.local_launcher import said_by_rank_0
+from ...distributed.local_launcher import reported_by_rank_0
 from ...engine.engine import Criterion
 from ...engine.initialize import initialize
-from .activation_recorder import Witness, first_gradient
+from .activation_recorder import ActivationRecorder, first_gradient
 
 __all__ = ["RUNS", "Options", "Seen", "configure", "load_attribute", "main"]
 
@@ -133,8 +133,8 @@ def configure(options: Options, run: str) -> Config:
     data = 1 if config.parallel.data == "auto" else config.parallel.data
     parallel = dataclasses.replace(config.parallel, data=data)
     if run == "single":
-        pieces = data * config.parallel.pipeline.num_microbatches
-        parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=pieces))
+        chunks = data * config.parallel.pipeline.num_microbatches
+        parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
     return dataclasses.replace(
         config,
         parallel=parallel,
@@ -299,7 +299,7 @@ def _vocabulary(model: nn.Module) -> int:
 # ------------------------------------------------------------------------------------------------------- the training
 
 
-def train(options: Options, context: ParallelContext, pieces: int) -> Seen:
+def train(options: Options, context: ParallelContext, chunks: int) -> Seen:
     """Train, on this rank.
 
     Args:
@@ -307,7 +307,7 @@ def train(options: Options, context: ParallelContext, pieces: int) -> Seen:
     """
     model = _build(options, context.config.seed)
     criterion = _criterion(options, model)
-    batches = _batches(options, model, context.config, options.batch_size or 2 * pieces)
+    batches = _batches(options, model, context.config, options.batch_size or 2 * chunks)
     engine, *_ = initialize(
         model,
         torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
@@ -320,27 +320,27 @@ def train(options: Options, context: ParallelContext, pieces: int) -> Seen:
     keep = _keeping(context)
     seen.start = keep(engine.full_state_dict())
     for step, (x, y) in enumerate(batches, start=1):
-        if len(x) % pieces:
+        if len(x) % chunks:
             raise ConfigError(
-                f"batch_size: got {len(x)}, expected a multiple of {pieces}, the microbatches of all data ranks"
+                f"batch_size: got {len(x)}, expected a multiple of {chunks}, the microbatches of all data ranks"
             )
         if criterion is _cross_entropy and y.is_floating_point():
             raise ConfigError(
                 "criterion: the targets are floating-point numbers, for which there is none by default; pass one, such "
                 "as --criterion torch.nn.functional:mse_loss"
             )
-        seen.microbatch_size = len(x) // pieces
+        seen.microbatch_size = len(x) // chunks
         seen.batches.append(_hash(x, y))
-        witness = Witness(engine) if step == 1 else None
+        recorder = ActivationRecorder(engine) if step == 1 else None
         x, y = (tensor.chunk(context.dp.size)[context.dp.rank] for tensor in (x, y))
         seen.losses.append(float(engine.forward_backward(x, y)))
         result = engine.step()
         seen.grad_norms.append(result.grad_norm or 0.0)
         seen.skipped.append(result.overflow)
-        if witness is not None:
-            witness.close()
-            seen.notes = [vars(note) for note in witness.notes]
-            seen.modules, seen.packed, seen.random_in = witness.modules, witness.packed, witness.random_in
+        if recorder is not None:
+            recorder.close()
+            seen.notes = [vars(note) for note in recorder.notes]
+            seen.modules, seen.packed, seen.random_in = recorder.modules, recorder.packed, recorder.random_in
             seen.gradient = keep(first_gradient(engine))
             seen.after_first = keep(engine.full_state_dict())
         engine.zero_grad()
@@ -384,7 +384,7 @@ def _report(error: Exception, launched: bool) -> int:
     """Print what went wrong, once over all ranks; the exit code."""
     mistake = isinstance(error, (ConfigError, LaunchError, FileNotFoundError))
     rank = rank_by_any_variable()
-    if not is_echo(error) and (launched or not said_by_rank_0(str(error), rank)):
+    if not is_echo(error) and (launched or not reported_by_rank_0(str(error), rank)):
         details = str(error) if mistake else f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
         print(f"error: {details}", file=sys.stderr, flush=True)
     return 2 if mistake else 1

@@ -16,7 +16,7 @@ from ....precision.foreign_options import OPT_LEVELS, Properties, apex_propertie
 from ....precision.policy import AMP_TYPE, LossScaling, Precision
 from .casts import patch_registered
 from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
-from .optimizers import AmpOptimizer, check_optimizers
+from .optimizers import ApexOptimizer, check_optimizers
 from .session import AmpError, LossScaler, Session, say, state
 
 __all__ = ["initialize", "load_state_dict", "master_params", "reset", "state_dict"]
@@ -140,7 +140,7 @@ def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, c
         keep_state_dicts_fp32(session.models)
     known = {id(parameter) for model in session.models for parameter in model.parameters()}
     for optimizer in optimizers:
-        AmpOptimizer(optimizer, session, replaced, known)
+        ApexOptimizer(optimizer, session, replaced, known)
     if properties.patch_torch_functions:
         session.undo += patch_registered()
 

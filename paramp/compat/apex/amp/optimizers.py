@@ -24,10 +24,10 @@ from ....optim.user_optimizer import warn_of_eps
 from .models import is_low
 from .session import AmpError, Session, say
 
-__all__ = ["AmpOptimizer", "Slot", "adopt_changes", "check_optimizers", "unscale_"]
+__all__ = ["ApexOptimizer", "OptimizerState", "adopt_changes", "check_optimizers", "unscale_"]
 
 
-class Slot:
+class OptimizerState:
     """A weight of the model, the tensor that is stepped for it, and where its gradients are on their way.
 
     Attributes:
@@ -144,7 +144,7 @@ def _same(weight: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def unscale_(slots: Sequence[Slot], scale: float, found_inf: torch.Tensor) -> None:
+def unscale_(slots: Sequence[OptimizerState], scale: float, found_inf: torch.Tensor) -> None:
     """Bring the gradients of a backward to what is stepped, divided by ``scale``; set ``found_inf`` on an overflow."""
     weights = [slot.weight for slot in slots]
     unscale_and_check_(align_gradients(weights), torch.ones_like(found_inf), found_inf)
@@ -171,7 +171,7 @@ def check_optimizers(optimizers: Sequence[object]) -> None:
                 f"optimizers: got {type(optimizer).__name__}, expected a bare torch.optim.Optimizer or a list of them "
                 "(Apex's fused ones are; wrappers such as FP16_Optimizer and LARC are not)"
             )
-        if isinstance(getattr(optimizer, "_amp_stash", None), AmpOptimizer):
+        if isinstance(getattr(optimizer, "_amp_stash", None), ApexOptimizer):
             raise AmpError("optimizers: one of them has been through amp.initialize before; make a new one")
         for group in optimizer.param_groups:
             _check_kernels(optimizer, group)
@@ -196,7 +196,7 @@ def _check_kernels(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
         )
 
 
-class AmpOptimizer:
+class ApexOptimizer:
     """What amp keeps of one optimizer, and the methods that it puts in the place of the optimizer's own.
 
     Args:
@@ -216,7 +216,7 @@ class AmpOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.session = session
-        self.slots: list[Slot] = []
+        self.slots: list[OptimizerState] = []
         self.overflows: dict[int, str] = {}
         self._masters = session.precision.masters
         self._adopt_parameters(replaced, known)
@@ -227,14 +227,14 @@ class AmpOptimizer:
         self._patch("add_param_group", self._add_param_group)
 
     @staticmethod
-    def of(optimizer: object, session: Session) -> AmpOptimizer:
+    def of(optimizer: object, session: Session) -> ApexOptimizer:
         """What amp keeps of ``optimizer``.
 
         Raises:
             AmpError: it did not come from this session's ``initialize``.
         """
         found = getattr(optimizer, "_amp_stash", None)
-        if not isinstance(found, AmpOptimizer) or found.session is not session:
+        if not isinstance(found, ApexOptimizer) or found.session is not session:
             raise AmpError(
                 f"amp.scale_loss: got {type(optimizer).__name__}, which did not come from amp.initialize; pass the "
                 "optimizers that it returned"
@@ -264,7 +264,7 @@ class AmpOptimizer:
         if slot is None:
             if master is None and self._masters and is_low(weight):
                 master = nn.Parameter(weight.detach().float(), weight.requires_grad)
-            slot = self.session.slots[id(weight)] = Slot(
+            slot = self.session.slots[id(weight)] = OptimizerState(
                 weight, weight if master is None else master, of_model=of_model
             )
         self.slots.append(slot)
@@ -350,7 +350,7 @@ class AmpOptimizer:
         _check_kernels(self.optimizer, param_group)
 
 
-def adopt_changes(slots: Sequence[Slot], session: Session) -> None:
+def adopt_changes(slots: Sequence[OptimizerState], session: Session) -> None:
     """Before the first backward: check each weight, and take up what was done to it since ``initialize``."""
     if all(slot.checked for slot in slots):
         return

@@ -12,7 +12,7 @@ from torch import nn
 
 from ....precision.autocast import widening
 from .models import emulating
-from .optimizers import AmpOptimizer, Slot, adopt_changes, unscale_
+from .optimizers import ApexOptimizer, OptimizerState, adopt_changes, unscale_
 from .session import AmpError, LossScaler, Session, state
 
 __all__ = ["scale_loss"]
@@ -59,7 +59,7 @@ def scale_loss(
         raise AmpError(f"amp.scale_loss: got a loss {loss!r}, expected a floating-point tensor, or None")
     scaler = _scaler_of(loss_id, session)
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    records = [AmpOptimizer.of(optimizer, session) for optimizer in given]
+    records = [ApexOptimizer.of(optimizer, session) for optimizer in given]
     slots = list(dict.fromkeys(slot for record in records for slot in record.slots))
     found_inf = torch.zeros((), device=session.device)
     scale = scaler.loss_scale()
@@ -95,9 +95,9 @@ def _scaler_of(loss_id: int, session: Session) -> LossScaler:
     return session.loss_scalers[loss_id]
 
 
-def _unscale_others(slots: Iterable[Slot], scale: float, found_inf: torch.Tensor) -> bool:
+def _unscale_others(slots: Iterable[OptimizerState], scale: float, found_inf: torch.Tensor) -> bool:
     """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix; if there are."""
-    others: dict[float, list[Slot]] = defaultdict(list)
+    others: dict[float, list[OptimizerState]] = defaultdict(list)
     for slot in slots:
         if slot.scale is not None and slot.scale != scale:
             others[slot.scale].append(slot)

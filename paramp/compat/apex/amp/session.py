@@ -16,7 +16,7 @@ from ....precision.foreign_options import Properties
 from ....precision.policy import LossScaling, Precision
 
 if TYPE_CHECKING:
-    from .optimizers import AmpOptimizer, Slot
+    from .optimizers import ApexOptimizer, OptimizerState
 
 __all__ = ["AmpError", "AmpState", "LossScaler", "Session", "say", "state"]
 
@@ -41,7 +41,7 @@ class LossScaler:
         self.loss_id = loss_id
         self.dynamic = dynamic
         self._found_inf: torch.Tensor | None = None
-        self._optimizers: list[AmpOptimizer] = []
+        self._optimizers: list[ApexOptimizer] = []
 
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by."""
@@ -61,12 +61,12 @@ class LossScaler:
             {**self._scaler.state_dict(), "scale": float(loss_scale), "_growth_tracker": int(unskipped)}
         )
 
-    def note(self, found_inf: torch.Tensor, optimizers: Iterable[AmpOptimizer]) -> None:
+    def note(self, found_inf: torch.Tensor, optimizers: Iterable[ApexOptimizer]) -> None:
         """Remember what a backward found (0 or 1, this rank's) for the gradients of ``optimizers``."""
         self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
         self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
 
-    def awaits(self, optimizer: AmpOptimizer) -> bool:
+    def awaits(self, optimizer: ApexOptimizer) -> bool:
         """Whether gradients of ``optimizer`` were noted and not judged yet."""
         return optimizer in self._optimizers
 
@@ -96,7 +96,7 @@ class Session:
     properties: Properties
     loss_scalers: list[LossScaler]
     models: Sequence[nn.Module]
-    slots: dict[int, Slot] = field(default_factory=dict)
+    slots: dict[int, OptimizerState] = field(default_factory=dict)
     """Every parameter that an optimizer steps, by the ``id`` of the model's weight."""
     device: torch.device = field(init=False)
     """Where the first model computes."""

@@ -32,7 +32,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ....base.errors import ConfigError
 from ....distributed.context import current_context
 from ....engine.step_result import StepResult
-from ....optim.grad_norm import clip_coefficient, count_zeros, counted_share, total_norm, unscale_and_check_
+from ....optim.grad_norm import clip_coefficient, count_zeros, norm_weight, total_norm, unscale_and_check_
 from ....optim.grad_reduce import align_gradients
 from ....optim.loss_scaler import DistributedGradScaler
 from ....optim.master_weights import Weights
@@ -235,9 +235,9 @@ class AmpOptimizer(torch.optim.Optimizer):
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not value > 0:
                 raise ValueError(f"{name}: got {value!r}, expected a number above 0; leave the call out not to clip")
-        shares = self._shares()
+        norm_weights = self._shares()
         gradients = self._unscaled()
-        norm = total_norm(gradients, self._present(shares), norm_type, self._surroundings.device).float()
+        norm = total_norm(gradients, self._present(norm_weights), norm_type, self._surroundings.device).float()
         self._norm = float(norm)
         if gradients:
             torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
@@ -257,12 +257,12 @@ class AmpOptimizer(torch.optim.Optimizer):
         if self._spent:
             raise RuntimeError("step: no backward since the last one; call backward(loss), or zero_grad() before yours")
         scale = self.scaler.get_scale()
-        shares = self._shares() if self.precision.log_num_zeros else None
+        norm_weights = self._shares() if self.precision.log_num_zeros else None
         gradients = self._unscaled()
         assert self._found_inf is not None
         found_inf, zeros = self._found_inf, None
-        if shares is not None:
-            zeros = round(_summed(count_zeros(gradients, self._present(shares), found_inf.device)))
+        if norm_weights is not None:
+            zeros = round(_summed(count_zeros(gradients, self._present(norm_weights), found_inf.device)))
         overflow = bool(found_inf)
         if not overflow:
             self._stepping = True
@@ -349,7 +349,7 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _shares(self) -> list[float]:
         context = current_context()
-        return [counted_share(parameter, context) for parameter in self._weights.parameters]
+        return [norm_weight(parameter, context) for parameter in self._weights.parameters]
 
 
 def convert_to_amp(

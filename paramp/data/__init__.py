@@ -1,0 +1,1 @@
+"""Where tokens and batches come from, and which of them each data rank gets."""
