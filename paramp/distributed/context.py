@@ -52,6 +52,11 @@ class Axis:
     group: dist.ProcessGroup
 
 
+ROLES = {"stage": ("pp",), "batch": ("dp",), "tensor": ("tp",)}
+"""What the mesh axes mean. ``stage``: each rank has parameters of its own. ``batch``: ranks have parts of the batch and
+the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, as each DTensor says."""
+
+
 @dataclass(eq=False)
 class TiedParameter:
     """A parameter that several pipeline stages hold a copy of, such as an embedding tied to the output layer.
@@ -123,6 +128,36 @@ class ParallelContext:
 
     def _axis(self, name: str) -> Axis:
         return Axis(self.mesh.get_local_rank(name), self.mesh.size(AXES.index(name)), self.mesh.get_group(name))
+
+    @property
+    def stage_axis(self) -> Axis:
+        """The axis along which each rank has stages of its own."""
+        return self.pp
+
+    @property
+    def batch_axis(self) -> Axis:
+        """The axis over which the batch is sharded and gradients are summed."""
+        return self.dp
+
+    @property
+    def tensor_axis(self) -> Axis:
+        """The axis over which layers are sharded by plan."""
+        return self.tp
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis of the mesh, by the axis's name."""
+        return {name: self.mesh.get_local_rank(name) for name in self.mesh.mesh_dim_names or ()}
+
+    @property
+    def local_stages(self) -> list[int]:
+        """The indices of the pipeline stages that this rank has."""
+        return list(self.config.parallel.pipeline.stages_of(self.stage_axis.rank))
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's losses count: on one rank of each model group, which has the last stage."""
+        return self.is_last_stage and self.tensor_axis.rank == 0
 
     def make_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """The group of this rank's list among ``rank_lists``, which every rank passes alike; None if it is in none."""
