@@ -25,16 +25,16 @@ RUN_BY = {
     "torchrun launch/train.py --tp 2 --pp 2": (
         "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs"
     ),
-    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2": "test_launchers.expected",
+    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2": "test_launch_commands.expected",
     "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/own": (
         "test_examples.test_prepared_tokens_are_what_is_trained_on"
     ),
     "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
-    " --tp 2 --pp 2": "test_launchers.test_torchrun_on_two_hosts_that_meet_by_name",
+    " --tp 2 --pp 2": "test_launch_commands.test_torchrun_on_two_hosts_that_meet_by_name",
     "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2": (
-        "test_launchers.test_mpirun_on_two_hosts"
+        "test_launch_commands.test_mpirun_on_two_hosts"
     ),
-    "sbatch launch/slurm.sbatch --steps 300": "test_launchers.test_a_batch_script_of_slurms",
+    "sbatch launch/slurm.sbatch --steps 300": "test_launch_commands.test_a_batch_script_of_slurms",
     "torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py": (
         "test_examples.test_the_scaler_example_shows_ranks_that_agree"
     ),
