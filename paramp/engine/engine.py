@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_map_only
 from ..base.errors import CheckpointError, ConfigError, TrainingDiverged
 from ..base.spans import Observer, begin_call, observed, span
 from ..checkpoint.async_save import Saver
+from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.dcp_storage import Header, problems_together, read, read_header_of
+from ..checkpoint.dcp_storage import read
+from ..checkpoint.header import Header, read_header
 from ..config.schema import Config, flatten
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -717,7 +719,7 @@ class Engine:
             damage = problems_together(path, group) if check else []
             if damage:
                 raise CheckpointError(damage[0])
-            header = self._state.by_first_names(read_header_of(path))
+            header = self._state.by_first_names(read_header(path))
             self._take_up(header, functools.partial(read, path, header=header, group=group), weights_only=weights_only)
 
     def _take_up(self, header: Header, fill: Callable[[list[Chunk]], None], *, weights_only: bool) -> None:

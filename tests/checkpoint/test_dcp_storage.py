@@ -206,7 +206,7 @@ def test_leaving_the_context_waits_for_what_is_being_saved(world):
     with paramp.launch_from_torch({}):
         folder = shared_folder()
         linear_engine().save(folder / "saved", wait=False)
-    assert paramp.checkpoint.dcp_storage.problems(folder / "saved") == []
+    assert paramp.checkpoint.atomic_dir.problems(folder / "saved") == []
 
 
 @on_ranks(2, cuda=True)
