@@ -95,6 +95,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        path.open("rb").close()  # an OSError of Python's names the file and what is wrong; the package's does not
         try:
             self._file = safe_open(path, framework="pt")
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118

@@ -37,7 +37,7 @@ __all__ = ["TrainingState"]
 class TrainingState:
     """What a rank trains, as chunks of the whole model.
 
-    Every rank calls ``check_model``, ``check_optimizer``, ``load_model``, ``load_optimizer`` and ``load_random``, in this
+    Every rank calls ``check_model``, ``check_optimizer``, ``load_model``, ``load_optimizer``, ``load_random``, in this
     order; of a checkpoint that has only weights, ``check_model`` and ``load_model``.
 
     Attributes:

@@ -13,6 +13,8 @@ from reference import ROUNDING, UNITS_LOSS, batches, rank_slice, small_gpt
 
 import paramp
 from paramp.base.errors import CheckpointError
+from paramp.checkpoint import async_save
+from paramp.checkpoint.atomic_dir import problems
 
 LAYOUTS = {
     "1": (1, {}),
@@ -103,7 +105,7 @@ def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, 
 
 
 def on(layout, body, **kwargs):
-    return run_on_ranks(LAYOUTS[layout][0], "test_checkpoint", body, {"layout": layout} | kwargs)[0]
+    return run_on_ranks(LAYOUTS[layout][0], __name__, body, {"layout": layout} | kwargs)[0]
 
 
 SAME = [
@@ -174,7 +176,7 @@ def step(engine, seed=0):
 
 @on_ranks(2, cuda=True)
 def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
-    held, write = threading.Event(), paramp.checkpoint.async_save.write
+    held, write = threading.Event(), async_save.write
 
     def slow_write(*arguments):
         assert held.wait(60)
@@ -184,7 +186,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         folder = shared_folder()
         engine = linear_engine()
         step(engine)
-        paramp.checkpoint.async_save.write = slow_write
+        async_save.write = slow_write
         try:
             engine.save(folder / "saved", wait=False)
             expected = engine.full_state_dict()
@@ -194,7 +196,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
             held.set()
             engine.finish_saving()
         finally:
-            paramp.checkpoint.async_save.write = write
+            async_save.write = write
         assert not torch.equal(engine.full_state_dict()["0.weight"], expected["0.weight"])
         other = linear_engine(1)
         other.load(folder / "saved")
@@ -206,7 +208,7 @@ def test_leaving_the_context_waits_for_what_is_being_saved(world):
     with paramp.launch_from_torch({}):
         folder = shared_folder()
         linear_engine().save(folder / "saved", wait=False)
-    assert paramp.checkpoint.atomic_dir.problems(folder / "saved") == []
+    assert problems(folder / "saved") == []
 
 
 @on_ranks(2, cuda=True)
