@@ -101,17 +101,15 @@ class ModelTensors:
             read: fills chunks from the checkpoint; a collective.
         """
         # Views of what is stepped; copies where masters are kept as remainders, for take_masters() to split.
-        exact = {param: self._weights.exact(param) for param in self._stepped_here()}
-        chunks = [self._trained(param, values) for param, values in exact.items()]
+        masters = {param: self._weights.exact(param) for param in self._stepped_here()}
+        chunks = [self._trained(param, values) for param, values in masters.items()]
         # Reading fills elements in row-major order; where they lie in another one, a copy of them.
         untrained = [(name, value, value.contiguous()) for name, value in self._untrained()]
         read([*chunks, *(self._untrained_chunk(name, value, header) for name, _, value in untrained)])
         for name, value, filled in untrained:
             if filled is not value:
                 self._copy_back(name, value, filled)
-        self._weights.take_masters(
-            {param: master for param, master in exact.items() if self._weights.has_remainder(param)}
-        )
+        self._weights.take_masters(masters)
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's part of frozen weights and buffers, by this rank's names."""

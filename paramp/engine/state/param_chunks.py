@@ -57,8 +57,8 @@ class ParamChunks:
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
         # Under ZeRO each data rank has another part and writes it; else all have the same, and one writes.
-        sharded = self.weights.overlapped is not None
-        return self.is_first_copy(param.parameter) and (sharded or self._is_writer(param.parameter))
+        chosen = self.weights.is_partitioned or self._is_writer(param.parameter)
+        return chosen and self.is_first_copy(param.parameter)
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its place on the batch axes, that holds this part of ``tensor``."""
