@@ -102,8 +102,8 @@ def chunk_of(
 
     Args:
         like: plain or a DTensor.
-        values: of any dtype, of the shape of the local part of ``like``; or, with ``own``, flat: of the flattened local
-            part the elements from ``own[0]`` to before ``own[1]``. The slices are views of it.
+        values: of any dtype. As the local part of ``like``; with ``own`` the elements ``own[0]`` to ``own[1] - 1`` of
+            the flattened local part, 1-dim. The slices are views of it.
         shape: that of the whole tensor, where a tensor-parallel style stores one of its dims as two, such as query,
             key and value side by side.
         written: whether this rank is the one that writes it.
@@ -120,11 +120,10 @@ def chunk_of(
         part, base = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     else:
         part, base = tuple(like.shape), (0,) * like.ndim
-    start, stop = own or (0, math.prod(part))
     flat = values.reshape(-1)
     slices: list[TensorSlice] = []
     done = 0
-    for offsets, sizes in flat_slices(part, start, stop):
+    for offsets, sizes in flat_slices(part, *(own or (0, math.prod(part)))):
         count = math.prod(sizes)
         place = tuple(a + b for a, b in zip(base, offsets, strict=True))
         slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), tuple(like.shape), whole)

@@ -85,7 +85,7 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
     Args:
         resume: ``auto`` for the newest whole one in ``folder``, the path of one, or None for none.
         folder: where the run will save; None: nowhere.
-        say: told which were passed over, and why.
+        say: called with a line for each that was passed over, and why.
 
     Returns:
         None where the run is to start from the beginning.
@@ -165,7 +165,7 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
 
     Args:
         batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: into which each call of ``forward_backward`` cuts a rank's part.
+        num_microbatches: into which each call of ``forward_backward`` splits a rank's part.
         before: accumulation and data ranks of the run that goes on.
 
     Raises:
@@ -173,9 +173,9 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
     """
     accumulation, ranks = before
     least = max(1, -(-accumulation * ranks // data_size))
-    norm_weight, rest = divmod(batch_size, data_size * num_microbatches)
-    for candidate in range(least, norm_weight + 1):
-        if not rest and norm_weight % candidate == 0:
+    per_rank, rest = divmod(batch_size, data_size * num_microbatches)
+    for candidate in range(least, per_rank + 1):
+        if not rest and per_rank % candidate == 0:
             return candidate
     raise ConfigError(
         f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "

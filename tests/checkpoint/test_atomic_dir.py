@@ -137,20 +137,20 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-1")
     files = atomic_dir.listed(partial)
 
-    class Partition(Exception):
+    class Interrupted(Exception):
         pass
 
     rename, renamed = type(path).rename, []
 
-    def cut_short(self, target):
+    def interrupt(self, target):
         renamed.append(self)
         if len(renamed) == 2:
-            raise Partition
+            raise Interrupted
         return rename(self, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(path), "rename", cut_short)
-        with pytest.raises(Partition):
+        patched.setattr(type(path), "rename", interrupt)
+        with pytest.raises(Interrupted):
             atomic_dir.publish(partial, path, files)
     assert not path.exists()
     assert checkpoints_in(tmp_path) == [(1, path)]
