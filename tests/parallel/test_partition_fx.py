@@ -193,7 +193,7 @@ class TwoInputs(Branching):
 @pytest.mark.parametrize(
     ("model", "split", "message"),
     [
-        (Branching(), None, r"Branching is no nn\.Sequential.*test_tracing\.py:\d+ .*control flow.*module of its own"),
+        (Branching(), None, r"Branching is no nn\.Sequential.*test_partition_fx\.py:\d+ .*control flow.*module of its own"),
         (Silent(), None, r"inside torch\.no_grad"),
         (TwoInputs(), None, "missing 1 required positional argument: 'y'"),
         (Drawing(random.random), None, "random numbers from Python's random between"),
