@@ -14,7 +14,7 @@ from .context import PIPELINE_AXIS, ParallelContext
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_replicas", "num_replicas", "ranks_along_stages", "replicated_axes", "tensor_mesh"]
+__all__ = ["broadcast_replicas", "num_replicas", "replicated_axes", "tensor_mesh"]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -81,9 +81,3 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
     """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
     return context.mesh["tp"]
-
-
-def ranks_along_stages(context: ParallelContext) -> list[list[int]]:
-    """For each position on the other axes, the ranks along the stage axis, which is the mesh's first."""
-    columns: list[list[int]] = context.mesh.mesh.flatten(1).T.tolist()
-    return columns

@@ -127,7 +127,7 @@ class Pipeline:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
         self.failure: Exception | None = None
-        """What the loss of the last :meth:`run` raised, on the last stage. The schedule went on, so that no rank waits."""
+        """What the loss of the last :meth:`run` raised, on the last stage. The schedule goes on: no rank waits."""
 
     def run(
         self,
