@@ -28,7 +28,7 @@ from .tracing import check_mode, trace
 __all__ = ["TracedPartition"]
 
 UNBALANCED = 1.5
-"""Modules are opened while the heaviest stage has more than this many times an even share."""
+"""Modules are opened while the heaviest stage has more than this many times the average."""
 
 
 class TracedPartition:

@@ -127,11 +127,11 @@ def test_dropout_draws_from_the_stages_streams(world):
         x = torch.ones(2, 8)
         outputs = []
 
-        def note(output, target):
+        def record(output, target):
             outputs.append(output.detach().clone())
             return output.mean()
 
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), note)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), record)
         before = torch.get_rng_state()
         engine.forward_backward(x, x)
         assert torch.equal(before, torch.get_rng_state())
