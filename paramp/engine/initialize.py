@@ -47,7 +47,8 @@ from ..parallel.partition_fx import TracedPartition
 from ..parallel.pipeline import Stage, Stages
 from ..parallel.tensor_plan import apply_plan, check_divisible, resolve_plan
 from ..precision.float8 import choose_layers, convert, find_library
-from .engine import Criterion, Engine
+from .engine import Engine
+from .loss_window import Criterion
 from .lr_scheduler import Scheduler
 
 __all__ = ["initialize"]

@@ -109,6 +109,7 @@ class Replicas:
         self._names = tuple(context.mesh.mesh_dim_names or ())
         self._optimizer = optimizer
         self._columns: list[tuple[str, Sharing]] | None = None
+        self._num_steps = 0  # made or skipped
         parts = [_Part(SCALE, "", self._sharing(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
         parts += self._stepped_parts({part.name: part for part in parts})
@@ -256,6 +257,17 @@ class Replicas:
         return ", ".join(reported)
 
     # --------------------------------------------------------------------------------------------------- repairing
+
+    def check_in_turn(self) -> None:
+        """Count a step, made or skipped, and after every ``check_replicas_every`` of them stop or repair.
+
+        Raises:
+            ReplicaDrift: as :meth:`stop_or_repair`.
+        """
+        config = self._context.config
+        self._num_steps += 1
+        if config.check_replicas_every is not None and self._num_steps % config.check_replicas_every == 0:
+            self.stop_or_repair(repair=config.repair_replicas)
 
     def stop_or_repair(self, *, repair: bool) -> None:
         """Compare, and if there is a difference stop every rank, or repair it and warn on the main rank.
