@@ -108,7 +108,7 @@ class TrainingState:
     @property
     def _is_sharded(self) -> bool:
         """Whether each data rank has a part of its own (ZeRO)."""
-        return self.weights.overlapped is not None
+        return self.weights.is_partitioned
 
     def _is_first(self, parameter: torch.Tensor) -> bool:
         """Whether this is the first rank that holds this part of ``parameter``, but for data ranks."""
@@ -300,22 +300,15 @@ class TrainingState:
 
     def load_model(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers."""
-        copies = {
-            param: torch.empty_like(self.weights.exact(param))
-            for param in self._stepped_here()
-            if self.weights.has_remainder(param)
-        }
-        chunks = [
-            self._chunk_of(param, self._name(param), copies[param] if param in copies else self.weights.exact(param))
-            for param in self._stepped_here()
-        ]
+        masters = {param: self.weights.exact(param) for param in self._stepped_here()}
+        chunks = [self._chunk_of(param, self._name(param), values) for param, values in masters.items()]
         # Reading fills elements in order; where they lie in another one, a copy of them.
         untrained = [(name, value, value.contiguous()) for name, value in self._untrained()]
         read([*chunks, *(self._stored(name, value, header) for name, _, value in untrained)])
         for name, value, filled in untrained:
             if filled is not value:
                 self._put_back(name, value, filled)
-        self.weights.take_masters(copies)
+        self.weights.take_masters(masters)
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's part of frozen weights and buffers, by this rank's names."""

@@ -155,9 +155,8 @@ class Replicas:
             sharing, tie = weight.sharing, weight.tie
             if buffer.num_parts > 1:
                 sharing, tie = self._sharing(set(sharing.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
-            masters = buffer.masters if buffer.remainders is None else buffer.remainders
-            if masters is not None:
-                parts.append(_Part(MASTER, param.name, sharing, partial(_one, masters[buffer.own_range(param)]), tie))
+            for stored in buffer.masters.state:
+                parts.append(_Part(MASTER, param.name, sharing, partial(_one, stored[buffer.own_range(param)]), tie))
             parts.append(_Part(STATE, param.name, sharing, partial(_states, self._optimizer, stepped), tie))
         return parts
 
