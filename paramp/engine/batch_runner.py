@@ -14,8 +14,9 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
-from ..optim.flat_params import FlatWeights
-from ..parallel.pipeline import Pipeline, Stages
+from ..optim.flat_gradients import FlatGradients
+from ..parallel.pipeline import Pipeline
+from ..parallel.stage import Stages
 from .compute_context import ComputeContext
 
 __all__ = ["BatchRunner", "evaluation_mode", "failure_message", "next_batch"]
@@ -35,7 +36,7 @@ class BatchRunner:
     def __init__(
         self,
         stages: Stages,
-        weights: FlatWeights,
+        gradients: FlatGradients,
         compute: ComputeContext,
         context: ParallelContext,
         observers: list[Observer],
@@ -46,7 +47,7 @@ class BatchRunner:
         self.observers = observers
         """Notified of each forward and backward."""
         self._stages = stages
-        self._weights = weights
+        self._gradients = gradients
         self._compute = compute
         self._context = context
 
@@ -93,13 +94,13 @@ class BatchRunner:
         Args:
             overlap: begin the reductions over data ranks beside the last backward.
         """
-        before_last_backward = self._weights.begin_last_backward if overlap else _do_nothing
+        before_last_backward = self._gradients.begin_last_backward if overlap else _do_nothing
         with self._compute.enter():
             if self.pipeline is None:
                 self._run_plain(x, y, loss, backward, before_last_backward)
             else:
                 self.pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
-            self._weights.end_last_backward()
+            self._gradients.end_last_backward()
 
     def _run_plain(
         self,

@@ -11,13 +11,14 @@ from ..base.errors import TrainingDiverged
 from ..base.spans import Observer
 from ..distributed.context import ParallelContext
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_trace import Tracer, investigate, stages_by_parameter
+from ..observe.overflow_hooks import Tracer
+from ..observe.overflow_trace import investigate, stages_by_parameter
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.overflow_report import OverflowReport, find_gradients
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 from ..precision.policy import Precision
 from .batch_runner import BatchRunner, failure_message
 from .loss_window import CheckedCriterion, LossWindow

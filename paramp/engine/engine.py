@@ -20,14 +20,14 @@ from ..base.dtensor import full_tensor
 from ..base.spans import Observer, observed
 from ..checkpoint.async_save import Saver
 from ..distributed.context import ParallelContext, TiedParameter
-from ..observe.overflow_trace import Window
+from ..observe.replay import Window
 from ..observe.replica_check import Replicas
 from ..optim.flat_params import FlatWeights
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.step_decision import Gradients, decide_step
+from ..optim.step_decision import StepGradients, decide_step
 from ..optim.user_optimizer import StepGuard
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner, evaluation_mode, next_batch
 from .checkpointing import Checkpointed
@@ -86,8 +86,8 @@ class Engine(Checkpointed, Diagnosed):
         self._names = list(first_names)
         self._compute = ComputeContext.in_layout(context)
         self._criterion = CheckedCriterion(criterion, self._compute)
-        self._runner = BatchRunner(stages, weights, self._compute, context, self.observers)
-        gradients, batches = Gradients(weights, ties, overflow), Window(stages, device)
+        self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
+        gradients, batches = StepGradients(weights.gradients, ties, overflow), Window(stages, device)
         self._losses = LossWindow(self.scaler, self._runner, gradients, batches, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
@@ -220,10 +220,10 @@ class Engine(Checkpointed, Diagnosed):
         self._losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         scaled = self._losses.scaled(loss)
         if self._losses.in_last_call:
-            self._weights.begin_last_backward()
+            self._weights.gradients.begin_last_backward()
         with self.context.phase("backward"), self._compute.enter():
             scaled.backward()
-        self._weights.end_last_backward()
+        self._weights.gradients.end_last_backward()
         return self._losses.mean()
 
     @torch.no_grad()
@@ -262,7 +262,9 @@ class Engine(Checkpointed, Diagnosed):
             prepare()
         found_inf = self._losses.gradients.complete()
         losses = self._losses.counted(self._losses.totals)
-        decision = decide_step(found_inf, scale, self._weights, losses, self._losses.size, self._names, self.context)
+        decision = decide_step(
+            found_inf, scale, self._weights.gradients, losses, self._losses.size, self._names, self.context
+        )
         with self._guard:
             self._update(decision.divisor, decision.overflow.float(), decision.absent)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it

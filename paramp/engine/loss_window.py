@@ -18,9 +18,9 @@ from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
-from ..observe.overflow_trace import Window
+from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.step_decision import Gradients
+from ..optim.step_decision import StepGradients
 from .batch_runner import BatchRunner, failure_message
 from .compute_context import ComputeContext
 
@@ -87,7 +87,7 @@ class LossWindow:
         self,
         scaler: DistributedGradScaler,
         runner: BatchRunner,
-        gradients: Gradients,
+        gradients: StepGradients,
         batches: Window,
         context: ParallelContext,
     ) -> None:

@@ -13,28 +13,28 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.context import ParallelContext, TiedParameter
-from .flat_params import FlatWeights
+from .flat_gradients import FlatGradients
 from .grad_norm import clip_coefficient, count_zeros, norm_power
 from .param_buffer import FlatParam
 
-__all__ = ["Gradients", "StepDecision", "decide_step"]
+__all__ = ["StepDecision", "StepGradients", "decide_step"]
 
 
-class Gradients:
+class StepGradients:
     """The gradients of this rank's weights, from their backward to the step.
 
     Args:
         overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
     """
 
-    def __init__(self, weights: FlatWeights, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
-        self._weights = weights
+    def __init__(self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
+        self._gradients = gradients
         self._ties = ties
         self._overflow = overflow
 
     def begin(self) -> None:
         """Before a backward."""
-        self._weights.begin_window()
+        self._gradients.begin_window()
 
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
@@ -45,13 +45,13 @@ class Gradients:
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
-        self._weights.collect(found_inf)
-        self._weights.reduce()
+        self._gradients.collect(found_inf)
+        self._gradients.reduce()
         return found_inf
 
     def drop(self) -> None:
         """Make all gradients zero."""
-        self._weights.zero_grad()
+        self._gradients.zero_grad()
         for tie in self._ties:
             tie.summed = None
         self._overflow.zero_()
@@ -74,16 +74,16 @@ class StepDecision:
 def decide_step(
     found_inf: torch.Tensor,
     scale: torch.Tensor,
-    weights: FlatWeights,
+    gradients: FlatGradients,
     losses: torch.Tensor,
     window_size: int,
     names: Sequence[str],
     context: ParallelContext,
 ) -> StepDecision:
-    """Decide with all ranks on the step that the gradients in ``weights`` are for; a collective of the world.
+    """Decide with all ranks on the step that ``gradients`` are for; a collective of the world.
 
     Args:
-        found_inf: 0-dim float32, what :meth:`Gradients.complete` returned.
+        found_inf: 0-dim float32, what :meth:`StepGradients.complete` returned.
         scale: 0-dim float32, the loss scale that the gradients carry.
         losses: 1-dim float64, of the losses that count on this rank: their sum, the sum of their weights, and of those
             weights that are counts.
@@ -92,8 +92,8 @@ def decide_step(
     """
     # Ranks differ in which parameters have gradients only where they have parts of the batch.
     differ = context.batch_axis.size > 1
-    found = _local_findings(found_inf, weights, context)
-    control = torch.cat([found, losses, *([weights.presence(names)] if differ else [])])
+    found = _local_findings(found_inf, gradients, context)
+    control = torch.cat([found, losses, *([gradients.presence(names)] if differ else [])])
     if context.world_size > 1:
         dist.all_reduce(control)
     found_any, squares, zeros, loss, weight, count = control[:6].unbind()
@@ -104,7 +104,7 @@ def decide_step(
     norm = squares.sqrt() / scale * factor
     if context.config.clip_grad_norm is not None:
         factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
-    absent = weights.absent()
+    absent = gradients.absent()
     if absent and differ:  # only then does it matter what the others have, which the host waits for
         num_present = dict(zip(names, control[6:].tolist(), strict=True))
         absent = [param for param in absent if not num_present[param.name]]
@@ -116,7 +116,7 @@ def decide_step(
     )
 
 
-def _local_findings(found_inf: torch.Tensor, weights: FlatWeights, context: ParallelContext) -> torch.Tensor:
+def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: ParallelContext) -> torch.Tensor:
     """This rank's part of: the flag, the sum of squares and the number of zeros of the logical model's gradient.
 
     Returns:
@@ -124,5 +124,5 @@ def _local_findings(found_inf: torch.Tensor, weights: FlatWeights, context: Para
     """
     zeros = torch.zeros((), dtype=torch.float64, device=context.device)
     if context.config.precision.log_num_zeros:
-        zeros = count_zeros(*weights.counted(), context.device)
-    return torch.stack([found_inf.double(), norm_power(*weights.judged(), 2.0, context.device), zeros])
+        zeros = count_zeros(*gradients.for_zero_count(), context.device)
+    return torch.stack([found_inf.double(), norm_power(*gradients.for_norm(), 2.0, context.device), zeros])
