@@ -92,8 +92,8 @@ def decide_step(
     """
     # Ranks differ in which parameters have gradients only where they have parts of the batch.
     differ = context.batch_axis.size > 1
-    found = _local_findings(found_inf, gradients, context)
-    control = torch.cat([found, losses, *([gradients.presence(names)] if differ else [])])
+    presence = [gradients.presence(names)] if differ else []
+    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
     if context.world_size > 1:
         dist.all_reduce(control)
     found_any, squares, zeros, loss, weight, count = control[:6].unbind()
@@ -104,14 +104,10 @@ def decide_step(
     norm = squares.sqrt() / scale * factor
     if context.config.clip_grad_norm is not None:
         factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
-    absent = gradients.absent()
-    if absent and differ:  # only then does it matter what the others have, which the host waits for
-        num_present = dict(zip(names, control[6:].tolist(), strict=True))
-        absent = [param for param in absent if not num_present[param.name]]
     return StepDecision(
         overflow,
         divisor=scale / torch.where(overflow, 1.0, factor),
-        absent=absent,
+        absent=_absent(gradients, names, control[6:] if differ else None),
         values=torch.stack([scale, overflow.double(), norm, zeros, loss / weight]),
     )
 
@@ -126,3 +122,16 @@ def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: 
     if context.config.precision.log_num_zeros:
         zeros = count_zeros(*gradients.for_zero_count(), context.device)
     return torch.stack([found_inf.double(), norm_power(*gradients.for_norm(), 2.0, context.device), zeros])
+
+
+def _absent(gradients: FlatGradients, names: Sequence[str], num_present: torch.Tensor | None) -> list[FlatParam]:
+    """The parameters for which no rank has a gradient.
+
+    Args:
+        num_present: 1-dim float64, how many ranks have one for each of ``names``. None: all ranks have the same.
+    """
+    absent = gradients.absent()
+    if not absent or num_present is None:  # the host waits for the numbers only where they matter
+        return absent
+    present = dict(zip(names, num_present.tolist(), strict=True))
+    return [param for param in absent if not present[param.name]]
