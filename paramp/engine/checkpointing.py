@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint.async_save import Saver
+from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.dcp_storage import Header, problems_together, read, read_header_of
+from ..checkpoint.dcp_storage import read
+from ..checkpoint.header import Header, read_header
 from ..config.schema import flatten
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
@@ -110,7 +112,7 @@ class Checkpointed:
             damage = problems_together(path, group) if check else []
             if damage:
                 raise CheckpointError(damage[0])
-            header = self._state.by_first_names(read_header_of(path))
+            header = self._state.by_first_names(read_header(path))
             fill = functools.partial(read, path, header=header, group=group)
             _load(self, header, fill, everything=not weights_only and not header.only_weights)
 

@@ -1,4 +1,4 @@
-"""What an engine reports about its training: timelines, replicas, gradients, skipped steps; and its stop on divergence."""
+"""What an engine reports: timelines, replicas, gradients, why a step was skipped; and its stop on divergence."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), what it computes in
 (``compute_context``), the losses of an accumulation window (``loss_window``), what all ranks decide about the step
-(:mod:`paramp.optim.step_decision`), what it returns (``step_result``), skipped steps (``diagnostics``), checkpoints
-(``checkpointing``) and the whole model (``full_state``).
+(``step_decision``), what it returns (``step_result``), skipped steps (``diagnostics``), checkpoints
+(``checkpointing``) and the whole model (``state.full_state``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..observe.replica_check import Replicas
 from ..optim.flat_params import FlatWeights
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.step_decision import StepGradients, decide_step
 from ..optim.user_optimizer import StepGuard
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
@@ -33,8 +32,9 @@ from .batch_runner import BatchRunner, evaluation_mode, next_batch
 from .checkpointing import Checkpointed
 from .compute_context import ComputeContext
 from .diagnostics import Diagnosed, stop, stops_after_skip
-from .full_state import full_state_dict
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
+from .state.full_state import full_state_dict
+from .step_decision import StepGradients, decide_step
 from .step_result import StepCounters, StepResult
 from .train_state import TrainingState
 
@@ -66,13 +66,7 @@ class Engine(Checkpointed, Diagnosed):
         shapes: Mapping[str, torch.Size],
         overflow: torch.Tensor,
     ) -> None:
-        """
-        Args:
-            ties: this rank's parameters that other stages hold too.
-            first_names: any name of a parameter of the whole model -> its first.
-            shapes: of this rank's parameters in the whole model.
-            overflow: 0-dim float32; modules that hide an overflow from their gradients set it to 1 (float8).
-        """
+        """For the arguments see :class:`TrainingState`, and of ``overflow`` :class:`StepGradients`."""
         device = context.device
         self.context = context
         self.precision = context.config.precision

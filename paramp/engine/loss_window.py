@@ -20,9 +20,9 @@ from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.step_decision import StepGradients
 from .batch_runner import BatchRunner, failure_message
 from .compute_context import ComputeContext
+from .step_decision import StepGradients
 
 __all__ = ["CheckedCriterion", "Criterion", "Loss", "LossWindow"]
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.context import ParallelContext, TiedParameter
-from .flat_gradients import FlatGradients
-from .grad_norm import clip_coefficient, count_zeros, norm_power
-from .param_buffer import FlatParam
+from ..optim.flat_gradients import FlatGradients
+from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
+from ..optim.param_buffer import FlatParam
 
 __all__ = ["StepDecision", "StepGradients", "decide_step"]
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.dtensor import full_tensor
-from ..distributed.context import ParallelContext
-from ..optim.flat_params import FlatWeights
+from ...base.dtensor import full_tensor
+from ...distributed.context import ParallelContext
+from ...optim.flat_params import FlatWeights
 
 __all__ = ["full_state_dict"]
 
