@@ -57,18 +57,17 @@ class CheckedCriterion:
         criterion = self.require()
         with self._compute.sharded_loss():
             loss = criterion(output, target.to(self._compute.device))
-        is_pair = isinstance(loss, (tuple, list))
-        parts = list(loss) if isinstance(loss, (tuple, list)) else [loss]
-        if is_pair and len(parts) == 2:
-            parts[1] = torch.as_tensor(parts[1])
+        parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
+        if len(parts) == 2:
+            parts[1] = torch.as_tensor(parts[1])  # a count may be a number of Python's
         single = all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
-        if not single or len(parts) != (2 if is_pair else 1):
+        if not single or len(parts) != expected:
             raise ValueError(
                 "criterion: expected a tensor of one element, or (sum, count) of two, got "
                 + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
             )
         plain = [full_tensor(part).reshape(()) for part in parts]
-        return (plain[0], plain[1]) if is_pair else plain[0]
+        return (plain[0], plain[1]) if expected == 2 else plain[0]
 
 
 class LossWindow:
@@ -192,7 +191,7 @@ class LossWindow:
         return value
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """What of ``loss`` is differentiated, and what it adds to totals; sums and counts over the unit of counts."""
+        """What of ``loss`` is differentiated, 0-dim, and what it adds to totals. Sums and counts are over the unit."""
         if not isinstance(loss, tuple):
             one = torch.ones((), dtype=torch.float64, device=self._context.device)
             return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one)])
