@@ -465,7 +465,7 @@ def find_origin(tracer: Tracer) -> Origin | None:
 
 def _batch_of(sighting: Sighting) -> tuple[int | None, int, int | None]:
     origin = sighting.origin
-    return origin.place.dp, origin.call, origin.microbatch
+    return dict(origin.place.axes).get("dp"), origin.call, origin.microbatch
 
 
 def _order(sighting: Sighting) -> tuple[Any, ...]:
@@ -504,7 +504,7 @@ def investigate(
             "which module, microbatch and data rank it was is not known, because the engine was not given the batch: "
             "call forward_backward(x, y)"
         )
-        return OverflowReport(scale, of_step, note=note)
+        return OverflowReport(scale, of_step, unknown=note)
     tracer = run(window.scale)
     origin = find_origin(tracer)
     gradients = _gathered(find)
