@@ -557,8 +557,16 @@ def test_a_scaler_by_itself_names_parameters_and_ranks(world):
             model[0].bias.grad[0] = NAN
         report = scaler.diagnose(model.named_parameters())
     first, second = report.gradients
-    assert (first.name, first.place, first.kind) == ("0.bias", RankCoordinates(0, 0, 0, 0, 0), "NaN")
-    assert (second.name, second.place, second.kind) == ("1.weight", RankCoordinates(1, 0, 0, 1, 0), "inf")
+    assert (first.name, first.place, first.kind) == (
+        "0.bias",
+        RankCoordinates(0, (("pp", 0), ("dp", 0), ("tp", 0)), 0),
+        "NaN",
+    )
+    assert (second.name, second.place, second.kind) == (
+        "1.weight",
+        RankCoordinates(1, (("pp", 0), ("dp", 0), ("tp", 1)), 0),
+        "inf",
+    )
     assert (second.count, second.size, second.largest, report.scale) == (1, 2, 3.0, 8.0)
     assert "gradient of 1.weight on rank 1 (pp 0, dp 0, tp 1, stage 0): inf, 1 of 2 elements" in str(report)
     assert str(report).endswith("the largest finite magnitude in the others is 3")
