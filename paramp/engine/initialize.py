@@ -24,7 +24,8 @@ from ..parallel.adapters import adapter_for
 from ..parallel.stage import Joined
 from ..parallel.ties import tie_stages
 from . import model_setup as setup
-from .engine import Criterion, Engine
+from .engine import Engine
+from .loss_window import Criterion
 from .lr_scheduler import Scheduler, build_scheduler
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..base.dtensor import local
 from ..base.errors import ConfigError
+from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 
@@ -31,7 +32,6 @@ def tie_stages(
         ConfigError: the ranks shard such a parameter differently.
     """
     held = _held_names(stages, context)
-    columns = context.mesh.mesh.flatten(1).T.tolist()  # of ranks along the stage axis, which is the mesh's first
     ties: list[TiedParameter] = []
     for names in names_of.values():
         own_names = [next((name for name in names if name in there), None) for there in held]
@@ -39,7 +39,7 @@ def tie_stages(
         if len(holders) < 2:
             continue
         # Making a group is a collective of the world: every rank takes part, also those that hold no copy.
-        group = context.make_group([[column[rank] for rank in holders] for column in columns])
+        group = context.make_group(ranks_along(context, ["pp"], holders).tolist())
         name = own_names[context.pp.rank]
         parameter = None if name is None else module.get_parameter(name)
         layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))

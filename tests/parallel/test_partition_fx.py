@@ -304,11 +304,11 @@ def test_what_cannot_travel_is_an_error(world):
                 with pytest.raises(paramp.ConfigError, match=message):  # on every rank
                     engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
             elif context.is_first_stage:
-                _, (stage_output,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                _, (stage_output,) = engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
                 with pytest.raises(paramp.ConfigError, match=message):
                     stage_output.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
             else:
-                engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
 
 
 @on_ranks(4)
