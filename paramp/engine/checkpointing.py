@@ -11,7 +11,6 @@ from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint.async_save import Saver
 from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.dcp_storage import read
 from ..checkpoint.header import Header, read_header
 from ..config.schema import flatten
 from ..distributed.collectives import gather_objects
@@ -106,6 +105,8 @@ class Checkpointed:
         Raises:
             CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
         """
+        from ..checkpoint.dcp_storage import read  # brings torch's checkpointing and DTensor, as the first save does
+
         with self.context.phase("checkpoint"):
             self._saver.finish()
             group = self._saver.group
