@@ -16,8 +16,8 @@ from ..config.files import merge
 from ..precision.foreign_options import as_dtype
 from .doctor import doctor
 from .plot import plot
-from .verify.report import verify
-from .verify.run import ALGORITHMS, Options
+from .verify.launch import verify
+from .verify.options import ALGORITHMS, Options
 
 
 class Parser(argparse.ArgumentParser):
