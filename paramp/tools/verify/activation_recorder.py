@@ -1,6 +1,6 @@
 """Recording the output of every module on one rank, and the gradient of the first step.
 
-:class:`ActivationRecorder` hooks the modules, and is one of the engine's observers, which are called with each forward's
+:class:`ActivationRecorder` hooks the modules, and is an observer of the engine, which passes it each forward's
 microbatch. :func:`first_gradient` takes the whole model's gradient from the optimizer's momentum.
 """
 
