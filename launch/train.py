@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import paramp
 from paramp.base.errors import key_name, nearest, one_line, shown
-from paramp.checkpoint.dcp_storage import Header, read_header_of
+from paramp.checkpoint.header import Header, read_header
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import Config, TrainConfig, flatten
 from paramp.data.bigram import bigram_loss
@@ -225,7 +225,7 @@ def train(context: paramp.ParallelContext) -> int:
         check_matplotlib("train.histogram")
     folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
     found = find(job.resume, folder, say_on(context))
-    header = None if found is None else read_header_of(found)
+    header = None if found is None else read_header(found)
     accumulation = context.config.gradient_accumulation
     if header is not None:
         keep_global_batch(context, header)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import is_dtensor, local
 from .context import PIPELINE_AXIS, ParallelContext
 
-__all__ = ["num_replicas", "ranks_along", "replicated_axes"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "broadcast_replicas",
+    "num_replicas",
+    "ranks_along",
+    "ranks_along_stages",
+    "replicated_axes",
+    "tensor_mesh",
+]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -82,3 +93,23 @@ def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[
     dims = [names.index(name) for name in axes]
     size = math.prod(mesh.shape[dim] for dim in dims)
     return mesh.movedim(dims, list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)
+
+
+def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
+    for tensor in tensors:
+        for axis in replicated_axes(tensor, context):
+            group = context.mesh.get_group(axis)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(local(tensor).detach(), group=group, group_src=0)
+
+
+def tensor_mesh(context: ParallelContext) -> DeviceMesh:
+    """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
+    return context.mesh["tp"]
+
+
+def ranks_along_stages(context: ParallelContext) -> list[list[int]]:
+    """For each position on the other axes, the ranks along the stage axis, which is the mesh's first."""
+    columns: list[list[int]] = context.mesh.mesh.flatten(1).T.tolist()
+    return columns

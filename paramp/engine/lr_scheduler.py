@@ -26,7 +26,7 @@ class Scheduler:
         self._engine = engine
         self._seen = engine.num_steps
         self._due: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        engine.before_step(self._advance)
+        engine.before_step.append(self._advance)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self._advance()

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.context import ParallelContext
 from ..optim.overflow_report import During, flaw
-from ..parallel.pipeline import Stage, Stages
+from ..parallel.stage import Stage, Stages
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
 

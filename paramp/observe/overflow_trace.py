@@ -14,7 +14,7 @@ import torch
 
 from ..distributed.collectives import gather_objects
 from ..optim.overflow_report import NonFiniteGradient, Origin, OverflowReport, gather_findings
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 from .overflow_findings import find_origin
 from .overflow_hooks import Tracer, owner_of
 from .replay import Window

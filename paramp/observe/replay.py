@@ -10,7 +10,7 @@ import torch
 
 from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 
 __all__ = ["Call", "Window"]
 

@@ -101,6 +101,7 @@ class Replicas:
         self._names = tuple(context.mesh.mesh_dim_names or ())
         self._optimizer = optimizer
         self._columns: list[tuple[str, ReplicaGroup]] | None = None
+        self._num_steps = 0  # made or skipped
         parts = [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
         parts += self._stepped_parts({part.name: part for part in parts})
@@ -146,9 +147,8 @@ class Replicas:
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
                 group, tie = self._group(set(group.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
-            masters = buffer.masters if buffer.remainders is None else buffer.remainders
-            if masters is not None:
-                parts.append(_Part(MASTER, param.name, group, partial(_one, masters[buffer.own_range(param)]), tie))
+            for stored in buffer.masters.state:
+                parts.append(_Part(MASTER, param.name, group, partial(_one, stored[buffer.own_range(param)]), tie))
             parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
         return parts
 
@@ -238,6 +238,17 @@ class Replicas:
         return ", ".join(listed)
 
     # --------------------------------------------------------------------------------------------------- repairing
+
+    def check_in_turn(self) -> None:
+        """Count a step, made or skipped, and after every ``check_replicas_every`` of them stop or repair.
+
+        Raises:
+            ReplicaDrift: as :meth:`stop_or_repair`.
+        """
+        config = self._context.config
+        self._num_steps += 1
+        if config.check_replicas_every is not None and self._num_steps % config.check_replicas_every == 0:
+            self.stop_or_repair(repair=config.repair_replicas)
 
     def stop_or_repair(self, *, repair: bool) -> None:
         """Compare, and on a difference raise on every rank, or repair it and warn on the main rank.

@@ -22,8 +22,9 @@ from ...distributed.context import ParallelContext, is_echo
 from ...distributed.launcher_env import rank_by_any_variable
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import reported_by_rank_0
-from ...engine.engine import Criterion, Engine
+from ...engine.engine import Engine
 from ...engine.initialize import initialize
+from ...engine.loss_window import Criterion
 from .activation_recorder import ActivationRecorder, first_gradient
 from .options import ALGORITHMS, Options, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches

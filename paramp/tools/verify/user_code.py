@@ -19,7 +19,7 @@ from torch import nn
 from ...base.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
-    from ...engine.engine import Criterion
+    from ...engine.loss_window import Criterion
     from .options import Options
 
 __all__ = ["build_model", "check_target", "choose_criterion", "cross_entropy", "load_attribute", "load_batches"]
