@@ -23,7 +23,7 @@ from common import add_json_option, check_counts, check_json_option, machine, sy
 
 import paramp
 from paramp.config.schedules import SCHEDULES
-from paramp.config.schema import PipelineConfig
+from paramp.config.layout import PipelineConfig
 from paramp.distributed.launcher_env import find_place
 from paramp.models import GPT, GPTConfig
 

@@ -27,7 +27,7 @@ from ..base.dtensor import wrap
 from ..base.errors import ConfigError
 from ..base.module_surgery import Joined, keeping_buffers
 from ..base.spans import Observer, begin_call, span
-from ..config.schema import PipelineConfig
+from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision

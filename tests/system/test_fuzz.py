@@ -25,8 +25,10 @@ from reference import batches, rank_slice, small_gpt
 import paramp
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.config.files import load
+from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
-from paramp.config.schema import Config, ParallelConfig, PipelineConfig, TensorConfig, TrainConfig, flatten
+from paramp.config.schema import Config, flatten
+from paramp.config.training import TrainConfig
 from paramp.models import GPT
 from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling

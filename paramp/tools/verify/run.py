@@ -28,7 +28,8 @@ from torch import nn
 from ...base.errors import ConfigError, LaunchError, nearest, shown
 from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ...config.files import load, merge, read_file
-from ...config.schema import Config, ParallelConfig, PipelineConfig
+from ...config.layout import ParallelConfig, PipelineConfig
+from ...config.schema import Config
 from ...distributed.context import ParallelContext, is_echo
 from ...distributed.launcher_env import rank_by_any_variable
 from ...distributed.launchers import launch_from_environment
