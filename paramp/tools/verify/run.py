@@ -14,7 +14,6 @@ import inspect
 import json
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,17 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...base.errors import ConfigError, LaunchError, nearest, shown
-from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
+from ...base.errors import ConfigError, nearest, shown
 from ...config.files import load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
-from ...distributed.context import ParallelContext, is_echo
-from ...distributed.launcher_env import rank_by_any_variable
+from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
-from ...distributed.local_launcher import reported_by_rank_0
 from ...engine.engine import Criterion
 from ...engine.initialize import initialize
+from ..exit_status import report_failure
+from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, first_gradient
 
 __all__ = ["RUNS", "Options", "Seen", "configure", "load_attribute", "main"]
@@ -47,11 +45,6 @@ INIT_SCALE = 2.0**10
 MOMENTUM = 0.9
 STANDARD_ERROR = 2
 """Its descriptor, which is there whatever stands in the place of ``sys.stderr``."""
-ALGORITHMS: dict[str, list[Any]] = {
-    "plain": [],
-    "low-precision": [LowPrecisionLayerNorm()],
-    "fused": [FusedLayerNorm()],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +307,7 @@ def train(options: Options, context: ParallelContext, chunks: int) -> Seen:
         torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
         criterion,
         plan=None if options.plan is None else load_attribute(options.plan, "plan"),
-        algorithms=ALGORITHMS[options.norms],
+        algorithms=NORMS[options.norms],
     )
     seen = Seen({axis: getattr(context, axis).rank for axis in ("pp", "dp", "tp")})
     seen.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
@@ -375,20 +368,10 @@ def main(folder: Path, run: str) -> int:
             seen = train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
             torch.save(vars(seen), folder / f"{run}-{context.rank}.pt")
     except Exception as error:
-        return _report(error, launched)
+        return report_failure(error, launched)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0
-
-
-def _report(error: Exception, launched: bool) -> int:
-    """Print what went wrong, once over all ranks; the exit code."""
-    mistake = isinstance(error, (ConfigError, LaunchError, FileNotFoundError))
-    rank = rank_by_any_variable()
-    if not is_echo(error) and (launched or not reported_by_rank_0(str(error), rank)):
-        details = str(error) if mistake else f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
-        print(f"error: {details}", file=sys.stderr, flush=True)
-    return 2 if mistake else 1
 
 
 if __name__ == "__main__":
