@@ -22,8 +22,8 @@ import torch
 from common import add_json_option, check_counts, check_json_option, machine, synchronize, table, write_json
 
 import paramp
-from paramp.config.schedules import SCHEDULES
 from paramp.config.layout import PipelineConfig
+from paramp.config.schedules import SCHEDULES
 from paramp.distributed.launcher_env import find_place
 from paramp.models import GPT, GPTConfig
 
