@@ -55,7 +55,7 @@ class TrainConfig:
     checkpoint_keep_every: int | None = None
     """Checkpoints of steps that are multiples of this are never deleted."""
     resume: str | None = None
-    """``auto``: resume from the newest complete checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
+    """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
     Else the path of a checkpoint."""
     log_dir: str | None = None
     """Where ``metrics.jsonl``, ``train.log`` and ``config.json`` go. None: nowhere."""

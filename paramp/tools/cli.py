@@ -36,7 +36,7 @@ def build_parser() -> Parser:
         (add_doctor, run_doctor, "show what runs on this machine, and why the rest does not"),
         (add_plot, run_plot, "plot the metrics.jsonl of a run, or compare several"),
         (add_verify, run_verify, "compare a model on a layout with the same model in one process, layer by layer"),
-        (add_inspect, run_inspect, "show what a checkpoint holds, and whether it is complete"),
+        (add_inspect, run_inspect, "show what a checkpoint holds, and whether it is whole"),
         (add_export, run_export, "write a checkpoint's weights to one safetensors file"),
         (add_import, run_import, "make a checkpoint from the weights of a safetensors file"),
     ):

@@ -73,7 +73,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "checkpoints": (
         Flag("--checkpoint-dir", "train.checkpoint_dir", str, "DIR", "where checkpoints go"),
         Flag("--checkpoint-every", "train.checkpoint_every", int, "N", "steps between checkpoints", "the last only"),
-        Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest complete one"),
+        Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest whole one"),
     ),
     "logs": (
         Flag("--log-dir", "train.log_dir", str, "DIR", "where metrics.jsonl, train.log and config.json go"),

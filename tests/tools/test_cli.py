@@ -22,11 +22,9 @@ def test_the_console_script_is_main():
 
 
 def help_of(command, capsys):
+    run = (lambda: configure(["--help"])) if command is None else lambda: cli.main([*command.split(), "--help"])
     with pytest.raises(SystemExit) as ended:
-        if command is None:
-            configure(["--help"], "Train.")
-        else:
-            cli.main([*command.split(), "--help"])
+        run()
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -50,14 +48,7 @@ def test_help_explains_each_flag_and_gives_its_default(command, capsys, monkeypa
 
 def test_help_names_every_command(capsys):
     text = help_of("", capsys)
-    assert re.findall(r"^    (\w+)  ", text, re.MULTILINE) == [
-        "doctor",
-        "plot",
-        "verify",
-        "inspect",
-        "export",
-        "import",
-    ]
+    assert tuple(re.findall(r"^    (\w+)  ", text, re.MULTILINE)) == COMMANDS
 
 
 def test_defaults_in_help_are_those_of_the_configuration():
