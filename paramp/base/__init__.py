@@ -1,1 +1,1 @@
-"""What every package may use: errors, coercion of options, module surgery, DTensor helpers. Imports nothing of paramp."""
+"""What every package may use: errors, coercion of options, module surgery, DTensor helpers."""

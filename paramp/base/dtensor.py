@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .errors import ConfigError
 
-__all__ = ["local", "own_part", "version", "wrap"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["is_dtensor", "local", "own_part", "version", "wrap"]
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: without it there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def version(tensor: torch.Tensor) -> int:
     """Grows with every in-place change of ``tensor``, or of its local part."""
     # autograd counts what it adds to a DTensor in the DTensor; what is done to the local part is counted there
-    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+    return tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0)
 
 
 def wrap(
@@ -31,6 +41,8 @@ def wrap(
     shape: torch.Size | None = None,
 ) -> DTensor:
     """The DTensor whose local part is ``part``, on the mesh of ``like``; its placements and shape where not given."""
+    from torch.distributed.tensor import DTensor
+
     logical = like if shape is None else torch.empty(shape, device="meta")
     return DTensor.from_local(
         part,
@@ -48,6 +60,8 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     Raises:
         ConfigError: ``like`` has a placement that is no part of a whole, such as a partial sum.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     part = whole
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):

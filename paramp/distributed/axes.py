@@ -1,14 +1,17 @@
-"""Which mesh axes hold copies of a tensor."""
+"""Which mesh axes hold copies of a tensor, and which ranks lie along them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 
+from ..base.dtensor import is_dtensor
 from .context import PIPELINE_AXIS, ParallelContext
 
-__all__ = ["num_replicas", "replicated_axes"]
+__all__ = ["num_replicas", "ranks_along", "replicated_axes"]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -25,7 +28,7 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     replicas = 1
     if context is not None:
         axes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.mesh.shape, strict=True))
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         mesh, world_size = tensor.device_mesh, dist.get_world_size()
         if context is None:
             root = mesh._get_root_mesh()
@@ -36,7 +39,7 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
                 )
             axes = dict(zip(root.mesh_dim_names or (), root.mesh.shape, strict=False))
         for size, placement in zip(mesh.mesh.shape, tensor.placements, strict=True):
-            replicas *= size if isinstance(placement, Replicate) else 1
+            replicas *= size if placement.is_replicate() else 1
         for name in mesh.mesh_dim_names or ():
             axes.pop(name, None)
     elif context is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -55,9 +58,27 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     Those along which a DTensor is not sharded; but for ``pp``, where each rank has parameters of its own.
     """
     sharded = {PIPELINE_AXIS}
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         names = tensor.device_mesh.mesh_dim_names or ()
         sharded.update(
             name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
         )
     return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
+
+
+def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
+    """The groups of ranks that differ in their coordinates on ``axes`` only.
+
+    Args:
+        axes: in the order of the mesh.
+        stages: the pipeline ranks to take into account. Empty: all.
+
+    Returns:
+        2-dim int, groups x ranks of a group, both in the order of the mesh.
+    """
+    names, mesh = context.mesh.mesh_dim_names or (), context.mesh.mesh
+    if stages:
+        mesh = mesh.index_select(names.index(PIPELINE_AXIS), torch.tensor(stages))
+    dims = [names.index(name) for name in axes]
+    size = math.prod(mesh.shape[dim] for dim in dims)
+    return mesh.movedim(dims, list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)

@@ -31,7 +31,9 @@ from ..config.schema import Config, flatten
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_trace import Tracer, Window, investigate, stages_by_parameter
+from ..observe.overflow_hooks import Tracer
+from ..observe.overflow_trace import investigate, stages_by_parameter
+from ..observe.replay import Window
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..optim.flat_params import FlatWeights

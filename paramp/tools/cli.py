@@ -17,8 +17,8 @@ from .doctor import doctor
 from .flags import Parser, add_flags, flag_settings, formatter
 from .plot import plot
 from .train_config import NORMS
-from .verify.report import verify
-from .verify.run import Options
+from .verify.launch import verify
+from .verify.options import Options
 
 LAYOUT_FLAGS = (
     *("--tp", "--pp", "--dp", "--zero", "--sequence-parallel"),
