@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import paramp
-from paramp.checkpoint.dcp_storage import Header, read_header_of
+from paramp.checkpoint.header import Header, read_header
 from paramp.config.training import TrainConfig
 from paramp.data.bigram import bigram_loss
 from paramp.data.corpus import Corpus
@@ -104,7 +104,7 @@ def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Heade
     found = find(job.resume, None if job.checkpoint_dir is None else Path(job.checkpoint_dir), show)
     if found is None:
         return None, None
-    header = read_header_of(found)
+    header = read_header(found)
     if (change := keep_global_batch(context, header)) is not None:
         show(change)
     return found, header

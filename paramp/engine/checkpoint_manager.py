@@ -27,8 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint import atomic_dir as manifest
-from ..checkpoint.dcp_storage import newest_whole, problems_together
+from ..checkpoint.atomic_dir import problems_together
+from ..checkpoint.step_folders import checkpoints_in, newest_whole, remove, step_folder
 from .engine import Engine
 
 __all__ = ["Checkpoints", "accumulation_for", "find"]
@@ -59,17 +59,17 @@ class Checkpoints:
         Returns:
             The checkpoint's folder.
         """
-        path = manifest.step_folder(self.folder, step)
+        path = step_folder(self.folder, step)
         then = functools.partial(self._delete_old, step) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
 
     def _delete_old(self, saved: int) -> None:
-        before = [(step, path) for step, path in manifest.checkpoints_in(self.folder) if step <= saved]
+        before = [(step, path) for step, path in checkpoints_in(self.folder) if step <= saved]
         for step, path in before[self.keep_last :]:
             if self.keep_every is None or step % self.keep_every:
                 try:
-                    manifest.remove(path)
+                    remove(path)
                 except OSError as error:
                     warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
@@ -147,7 +147,7 @@ def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> l
     """The names of the checkpoints in ``folder`` after ``found``, if that is one of them, else of all."""
     names: list[Any] = [None]
     if dist.get_rank(group) == 0:
-        existing = manifest.checkpoints_in(folder)
+        existing = checkpoints_in(folder)
         start = next((step for step, path in existing if found is not None and path.resolve() == found.resolve()), -1)
         names = [[path.name for step, path in existing if step > start]]
     dist.broadcast_object_list(names, group=group, group_src=0)

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_map_only
 from ..base.errors import CheckpointError, ConfigError, TrainingDiverged
 from ..base.spans import Observer, begin_call, observed, span
 from ..checkpoint.async_save import Saver
+from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.dcp_storage import Header, problems_together, read, read_header_of
+from ..checkpoint.dcp_storage import read
+from ..checkpoint.header import Header, read_header
 from ..config.schema import Config, flatten
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -276,7 +278,7 @@ class Engine:
         with self._computing():
             if self._pipeline is not None:
                 self._pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
-                self._weights.end_last_backward()
+                self._weights.gradients.end_last_backward()
                 return
             begin_call(self.observers)
             parts = zip(x.chunk(self._num_microbatches), y.chunk(self._num_microbatches), strict=True)
@@ -290,7 +292,7 @@ class Engine:
                         before_last_backward()
                     with span(self.observers, "backward", 0, index):
                         value.backward()
-            self._weights.end_last_backward()
+            self._weights.gradients.end_last_backward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
@@ -340,7 +342,7 @@ class Engine:
         self._before_last_backward()
         with self.context.phase("backward"), self._computing():
             scaled.backward()
-        self._weights.end_last_backward()
+        self._weights.gradients.end_last_backward()
         return self._window_loss()
 
     @torch.no_grad()
@@ -526,7 +528,7 @@ class Engine:
         return tracer
 
     def _drop_gradients(self) -> None:
-        self._weights.zero_grad()
+        self._weights.gradients.zero_grad()
         for tie in self._ties:
             tie.summed = None
         self._overflow.zero_()
@@ -552,8 +554,8 @@ class Engine:
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
-        self._weights.collect(found_inf)
-        self._weights.reduce()
+        self._weights.gradients.collect(found_inf)
+        self._weights.gradients.reduce()
         return found_inf
 
     def _agree(self, found_inf: torch.Tensor) -> _Agreed:
@@ -561,8 +563,8 @@ class Engine:
         device = self.context.device
         zeros = torch.zeros((), dtype=torch.float64, device=device)
         if self.precision.log_num_zeros:
-            zeros = count_zeros(*self._weights.counted(), device)
-        found = [found_inf.double(), norm_power(*self._weights.judged(), 2.0, device), zeros]
+            zeros = count_zeros(*self._weights.gradients.for_zero_count(), device)
+        found = [found_inf.double(), norm_power(*self._weights.gradients.for_norm(), 2.0, device), zeros]
         control = torch.cat([torch.stack(found), self._counted(self._totals), self._presence()])
         if self.context.world_size > 1:
             dist.all_reduce(control)
@@ -583,11 +585,11 @@ class Engine:
         """Which of the whole model's parameters got a gradient on this rank, where data ranks may differ in that."""
         if self.context.dp.size == 1:
             return self._totals[:0]
-        return self._weights.presence(self._names)
+        return self._weights.gradients.presence(self._names)
 
     def _absent(self, agreed: _Agreed) -> list[FlatParam]:
         """The parameters for which no data rank has a gradient: an optimizer does not step them."""
-        absent = self._weights.absent()
+        absent = self._weights.gradients.absent()
         if absent and self.context.dp.size > 1:  # only then does it matter what the others have
             present = dict(zip(self._names, agreed.present.tolist(), strict=True))
             absent = [param for param in absent if not present[param.name]]
@@ -719,7 +721,7 @@ class Engine:
             damage = problems_together(path, group) if check else []
             if damage:
                 raise CheckpointError(damage[0])
-            header = self._state.by_first_names(read_header_of(path))
+            header = self._state.by_first_names(read_header(path))
             self._take_up(header, functools.partial(read, path, header=header, group=group), weights_only=weights_only)
 
     def _take_up(self, header: Header, fill: Callable[[list[Chunk]], None], *, weights_only: bool) -> None:
@@ -802,13 +804,13 @@ class Engine:
     def _before_last_backward(self) -> None:
         """Called before the last backward of a batch: if it is the window's last, reductions may begin beside it."""
         if self._calls == self._accumulation - 1:
-            self._weights.begin_last_backward()
+            self._weights.gradients.begin_last_backward()
 
     def _begin_window(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         if self._spent:
             self.zero_grad()
         self._window.add(batch)
-        self._weights.begin_window()
+        self._weights.gradients.begin_window()
         if self._count_unit is None:
             # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
             largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self.context.device)

@@ -111,7 +111,7 @@ def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> Grad
     """
     table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
-    for gradient, norm_weight in weights.arrived():
+    for gradient, norm_weight in weights.gradients.before_reduction():
         counts, most = _count(local(gradient).reshape(-1))
         table += counts * norm_weight  # so that each element of the logical model counts once
         largest = torch.maximum(largest, most)

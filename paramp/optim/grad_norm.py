@@ -156,10 +156,10 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
     return norms if math.isinf(norm_type) else norms.pow(norm_type)
 
 
-BLOCK = 512
+NORM_BLOCK = 512
 """Elements of a CPU tensor that are added up in fp32."""
-CHUNK = 2**20
-"""Elements of a half-precision CPU tensor that are widened at once, so that they are read from the cache again."""
+WIDEN_BLOCK = 2**20
+"""Elements of a half-precision CPU tensor that are widened at once: few enough to be read from the cache again."""
 
 
 def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -173,8 +173,8 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        scratch = torch.empty(min(CHUNK, flat.numel()), dtype=wide)
-        chunks = flat.split(CHUNK)
+        scratch = torch.empty(min(WIDEN_BLOCK, flat.numel()), dtype=wide)
+        chunks = flat.split(WIDEN_BLOCK)
         norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):
         return norms.double().amax()
@@ -185,8 +185,8 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    whole = flat.numel() // BLOCK * BLOCK
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), norm_type, dim=1)
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), norm_type, dim=1)
     if whole == flat.numel():
         return norms
     return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type).reshape(1)])

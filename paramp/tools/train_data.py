@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import ConfigError, DataError
-from ..checkpoint.dcp_storage import Header
+from ..checkpoint.header import Header
 from ..data.corpus import Corpus, load_corpus
 from ..data.sampling import held_out_windows, training_windows
 from ..distributed.collectives import gather_objects

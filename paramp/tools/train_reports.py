@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.dcp_storage import Header
+from ..checkpoint.header import Header
 from ..config.schema import flatten
 from ..data.corpus import Corpus
 from ..distributed.context import ParallelContext

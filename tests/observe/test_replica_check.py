@@ -44,7 +44,8 @@ def master(engine, ending):
     """The part of a master, or of a remainder, that this rank steps; None if it steps none of it."""
     for param, _, buffer in engine._weights.pairs():
         if param.name.endswith(ending):
-            return (buffer.masters if buffer.remainders is None else buffer.remainders)[buffer.own_range(param)]
+            (stored,) = buffer.masters.state
+            return stored[buffer.own_range(param)]
     return None
 
 

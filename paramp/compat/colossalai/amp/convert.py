@@ -272,7 +272,7 @@ class AmpOptimizer(torch.optim.Optimizer):
                 self._stepping = False
             self._weights.write_back()
         self.optim._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
-        self._weights.drop_stepped_gradients()
+        self._weights.drop_master_gradients()
         self.scaler.update_from_flag(found_inf)
         self.num_steps += not overflow
         self.num_skipped += overflow

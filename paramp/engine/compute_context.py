@@ -1,0 +1,82 @@
+"""What forward, criterion and backward compute in: the one implementation, for the engine and every other front end.
+
+A :class:`ComputeContext` has up to four parts. fp16 products are emulated on CPUs without fp16 arithmetic
+(:mod:`paramp.precision.fp16_emulation`); autocast and the default dtype follow the mode, with norms and softmax widened
+on the CPU as on CUDA (:mod:`paramp.precision.autocast`); cross-entropy takes logits whose vocabulary is sharded
+(:mod:`paramp.parallel.loss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor
+from ..distributed.context import current_context
+from ..precision.autocast import computing, widening
+from ..precision.capabilities import has_native_fp16
+from ..precision.fp16_emulation import emulate_fp16
+from ..precision.policy import Precision
+
+__all__ = ["ComputeContext", "emulates_fp16"]
+
+
+def emulates_fp16(
+    precision: Precision, device: torch.device | str, setting: bool | Literal["auto"] | None = "auto"
+) -> bool:
+    """Whether fp16 products on ``device`` are computed in fp32 and rounded.
+
+    Args:
+        setting: ``emulate_fp16`` of the configuration. ``"auto"`` or None: where ``device`` has no fp16 arithmetic.
+    """
+    if precision.compute is not torch.float16:
+        return False
+    return not has_native_fp16(device) if setting in ("auto", None) else bool(setting)
+
+
+@dataclass(frozen=True)
+class ComputeContext:
+    """What one model computes in on one device."""
+
+    precision: Precision
+    device: torch.device
+    emulate: bool = False
+    """fp16 products are computed in fp32 and rounded."""
+    sharded: bool = False
+    """Parameters are sharded over the tensor axis, so that the vocabulary of the logits may be too."""
+
+    @staticmethod
+    def of(model: nn.Module, precision: Precision) -> ComputeContext:
+        """That of ``model``, on the device of its first parameter, with ``emulate_fp16`` of the current context."""
+        context = current_context()
+        first = next(model.parameters(), None)
+        device = first.device if first is not None else context.device if context else torch.device("cpu")
+        return ComputeContext(
+            precision,
+            device,
+            emulate=emulates_fp16(precision, device, context.config.emulate_fp16 if context else "auto"),
+            sharded=any(map(is_dtensor, model.parameters())),
+        )
+
+    @contextmanager
+    def enter(self, *, autocast: bool = False) -> Iterator[None]:
+        """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
+
+        Args:
+            autocast: for a forward: also enter autocast and the default dtype, where the mode has them.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(emulate_fp16(self.emulate))
+            # The backward needs the widening too: checkpointing computes forwards again in it.
+            compute = computing if autocast else widening
+            stack.enter_context(compute(self.precision, self.device.type))
+            if self.sharded:
+                from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do without
+
+                stack.enter_context(vocab_parallel_loss())
+            yield
