@@ -8,22 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import ConfigError
-from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ...config.files import load, merge, read_file
-from ...config.schema import Config, ParallelConfig, PipelineConfig
+from ...config.layout import ParallelConfig, PipelineConfig
+from ...config.schema import Config
 from .user_code import check_target
 
-__all__ = ["ALGORITHMS", "RUNS", "Options", "configure"]
+__all__ = ["RUNS", "Options", "configure"]
 
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
 INIT_SCALE = 2.0**10
 """The largest initial loss scale. From 2**16 or 2**32 a run of a few steps would skip most of them."""
-ALGORITHMS: dict[str, list[Any]] = {
-    "plain": [],
-    "low-precision": [LowPrecisionLayerNorm()],
-    "fused": [FusedLayerNorm()],
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import faulthandler
 import hashlib
 import json
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +16,16 @@ from typing import Any
 
 import torch
 
-from ...base.errors import ConfigError, LaunchError
-from ...distributed.context import ParallelContext, is_echo
-from ...distributed.launcher_env import rank_by_any_variable
+from ...base.errors import ConfigError
+from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
-from ...distributed.local_launcher import reported_by_rank_0
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...engine.loss_window import Criterion
+from ..exit_status import report_failure
+from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, first_gradient
-from .options import ALGORITHMS, Options, configure
+from .options import Options, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
 __all__ = ["RankRecord", "main", "train"]
@@ -80,7 +79,7 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
         torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
         criterion,
         plan=None if options.plan is None else load_attribute(options.plan, "plan"),
-        algorithms=ALGORITHMS[options.norms],
+        algorithms=NORMS[options.norms],
     )
     record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
     record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
@@ -159,20 +158,10 @@ def main(folder: Path, run: str) -> int:
             record = train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
             torch.save(vars(record), folder / f"{run}-{context.rank}.pt")
     except Exception as error:
-        return _report(error, launched)
+        return report_failure(error, launched)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0
-
-
-def _report(error: Exception, launched: bool) -> int:
-    """Print the error, on one rank only. Returns the exit code."""
-    mistake = isinstance(error, (ConfigError, LaunchError, FileNotFoundError))
-    rank = rank_by_any_variable()
-    if not is_echo(error) and (launched or not reported_by_rank_0(str(error), rank)):
-        details = str(error) if mistake else f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
-        print(f"error: {details}", file=sys.stderr, flush=True)
-    return 2 if mistake else 1
 
 
 if __name__ == "__main__":
