@@ -127,9 +127,9 @@ def find_planted(layout):
             found = (origin.module, origin.place.rank, origin.call, origin.microbatch, origin.during, origin.kind)
             during, kind = "backward" if backward else "forward", "NaN" if value != value else "inf"
             assert found == (name, rank, call, microbatch, during, kind), found
-            here = (context.pp.rank, context.dp.rank, context.tp.rank)
-            assert context.rank != rank or (origin.place.pp, origin.place.dp, origin.place.tp) == here
-            assert origin.place.stage in context.config.parallel.pipeline.stages_of(origin.place.pp)
+            axes = dict(origin.place.axes)
+            assert context.rank != rank or axes == context.coordinates
+            assert origin.place.stage in context.config.parallel.pipeline.stages_of(axes["pp"])
             assert window(engine).stepped
 
 
