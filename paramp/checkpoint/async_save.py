@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
-from .dcp_storage import write
 from .json_codec import encode
 
 __all__ = ["Saver"]
@@ -63,6 +62,8 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
         """
+        from . import dcp_storage  # brings torch's checkpointing and DTensor, which not every training needs
+
         self.finish()
         path, group = Path(path).resolve(), self.group
         chunks, values, failure = _collected(collect)
@@ -70,7 +71,7 @@ class Saver:
             chunks = self._stage(chunks)
 
         def work() -> None:
-            write(path, chunks, values, group, failure)
+            dcp_storage.write(path, chunks, values, group, failure)
             if then is not None:
                 then()
 

@@ -25,7 +25,7 @@ from ..checkpoint.chunks import Chunk
 from ..checkpoint.header import MODEL, Header
 from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 from .state.model_tensors import ModelTensors
 from .state.optimizer_state import OptimizerState
 from .state.param_chunks import ParamChunks

@@ -20,8 +20,7 @@ from ..precision.policy import Precision
 from .grad_norm import unscale_and_check_
 from .grad_reduce import align_gradients, sum_tied_gradients
 from .master_weights import NamedParameters, check_frozen
-from .param_buffer import Buffer, FlatParam
-from .step_ranges import StepRange
+from .param_buffer import Buffer, FlatParam, StepRange
 from .zero import OverlappedReduceScatter
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class FlatGradients:
         one = torch.ones_like(found_inf)
         if self._overlapped is not None:
             # Written after a buffer was reduced: outside this rank's own part nothing else would see it.
-            unscale_and_check_(self._overlapped.touched(), one, found_inf)
+            unscale_and_check_(self._overlapped.changed_since(), one, found_inf)
         for hook in self._hooks:  # the first window has shown which gradients have other placements
             hook.remove()
         self._hooks = []

@@ -33,8 +33,7 @@ from ..precision.policy import Precision
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, install_follower, trained_and_frozen
-from .param_buffer import Buffer, FlatParam, in_buckets
-from .step_ranges import StepRanges
+from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 
 __all__ = ["NO_GROUP", "FlatWeights"]
 

@@ -19,8 +19,7 @@ import torch
 
 from ..base.errors import ConfigError
 from .flat_params import NO_GROUP, FlatWeights
-from .param_buffer import Buffer, FlatParam
-from .step_ranges import StepRange
+from .param_buffer import Buffer, FlatParam, StepRange
 
 __all__ = ["FusedStep", "PlainStep", "Step", "choose_step", "why_not_fused"]
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from ..base.coerce import convert
-from ..base.errors import ConfigError, key_name, nearest, shown
+from ..base.errors import ConfigError, key_name, nearest, require, shown
 from .foreign_options import AMP_TYPE, ParsedOptions, as_dtype, colossalai_options
 
 __all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
@@ -58,18 +58,17 @@ class LossScaling:
         return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
-        def require(condition: bool, name: str, allowed: str) -> None:
-            if not condition:
-                raise ConfigError(f"{name}: got {shown(getattr(self, name))}, expected {allowed}")
-
-        require(_fp32(self.init_scale), "init_scale", SCALES)
-        require(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
-        require(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
-        require(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
-        require(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
-        require(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
         floor = self.min_scale or 0.0
-        require(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
+        for name, condition, allowed in (
+            ("init_scale", _fp32(self.init_scale), SCALES),
+            ("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "an integer of 1 or more"),
+            ("hysteresis", self.hysteresis >= 1, "an integer of 1 or more"),
+            ("min_scale", self.min_scale is None or _fp32(self.min_scale), f"{SCALES}, or None"),
+            ("max_scale", self.max_scale is None or self.max_scale >= floor, "a number of at least min_scale"),
+        ):
+            require(condition, name, getattr(self, name), allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +185,13 @@ class Precision:
         """
         changed = self
         if masters is not None:
-            _require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
+            require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
             allowed = "nothing, because the mode has no masters; 16-naive, bf16-naive and O2 have"
-            _require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
+            require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
             changed = replace(changed, masters="remainder" if masters == "remainder" else True)
         if grad_dtype is not None:
             dtype = as_dtype("grad_dtype", grad_dtype)
-            _require(
+            require(
                 dtype is self.weights or (dtype is torch.float32 and self.weights.itemsize < 4),
                 "grad_dtype",
                 grad_dtype,
@@ -225,11 +224,6 @@ class Precision:
             return _parse_options({"mode": value})  # at its default level
         known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
         raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:

@@ -11,7 +11,7 @@ from pool import on_ranks
 
 import paramp
 from paramp.base.errors import CheckpointError
-from paramp.checkpoint import async_save
+from paramp.checkpoint import dcp_storage
 from paramp.checkpoint.atomic_dir import problems
 
 
@@ -37,7 +37,7 @@ def step(engine, seed=0):
 
 @on_ranks(2, cuda=True)
 def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
-    held, write = threading.Event(), async_save.write
+    held, write = threading.Event(), dcp_storage.write
 
     def slow_write(*arguments):
         assert held.wait(60)
@@ -47,7 +47,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         folder = shared_folder()
         engine = linear_engine()
         step(engine)
-        async_save.write = slow_write
+        dcp_storage.write = slow_write
         try:
             engine.save(folder / "saved", wait=False)
             expected = engine.full_state_dict()
@@ -57,7 +57,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
             held.set()
             engine.finish_saving()
         finally:
-            async_save.write = write
+            dcp_storage.write = write
         assert not torch.equal(engine.full_state_dict()["0.weight"], expected["0.weight"])
         other = linear_engine(1)
         other.load(folder / "saved")

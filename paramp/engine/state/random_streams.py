@@ -15,7 +15,7 @@ from ...checkpoint.header import Header
 from ...checkpoint.json_codec import decode, encode
 from ...distributed.context import ParallelContext
 from ...distributed.rng import RandomStream, derive_seed, random_states, set_random_states
-from ...parallel.pipeline import Stages
+from ...parallel.stage import Stages
 
 __all__ = ["RandomStreams", "saved_layout"]
 

@@ -5,10 +5,11 @@
         scaled_loss.backward()
     optimizer.step()
 
-Four levels say what is in which precision (:data:`paramp.precision.foreign_options.OPT_LEVELS`): O0 everything in fp32; O1 fp32 weights
-and operations that are cast; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything in fp16.
+Four levels set what is in which precision (:data:`paramp.precision.foreign_options.OPT_LEVELS`): O0 everything in fp32;
+O1 fp32 weights and operations that are cast; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything in
+fp16.
 
-What happens to a gradient. :func:`scale_loss` hands out the loss times its scale, and the backward leaves gradients in
+The way of a gradient. :func:`scale_loss` hands out the loss times its scale, and the backward leaves gradients in
 the model's weights. When the ``with`` block ends, they are brought to their parameters' placements, copied to the
 masters in fp32 where there are any, checked, and divided by the scale; what earlier losses left there, unscaled, is
 added. All ranks then agree in one all-reduce of a flag, and after an overflow anywhere each optimizer's next ``step()``
@@ -28,9 +29,9 @@ from .casts import (
     register_half_function,
     register_promote_function,
 )
+from .errors import AmpError
 from .frontend import initialize, load_state_dict, master_params, reset, state_dict
 from .scaling import scale_loss
-from .session import AmpError
 from .session import state as _amp_state
 
 __all__ = [

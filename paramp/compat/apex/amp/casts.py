@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .session import AmpError, state
+from .errors import AmpError
+from .session import state
 
 __all__ = [
     "disable_casts",

@@ -15,9 +15,12 @@ from ....base.errors import ConfigError
 from ....precision.foreign_options import OPT_LEVELS, Properties, apex_properties
 from ....precision.policy import AMP_TYPE, LossScaling, Precision
 from .casts import patch_registered
-from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
+from .errors import AmpError
+from .loss_scaler import LossScaler
+from .models import AmpForward, Casts, cast_models, check_models
 from .optimizers import ApexOptimizer, check_optimizers
-from .session import AmpError, LossScaler, Session, say, state
+from .session import Session, print_on_main, state
+from .state_dicts import keep_state_dicts_fp32
 
 __all__ = ["initialize", "load_state_dict", "master_params", "reset", "state_dict"]
 
@@ -90,18 +93,14 @@ def initialize(
         "min_loss_scale": min_loss_scale,
         "max_loss_scale": max_loss_scale,
     }
-    try:
-        properties = apex_properties(opt_level, **overrides)  # type: ignore[arg-type]
-        precision = Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
-    except ConfigError as error:
-        raise AmpError(str(error)) from None
+    properties, precision = _parse(opt_level, overrides, options)
     model_list = _as_list("models", models)
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
     check_models(model_list, cast=precision.weights is not torch.float32)
     check_optimizers(optimizer_list)
 
     state.initialized, state.verbosity = True, verbosity
-    _tell(opt_level, overrides, properties)
+    _print_options(opt_level, overrides, properties)
     scaling = precision.scaling or LossScaling.static(1.0)
     dynamic = properties.loss_scale == "dynamic"
     scalers = [LossScaler(loss_id, scaling, dynamic=dynamic) for loss_id in range(num_losses)]
@@ -111,6 +110,19 @@ def initialize(
     if optimizers is None:
         return prepared
     return prepared, (optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers)
+
+
+def _parse(opt_level: str, overrides: dict[str, Any], options: Mapping[str, Any]) -> tuple[Properties, Precision]:
+    """What ``opt_level`` with its overrides means, in Apex's terms and as a mode.
+
+    Raises:
+        AmpError: an impossible argument.
+    """
+    try:
+        properties = apex_properties(opt_level, **overrides)
+        return properties, Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
+    except ConfigError as error:
+        raise AmpError(str(error)) from None
 
 
 def _as_list(name: str, given: Any) -> list[Any]:
@@ -145,14 +157,14 @@ def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, c
         session.undo += patch_registered()
 
 
-def _tell(opt_level: str, overrides: Mapping[str, Any], properties: Properties) -> None:
+def _print_options(opt_level: str, overrides: Mapping[str, Any], properties: Properties) -> None:
     def table(values: Mapping[str, Any]) -> str:
         return "".join(f"\n  {name:22}: {value}" for name, value in values.items())
 
-    say(f"amp: opt_level {opt_level}, whose options are{table(asdict(OPT_LEVELS[opt_level]))}")
+    print_on_main(f"amp: opt_level {opt_level}, whose options are{table(asdict(OPT_LEVELS[opt_level]))}")
     changed = {name: value for name, value in overrides.items() if value is not None}
     if changed:
-        say(f"amp: after the overrides of {', '.join(changed)} they are{table(asdict(properties))}")
+        print_on_main(f"amp: after the overrides of {', '.join(changed)} they are{table(asdict(properties))}")
 
 
 def reset() -> None:

@@ -1,7 +1,6 @@
-"""Models under amp: what is refused, the cast of their weights, their forward, and their fp32 state dict.
+"""Models under amp: what is refused, the cast of their weights, and their forward.
 
-A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out, and its
-modules' state dicts are in fp32: they hold the masters' values, and loading one sets masters and weights.
+A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -18,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ....base.module_surgery import cast_parameters
-from ....precision.autocast import computing
-from ....precision.capabilities import has_native_fp16
-from ....precision.fp16_emulation import emulate_fp16
+from ....engine.compute_context import ComputeContext, emulates_fp16
 from ....precision.policy import Precision
-from .session import AmpError, Session, state
+from .errors import AmpError
+from .session import state
+from .weights import is_low
 
-__all__ = ["AmpForward", "Casts", "cast_models", "check_models", "emulating", "is_low", "keep_state_dicts_fp32"]
+__all__ = ["AmpForward", "Casts", "cast_models", "check_models", "compute_context"]
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
@@ -55,11 +53,6 @@ def check_models(models: Sequence[object], *, cast: bool) -> None:
                     )
 
 
-def is_low(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds floating-point numbers of less than 32 bits."""
-    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
-
-
 def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Cast the weights of ``models``; what they have in common stays in common.
 
@@ -70,9 +63,6 @@ def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple
     before = dict(together.named_parameters(remove_duplicate=False))
     cast_parameters(together, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
     return [(before[name], new) for name, new in together.named_parameters() if new is not before[name]]
-
-
-# ------------------------------------------------------------------------------------------------------- the forward
 
 
 @dataclass(frozen=True)
@@ -106,17 +96,14 @@ class AmpForward:
             args, kwargs = _map_cast((args, kwargs), casts.inputs)
         active = state.session is None or state.session.casts_active
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        with (
-            emulating(casts.precision, device),
-            computing(casts.precision, device.type) if active else nullcontext(),
-        ):
+        with compute_context(casts.precision, device).enter(autocast=active):
             output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         return _map_cast(output, casts.outputs)
 
 
-def emulating(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """A context for forwards and backwards in which fp16 products run in fp32, where ``device`` has no fp16 ones."""
-    return emulate_fp16(precision.compute is torch.float16 and not has_native_fp16(device))
+def compute_context(precision: Precision, device: torch.device) -> ComputeContext:
+    """What forwards and backwards on ``device`` compute in."""
+    return ComputeContext(precision, device, emulate=emulates_fp16(precision, device))
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -159,47 +146,3 @@ def _has_to(value: object) -> bool:
 
 def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
-
-
-# --------------------------------------------------------------------------------------------------- the state dict
-
-
-def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
-    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""
-    for module in nn.ModuleList(models).modules():
-        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
-            module.register_state_dict_post_hook(_widen_state)
-            module.register_load_state_dict_pre_hook(_load_masters)
-            module.register_load_state_dict_post_hook(_note_versions)
-
-
-def _session_slots() -> Mapping[int, Any]:
-    session: Session | None = state.session
-    return {} if session is None else session.slots
-
-
-def _widen_state(module: nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    slots = _session_slots()
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        saved = destination.get(prefix + name)
-        if tensor is None or saved is None or isinstance(saved, nn.Parameter) or not is_low(saved):
-            continue  # a parameter itself, and no copy of its values, was asked for with keep_vars=True
-        slot = slots.get(id(tensor))
-        destination[prefix + name] = saved.float() if slot is None else slot.full_precision()
-
-
-@torch.no_grad()
-def _load_masters(module: nn.Module, source: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    slots = _session_slots()
-    for name, parameter in module._parameters.items():
-        slot = slots.get(id(parameter))
-        value = source.get(prefix + name)
-        if slot is not None and slot.has_master and value is not None and value.shape == slot.stepped.shape:
-            slot.stepped.copy_(value)
-
-
-def _note_versions(module: nn.Module, _incompatible: Any) -> None:
-    slots = _session_slots()
-    for parameter in module._parameters.values():
-        if id(parameter) in slots:
-            slots[id(parameter)].note_version()

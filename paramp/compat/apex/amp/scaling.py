@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....precision.autocast import widening
-from .models import emulating
-from .optimizers import ApexOptimizer, OptimizerState, adopt_changes, unscale_
-from .session import AmpError, LossScaler, Session, state
+from .errors import AmpError
+from .loss_scaler import LossScaler
+from .models import compute_context
+from .optimizers import ApexOptimizer
+from .session import Session, state
+from .weights import AmpWeight, take_up_changes, unscale_
 
 __all__ = ["scale_loss"]
 
@@ -59,30 +61,37 @@ def scale_loss(
         raise AmpError(f"amp.scale_loss: got a loss {loss!r}, expected a floating-point tensor, or None")
     scaler = _scaler_of(loss_id, session)
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    records = [ApexOptimizer.of(optimizer, session) for optimizer in given]
-    slots = list(dict.fromkeys(slot for record in records for slot in record.slots))
+    stepping = [ApexOptimizer.of(optimizer, session) for optimizer in given]
+    weights = list(dict.fromkeys(weight for optimizer in stepping for weight in optimizer.weights))
     found_inf = torch.zeros((), device=session.device)
     scale = scaler.loss_scale()
+    if not all(weight.checked for weight in weights):
+        take_up_changes(weights, session.current_ids())
+    unscaled_others = _unscale_others(weights, scale, found_inf)
+    with _backward(session, weights, scale):
+        yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+    if not delay_unscale:
+        unscale_(weights, scale, found_inf)
+    if not delay_unscale or unscaled_others:
+        scaler.add_findings(found_inf, stepping)
+    if not delay_unscale and not delay_overflow_check:
+        scaler.agree()
 
-    adopt_changes(slots, session)
-    unscaled_others = _unscale_others(slots, scale, found_inf)
-    fresh = [slot for slot in slots if slot.scale is None]
-    for slot in fresh:
-        slot.begin(scale)
+
+@contextmanager
+def _backward(session: Session, weights: Sequence[AmpWeight], scale: float) -> Iterator[None]:
+    """What the backward of a loss that is multiplied by ``scale`` runs in. If it fails, gradients are as before it."""
+    for weight in weights:
+        if weight.scale is None:  # else it holds a delayed gradient of this scale, to which the backward adds
+            weight.begin(scale)
     try:
         # The backward needs the forward's contexts as well: for its fp16 products, and where checkpointing recomputes.
-        with emulating(session.precision, session.device), widening(session.precision, session.device.type):
-            yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+        with compute_context(session.precision, session.device).enter():
+            yield
     except BaseException:
-        for slot in slots:
-            slot.give_up()
+        for weight in weights:
+            weight.give_up()
         raise
-    if not delay_unscale:
-        unscale_(slots, scale, found_inf)
-    if not delay_unscale or unscaled_others:
-        scaler.note(found_inf, records)
-    if not delay_unscale and not delay_overflow_check:
-        scaler.judge()
 
 
 def _scaler_of(loss_id: int, session: Session) -> LossScaler:
@@ -95,12 +104,16 @@ def _scaler_of(loss_id: int, session: Session) -> LossScaler:
     return session.loss_scalers[loss_id]
 
 
-def _unscale_others(slots: Iterable[OptimizerState], scale: float, found_inf: torch.Tensor) -> bool:
-    """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix; if there are."""
-    others: dict[float, list[OptimizerState]] = defaultdict(list)
-    for slot in slots:
-        if slot.scale is not None and slot.scale != scale:
-            others[slot.scale].append(slot)
+def _unscale_others(weights: Iterable[AmpWeight], scale: float, found_inf: torch.Tensor) -> bool:
+    """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix.
+
+    Returns:
+        Whether there were any.
+    """
+    others: dict[float, list[AmpWeight]] = defaultdict(list)
+    for weight in weights:
+        if weight.scale is not None and weight.scale != scale:
+            others[weight.scale].append(weight)
     for other, delayed in others.items():
         unscale_(delayed, other, found_inf)
     return bool(others)

@@ -2,90 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....base.errors import ConfigError
-from ....optim.loss_scaler import DistributedGradScaler
 from ....precision.foreign_options import Properties
-from ....precision.policy import LossScaling, Precision
+from ....precision.policy import Precision
+from .errors import AmpError
+from .loss_scaler import LossScaler
+from .weights import AmpWeight
 
-if TYPE_CHECKING:
-    from .optimizers import ApexOptimizer, OptimizerState
-
-__all__ = ["AmpError", "AmpState", "LossScaler", "Session", "say", "state"]
-
-
-class AmpError(ConfigError, RuntimeError):
-    """A mistake in the use of amp. Also a ``RuntimeError``, which is what Apex raises."""
-
-
-class LossScaler:
-    """The scale of one loss, and what its last backwards found.
-
-    Args:
-        loss_id: its number in messages.
-        dynamic: whether the scale moves; an overflow skips the step in either case.
-    """
-
-    def __init__(self, loss_id: int, scaling: LossScaling, *, dynamic: bool) -> None:
-        # Apex begins at the ceiling where that is below the usual first scale.
-        first = min(scaling.init_scale, scaling.max_scale or scaling.init_scale)
-        # On the CPU: the one value that comes from the device is the flag, and the host has to see that in any case.
-        self._scaler = DistributedGradScaler("cpu", **asdict(replace(scaling, init_scale=first)))
-        self.loss_id = loss_id
-        self.dynamic = dynamic
-        self._found_inf: torch.Tensor | None = None
-        self._optimizers: list[ApexOptimizer] = []
-
-    def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by."""
-        return self._scaler.get_scale()
-
-    @property
-    def unskipped(self) -> int:
-        """Backwards without overflow since the last overflow or growth."""
-        return self._scaler._get_growth_tracker()
-
-    _loss_scale = property(loss_scale)  # the names under which scripts have read Apex's
-    _unskipped = unskipped
-
-    def load(self, loss_scale: float, unskipped: int) -> None:
-        """Go on from a saved scale."""
-        self._scaler.load_state_dict(
-            {**self._scaler.state_dict(), "scale": float(loss_scale), "_growth_tracker": int(unskipped)}
-        )
-
-    def note(self, found_inf: torch.Tensor, optimizers: Iterable[ApexOptimizer]) -> None:
-        """Remember what a backward found (0 or 1, this rank's) for the gradients of ``optimizers``."""
-        self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
-        self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-
-    def awaits(self, optimizer: ApexOptimizer) -> bool:
-        """Whether gradients of ``optimizer`` were noted and not judged yet."""
-        return optimizer in self._optimizers
-
-    def judge(self) -> None:
-        """Agree with all ranks on what was noted, move the scale, and tell the optimizers to skip if need be."""
-        assert self._found_inf is not None
-        self._scaler.agree_(self._found_inf)
-        overflow = bool(self._found_inf > 0)
-        before = self.loss_scale()
-        if self.dynamic:
-            self._scaler.update_from_flag(torch.tensor(float(overflow)))
-        else:
-            self.load(before, 0 if overflow else self.unskipped + 1)
-        if overflow:
-            after = self.loss_scale()
-            what = f"reducing loss scale to {after}" if after < before else f"keeping loss scale {after}"
-            for optimizer in self._optimizers:
-                optimizer.overflows[self.loss_id] = what
-        self._found_inf, self._optimizers = None, []
+__all__ = ["AmpState", "Session", "print_on_main", "state"]
 
 
 @dataclass(eq=False)
@@ -96,7 +26,7 @@ class Session:
     properties: Properties
     loss_scalers: list[LossScaler]
     models: Sequence[nn.Module]
-    slots: dict[int, OptimizerState] = field(default_factory=dict)
+    weights: dict[int, AmpWeight] = field(default_factory=dict)
     """Every parameter that an optimizer steps, by the ``id`` of the model's weight."""
     device: torch.device = field(init=False)
     """Where the first model computes."""
@@ -108,6 +38,10 @@ class Session:
     def __post_init__(self) -> None:
         parameters = (parameter for model in self.models for parameter in model.parameters())
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def current_ids(self) -> set[int]:
+        """``id`` of every parameter that the models have now."""
+        return {id(parameter) for model in self.models for parameter in model.parameters()}
 
 
 class AmpState:
@@ -143,7 +77,7 @@ class AmpState:
 state = AmpState()
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Print ``text`` on the main rank, unless ``verbosity`` is 0."""
     main = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
     if main and state.verbosity > 0:
