@@ -145,18 +145,10 @@ class Replicas:
             weight = part_of[param.name]
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
-<<<<<<< HEAD
                 group, tie = self._group(set(group.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
-            masters = buffer.masters if buffer.remainders is None else buffer.remainders
-            if masters is not None:
-                parts.append(_Part(MASTER, param.name, group, partial(_one, masters[buffer.own_range(param)]), tie))
-            parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
-=======
-                sharing, tie = self._sharing(set(sharing.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
             for stored in buffer.masters.state:
-                parts.append(_Part(MASTER, param.name, sharing, partial(_one, stored[buffer.own_range(param)]), tie))
-            parts.append(_Part(STATE, param.name, sharing, partial(_states, self._optimizer, stepped), tie))
->>>>>>> h/checkpoint
+                parts.append(_Part(MASTER, param.name, group, partial(_one, stored[buffer.own_range(param)]), tie))
+            parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
         return parts
 
     def _stage_of(self, rank: int) -> int:
