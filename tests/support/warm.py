@@ -43,7 +43,7 @@ PRELOADED = (
         "pytest",
         "rich.live",
     ),
-    *("torch.distributed.elastic.agent.server.local_elastic_agent", "torch.optim", "logging.handlers", "tomllib"),
+    *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "rich.live", "tomllib"),
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
 )
 

@@ -1,6 +1,6 @@
 """Random configurations and command lines: each is accepted, or refused in one line that names the key.
 
-``PARAMP_FULL=1`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
+``make test-all`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import runpy
 import typing
@@ -17,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from commands import ROOT
-from hypothesis import HealthCheck, assume, given, settings
+from families import SEED, family, number
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
@@ -31,18 +31,18 @@ from paramp.models import GPT
 from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
 
-FULL = os.environ.get("PARAMP_FULL") == "1"
 TRAIN_SCRIPT = runpy.run_path(str(ROOT / "launch/train.py"), run_name="train")
 
 
 def fuzz(short: int, full: int):
-    return settings(
-        max_examples=full if FULL else short,
-        derandomize=True,
+    chosen = settings(
+        max_examples=number(short, full),
+        derandomize=not SEED,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+    return lambda test: family(seed(SEED)(chosen(test)) if SEED else chosen(test))
 
 
 # ------------------------------------------------------------------------------------------------------- what is drawn
