@@ -94,14 +94,14 @@ def test_an_engine_saves_where_its_loaders_are(world):
 
 
 STEPS = 20
-WHOLE = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
+COMMAND = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run of one process that nobody disturbs, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
-    result = python(*WHOLE, "--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log"))
+    result = python(*COMMAND, "--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log"))
     assert result.returncode == 0, result.stderr
     return folder, losses(folder / "log")
 
@@ -111,7 +111,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     with (folder / "step-00000020" / "rank-00000.safetensors").open("r+b") as file:
         file.truncate(1000)
-    command = [*WHOLE, "--checkpoint-dir", str(folder)]
+    command = [*COMMAND, "--checkpoint-dir", str(folder)]
     result = python(*command, "--log-dir", str(log))
     assert result.returncode == 0, result.stderr
     assert "resume: skipped: " in result.stdout
@@ -130,7 +130,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
     """SIGTERM to the script that has started its ranks; then one data rank in place of two."""
     folder = tmp_path / "checkpoints"
     options = ["--checkpoint-dir", str(folder), "--log-dir", str(tmp_path / "log")]
-    with Run([PYTHON, *WHOLE, *options, "--dp", "2", "--checkpoint-every", "2"], tmp_path / "out") as run:
+    with Run([PYTHON, *COMMAND, *options, "--dp", "2", "--checkpoint-every", "2"], tmp_path / "out") as run:
         assert run.wait_for((folder / "step-00000002").exists), run.log.read_text()
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 143, run.log.read_text()
@@ -139,7 +139,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
     assert f"saved {stopped}" in text
     assert "by signal 15; --resume auto continues from there" in text
     assert not problems(stopped)
-    result = python(*WHOLE, *options)
+    result = python(*COMMAND, *options)
     assert result.returncode == 0, result.stderr
     assert "1 data ranks, at first 2: gradient_accumulation = 2 keeps the global batch of 16" in result.stdout
     assert f"resumed from {stopped}" in result.stdout
