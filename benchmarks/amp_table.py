@@ -257,7 +257,7 @@ def show_layouts(results: dict[str, Any]) -> None:
 
 
 def mode_of(name: str) -> str:
-    """The mode that ``name`` is a spelling of. One of the document's has a row of its own under the document's name.
+    """The mode that ``name`` means. One of the document's has a row of its own under the document's name.
 
     Raises:
         ConfigError: there is none.

@@ -22,7 +22,7 @@ def test_defaults():
     assert config.clip_grad_norm is None
 
 
-def test_the_colossalai_spelling():
+def test_the_configuration_of_colossalai():
     config = load(
         {
             "BATCH_SIZE": 128,
@@ -371,14 +371,14 @@ def test_unknown_names_in_a_python_file_are_errors_too(tmp_path):
         load(path)
 
 
-def test_a_config_made_directly_takes_the_same_spellings():
+def test_a_config_made_directly_takes_the_same_values():
     config = Config(precision="16-mixed", parallel={"tensor": 2})
     assert config == load({"precision": "16-mixed", "parallel": {"tensor": 2}})
     with pytest.raises(paramp.ConfigError, match="precision: got 'fp17'"):
         Config(precision="fp17")
 
 
-def test_both_spellings_of_precision_in_one_file_are_refused_over_defaults_too():
+def test_both_keys_of_precision_in_one_file_are_refused_over_defaults_too():
     both = {"precision": "32-true", "fp16": {"mode": AMP_TYPE.NAIVE}}
     with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
         load(merge({"precision": "16-mixed"}, both))

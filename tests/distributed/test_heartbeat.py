@@ -1,12 +1,11 @@
 """A rank that is stopped in any phase is named by every other; one that fails is heard once; no other job is ended."""
 
 import json
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-from commands import run, torchrun
+from commands import PYTHON, run, torchrun
 from torch.distributed import HashStore
 
 from paramp.distributed import heartbeat as module
@@ -23,7 +22,7 @@ CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait",
 def said(tmp_path_factory):
     """What each rank of each case wrote, and its exit code; all cases run at once."""
     folder = tmp_path_factory.mktemp("said")
-    result = run([sys.executable, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
+    result = run([PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
     assert result.returncode == 0, result.stderr
     codes = json.loads((folder / "codes.json").read_text())
     return {case: [((folder / f"{case}.{rank}").read_text(), codes[case][rank]) for rank in range(3)] for case in CASES}

@@ -1,6 +1,6 @@
 """Random configurations and command lines: each is accepted, or refused in one line that names the key.
 
-``PARAMP_FULL=1`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
+``make test-all`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import typing
 from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from families import SEED, family, number
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
@@ -33,17 +33,16 @@ from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScali
 from paramp.tools.flags import FLAGS
 from paramp.tools.train_config import configure
 
-FULL = os.environ.get("PARAMP_FULL") == "1"
-
 
 def fuzz(short: int, full: int):
-    return settings(
-        max_examples=full if FULL else short,
-        derandomize=True,
+    chosen = settings(
+        max_examples=number(short, full),
+        derandomize=not SEED,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+    return lambda test: family(seed(SEED)(chosen(test)) if SEED else chosen(test))
 
 
 # ------------------------------------------------------------------------------------------------------- what is drawn
