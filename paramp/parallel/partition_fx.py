@@ -71,16 +71,16 @@ class TracedPartition:
         closed: set[str] = set()
         while True:
             weights = {name: 1 + multiplied_parameters(unit) for name, unit in self.units}
-            norm_weight = sum(weights.values()) / num_stages
+            average = sum(weights.values()) / num_stages
             few = len(weights) < num_stages
             if not few:
                 stages = plan_stages(self.units, num_stages)
-                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * norm_weight:
+                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * average:
                     return
             heavy = [
                 name
                 for name, unit in self.units
-                if name not in closed and _may_open(unit) and (few or weights[name] > norm_weight / 2)
+                if name not in closed and _may_open(unit) and (few or weights[name] > average / 2)
             ]
             if not heavy:
                 return
