@@ -1,4 +1,4 @@
-"""Models that are not sequential. Not in the tests' own file, whose assertions pytest rewrites."""
+"""Models that are hard to partition into stages. Not in the tests' own file, whose assertions pytest rewrites."""
 
 import torch
 from torch import nn
@@ -101,3 +101,23 @@ class Nested(nn.Module):
 
     def forward(self, x):
         return self.inside(x) * 0.5
+
+
+def awkward_model(seed=0):
+    """A module used three times across stages, a stage that begins in place, and one that ends in a transpose."""
+
+    class Transpose(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2)
+
+    torch.manual_seed(seed)
+    again = nn.Linear(4, 4)
+    return nn.Sequential(
+        again, Transpose(), nn.ReLU(inplace=True), Transpose(), again, nn.ReLU(inplace=True), nn.Linear(4, 4), again
+    )
+
+
+def build(kind):
+    """``kind()``, with the same random weights each time."""
+    torch.manual_seed(3)
+    return kind()
