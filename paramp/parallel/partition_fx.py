@@ -71,16 +71,16 @@ class TracedPartition:
         closed: set[str] = set()
         while True:
             weights = {name: 1 + multiplied_parameters(unit) for name, unit in self.units}
-            norm_weight = sum(weights.values()) / num_stages
+            average = sum(weights.values()) / num_stages
             few = len(weights) < num_stages
             if not few:
                 stages = plan_stages(self.units, num_stages)
-                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * norm_weight:
+                if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * average:
                     return
             heavy = [
                 name
                 for name, unit in self.units
-                if name not in closed and _may_open(unit) and (few or weights[name] > norm_weight / 2)
+                if name not in closed and _may_open(unit) and (few or weights[name] > average / 2)
             ]
             if not heavy:
                 return
@@ -94,19 +94,21 @@ class TracedPartition:
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
-        chunks = {mode: _partition(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
+        stage_graphs = {mode: _partition_graph(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
         names_of: dict[int, list[str]] = {}
         for name, module in self._modules.items():
             names_of.setdefault(id(module), []).append(name)
         kept: list[set[str]] = []
         for stage in range(len(plan)):
-            used = [node for mode in chunks for node in chunks[mode][stage].nodes]
+            used = [node for mode in stage_graphs for node in stage_graphs[mode][stage].nodes]
             called = [str(node.target) for node in used if node.op == "call_module"]
             got = [str(node.target) for node in used if node.op == "get_attr"]
             kept.append({*got, *(alias for name in called for alias in names_of[id(self._modules[name])])})
         kept[0].update(names_outside(self._model, set().union(*kept)))  # what no stage uses is kept too
         return [
-            _stage_module(self._model, kept[stage], {mode: chunks[mode][stage] for mode in chunks}, stage, self.opened)
+            _stage_module(
+                self._model, kept[stage], {mode: stage_graphs[mode][stage] for mode in stage_graphs}, stage, self.opened
+            )
             for stage in range(len(plan))
         ]
 
@@ -140,39 +142,41 @@ def _stage_module(
 # ------------------------------------------------------------------------------------------------------- the graph
 
 
-def _partition(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
+def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
     """``graph`` as ``num_stages`` graphs; each takes what the one before returns, a tuple of values."""
     nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each graph gets attributes for itself
     reached = 0
-    place: dict[fx.Node, int] = {}
+    stage_at: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op == "call_module":
             reached = max(reached, stage_of.get(str(node.target), 0))
-        place[node] = num_stages - 1 if node.op == "output" else reached
-    last_use = {node: max((place[user] for user in node.users if user in place), default=place[node]) for node in nodes}
-    chunks = []
+        stage_at[node] = num_stages - 1 if node.op == "output" else reached
+    last_use = {
+        node: max((stage_at[user] for user in node.users if user in stage_at), default=stage_at[node]) for node in nodes
+    }
+    stage_graphs = []
     for stage in range(num_stages):
-        received = [node for node in nodes if place[node] < stage <= last_use[node]]
-        sent = [node for node in nodes if place[node] <= stage < last_use[node]]
-        own = [node for node in nodes if place[node] == stage]
-        chunks.append(_submodule(own, received, sent if stage < num_stages - 1 else None))
-    return chunks
+        received = [node for node in nodes if stage_at[node] < stage <= last_use[node]]
+        sent = [node for node in nodes if stage_at[node] <= stage < last_use[node]]
+        own = [node for node in nodes if stage_at[node] == stage]
+        stage_graphs.append(_stage_graph(own, received, sent if stage < num_stages - 1 else None))
+    return stage_graphs
 
 
-def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> fx.Graph:
-    chunk = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {node: chunk.placeholder(node.name) for node in received}
+def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> fx.Graph:
+    stage_graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: stage_graph.placeholder(node.name) for node in received}
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
             assert node.op == "get_attr"
-            copies[node] = chunk.node_copy(node)
+            copies[node] = stage_graph.node_copy(node)
         return copies[node]
 
     for node in own:
         for argument in node.all_input_nodes:
             copied(argument)
-        copies[node] = chunk.node_copy(node, copied)
+        copies[node] = stage_graph.node_copy(node, copied)
     if sent is not None:
-        chunk.output(tuple(copies[node] for node in sent))
-    return chunk
+        stage_graph.output(tuple(copies[node] for node in sent))
+    return stage_graph

@@ -116,9 +116,8 @@ class Joined:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = list(parts)
-        self._copies: list[
-            tuple[nn.Module, nn.Module, list[str]]
-        ] = []  # (a part's copy, the joint module, names of shared children)
+        # Each a part's copy of a module, the joint one, and the names of the children that they share.
+        self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []
         self.module = self._join(self.parts)
         if len(self.parts) > 1:
             self.module.__dict__["forward"] = _refuse_to_run

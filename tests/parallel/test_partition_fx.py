@@ -1,4 +1,4 @@
-"""Cutting models that are not sequential, against a plain torch loop on the model itself."""
+"""Partitions of models that are not sequential, against a plain torch loop on the model itself."""
 
 import random
 
@@ -9,7 +9,7 @@ from pool import on_ranks
 from reference import rank_slice
 from torch import nn
 from torch.nn import functional as F
-from traceable import Decoder, Nested, UNet
+from traceable import Decoder, Nested, UNet, build
 
 import paramp
 from paramp.parallel.partition import plan_stages
@@ -28,11 +28,6 @@ LAYOUTS = {
     "pp4": {"pipeline": {"size": 4, "microbatches": 4}},
     "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2, "schedule": "gpipe"}, "tensor": 2},
 }
-
-
-def build(kind):
-    torch.manual_seed(3)
-    return kind()
 
 
 def samples(kind, count):

@@ -7,6 +7,7 @@ import torch
 from pool import on_ranks
 from reference import small_gpt
 from torch import nn
+from traceable import awkward_model
 
 import paramp
 from paramp.parallel.partition import SequentialPartition, is_sequential, plan_stages, units
@@ -186,20 +187,6 @@ def test_modules_that_come_again_are_kept():
     parts = SequentialPartition(model).stages(plan_stages(list(units(model)), 2, ["3"]))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(parts[1](parts[0](x)), model(x))
-
-
-def awkward_model(seed=0):
-    """A module used three times across stages, a stage that begins in place, and one that ends in a transpose."""
-
-    class Transpose(nn.Module):
-        def forward(self, x):
-            return x.transpose(1, 2)
-
-    torch.manual_seed(seed)
-    again = nn.Linear(4, 4)
-    return nn.Sequential(
-        again, Transpose(), nn.ReLU(inplace=True), Transpose(), again, nn.ReLU(inplace=True), nn.Linear(4, 4), again
-    )
 
 
 @on_ranks(4)

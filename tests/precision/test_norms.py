@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from pool import on_each_device, on_ranks
 from reference import batches, small_gpt
-from test_partition_fx import UNet, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrize
+from traceable import UNet, build
 
 import paramp
 from paramp import algorithms, functional

@@ -1,4 +1,4 @@
-"""Models that are not sequential. Not in the tests' own file, whose assertions pytest rewrites."""
+"""Models that are hard to partition into stages. Not in the tests' own file, whose assertions pytest rewrites."""
 
 import torch
 from torch import nn
@@ -35,12 +35,12 @@ class UNet(nn.Module):
         batch, length, _ = x.shape
         assert length <= 16, "too long"
         start = self.norm(self.inner(x)) * self.gain
-        first, norm_weight = self.down1(start)
+        first, positive = self.down1(start)
         second, _ = self.down2(self.norm(first))
         bottom, _ = self.middle(second)
         up = self.join2(torch.cat([bottom, second], -1))
         up += self.table[:length].view(1, length, 1)
-        up = self.norm(self.join1(torch.cat([up, first], -1))) + norm_weight
+        up = self.norm(self.join1(torch.cat([up, first], -1))) + positive
         up = up * self.gain + torch.arange(length, device=x.device).view(1, -1, 1) / scale
         return self.head(up.reshape(batch, length, -1) + x.mean(-1, keepdim=True))
 
@@ -101,3 +101,23 @@ class Nested(nn.Module):
 
     def forward(self, x):
         return self.inside(x) * 0.5
+
+
+def awkward_model(seed=0):
+    """A module used three times across stages, a stage that begins in place, and one that ends in a transpose."""
+
+    class Transpose(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2)
+
+    torch.manual_seed(seed)
+    again = nn.Linear(4, 4)
+    return nn.Sequential(
+        again, Transpose(), nn.ReLU(inplace=True), Transpose(), again, nn.ReLU(inplace=True), nn.Linear(4, 4), again
+    )
+
+
+def build(kind):
+    """``kind()``, with the same random weights each time."""
+    torch.manual_seed(3)
+    return kind()

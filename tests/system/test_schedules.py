@@ -12,9 +12,9 @@ from families import cases as chosen
 from matrix import README, SCHEDULE_MODES, from_small_scale, marks_of, replace_table, table
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
-from test_pipeline import awkward_model
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
+from traceable import awkward_model
 
 import paramp
 from paramp.config.schedules import SCHEDULES
