@@ -32,7 +32,7 @@ from paramp.data.bigram import bigram_loss
 from paramp.data.corpus import Corpus, load_corpus
 from paramp.data.sampling import held_out_windows, training_windows
 from paramp.distributed.collectives import gather_objects
-from paramp.distributed.context import is_echo
+from paramp.distributed.failures import is_echo
 from paramp.distributed.launcher_env import find_place, rank_by_any_variable
 from paramp.distributed.local_launcher import reported_by_rank_0, start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, accumulation_for, find

@@ -29,7 +29,8 @@ from ...base.errors import ConfigError, LaunchError, nearest, shown
 from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ...config.files import load, merge, read_file
 from ...config.schema import Config, ParallelConfig, PipelineConfig
-from ...distributed.context import ParallelContext, is_echo
+from ...distributed.context import ParallelContext
+from ...distributed.failures import is_echo
 from ...distributed.launcher_env import rank_by_any_variable
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import reported_by_rank_0
