@@ -144,7 +144,7 @@ class Heartbeat:
             )
             self._store.compare_set(REPORT, "", json.dumps({"silent": text}))
             self._end(text)
-        elif self._leader == self._rank and (beats := self._monitor.stuck()):
+        elif self._leader == self._rank and (beats := self._monitor.stuck(2 * self._interval)):
             write_stderr(describe_stuck(beats, self._timeout))
 
     def _next_beat(self) -> Beat:

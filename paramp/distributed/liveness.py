@@ -71,14 +71,18 @@ class LivenessMonitor:
             return {}
         return {rank: found for rank, found in silence.items() if found[0] > self._timeout - tolerance}
 
-    def stuck(self) -> dict[int, Beat]:
+    def stuck(self, patience: float = float("inf")) -> dict[int, Beat]:
         """Every rank's last beat if none made progress for the time-out; then nothing until it has passed again.
 
         Ranks that never began are not stuck: their program does not report its phases.
+
+        Args:
+            patience: seconds after which a beat is overdue; such a rank may prove silent, which explains the rest.
         """
         beats = {rank: beat for rank, (_, beat) in self._last.items()}
         begun = any(beat.record != SETUP for beat in beats.values())
-        if not begun or self._now - self._progressed <= self._timeout:
+        overdue = any(self._now - since > patience for since, _ in self._last.values())
+        if overdue or not begun or self._now - self._progressed <= self._timeout:
             return {}
         self._progressed = self._now
         return beats

@@ -127,11 +127,18 @@ def test_a_job_without_progress_is_reported_after_each_timeout():
         if monitor.stuck():
             reported.append(now)
     assert reported == [11, 22, 33]
-    monitor.update(
-        {0: Beat(40, ProgressRecord("data", step=4)), 1: Beat(40, ProgressRecord("data", step=4), num_done=1)}, 40.0
-    )
-    monitor.update(beats(41, 41, record=ProgressRecord("data", step=4)), 46.0)
+    record = ProgressRecord("data", step=4)
+    monitor.update({0: Beat(40, record), 1: Beat(40, record, num_done=1)}, 40.0)
+    monitor.update(beats(41, 41, record=record), 46.0)
     assert not monitor.stuck()
+
+
+def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
+    monitor = LivenessMonitor(10.0)
+    for now in range(12):
+        monitor.update(beats(now, min(now, 6), record=ProgressRecord("step")), float(now))
+    assert not monitor.stuck(2.0)
+    assert monitor.stuck()
 
 
 def test_a_program_that_reports_no_phases_is_not_stuck():
