@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import is_dtensor, local
 from .context import PIPELINE_AXIS, ParallelContext
 
-__all__ = ["num_replicas", "replicated_axes"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["broadcast_replicas", "num_replicas", "ranks_along_stages", "replicated_axes", "tensor_mesh"]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -61,3 +67,23 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
             name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
         )
     return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
+
+
+def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
+    for tensor in tensors:
+        for axis in replicated_axes(tensor, context):
+            group = context.mesh.get_group(axis)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(local(tensor).detach(), group=group, group_src=0)
+
+
+def tensor_mesh(context: ParallelContext) -> DeviceMesh:
+    """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
+    return context.mesh["tp"]
+
+
+def ranks_along_stages(context: ParallelContext) -> list[list[int]]:
+    """For each position on the other axes, the ranks along the stage axis, which is the mesh's first."""
+    columns: list[list[int]] = context.mesh.mesh.flatten(1).T.tolist()
+    return columns

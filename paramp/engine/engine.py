@@ -41,7 +41,8 @@ from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.overflow_report import OverflowReport, find_gradients
 from ..optim.param_buffer import FlatParam
 from ..parallel.loss import vocab_parallel_loss
-from ..parallel.pipeline import Pipeline, Stages
+from ..parallel.pipeline import Pipeline
+from ..parallel.stage import Stages
 from ..precision.autocast import widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16

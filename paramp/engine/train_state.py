@@ -38,7 +38,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..distributed.rng import RandomStream, derive_seed, random_states, set_random_states
 from ..optim.flat_params import NO_GROUP, FlatWeights
 from ..optim.param_buffer import FlatParam
-from ..parallel.pipeline import Stages
+from ..parallel.stage import Stages
 
 __all__ = ["TrainingState"]
 

@@ -46,7 +46,7 @@ from ..optim.overflow_report import (
     gather_findings,
     largest_finite,
 )
-from ..parallel.pipeline import Stage, Stages
+from ..parallel.stage import Stage, Stages
 
 __all__ = ["Tracer", "Window", "find_origin", "investigate", "stages_by_parameter"]
 

@@ -1,14 +1,14 @@
-"""Cutting a model that is not sequential: its forward is traced, and the graph is cut.
+"""The pipeline stages of a model that is not sequential: its forward is traced, and the graph partitioned.
 
-``torch.fx`` runs the model's own forward on stand-ins and notes what it does. Modules are not traced but noted as
-calls, so that they stay what plans, precision and hooks know; only what lies between them, the glue, becomes a graph::
+``torch.fx`` runs the model's own forward on proxies and records what it does. Modules are not traced but recorded as
+calls, so that plans, precision and hooks find them unchanged; only what lies between them, the glue, becomes a graph::
 
     x ── down1 ── down2 ──── middle ── up2 ── cat ── up1 ──► output
            │         └───────────────────┘     │
            └───────────────────────────────────┘
-                             ▲ a cut after middle: middle's output travels, and both skips
+                             ▲ a stage ends after middle: middle's output is sent, and both skips
 
-A stage is a range of the graph's calls. A value that a later stage needs is handed on at each cut between. Parameters
+A stage is a range of the graph's calls. A value that a later stage needs passes through each stage between. Parameters
 that the glue uses itself are held by every stage that uses them, and tied.
 """
 
@@ -36,18 +36,18 @@ from .partition import check_names, is_sequential, multiplied_parameters, plan_s
 __all__ = ["TracedPartition"]
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
-"""torch functions that take numbers only, which may be stand-ins here."""
+"""torch functions that take numbers only, which may be proxies here."""
 RANDOM = ("normal", "rand", "randint", "randn", "randperm")
-"""The same, noted in any case: they give other numbers in each call."""
+"""The same, always recorded: they return other numbers in each call."""
 UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this many times an even share."""
 
 
 class TracedPartition:
-    """The cut of any model that takes one input, between any two of the modules that its forward calls.
+    """The partition of any model that takes one input: between any two of the modules that its forward calls.
 
     Args:
-        split: the names at which stages begin. A module that has one inside is opened, its forward traced too.
+        split: the names at which stages begin. A module that contains one is opened: its forward is traced too.
             None: modules that are too heavy for a stage are opened, except those of ``torch.nn`` and our norms.
 
     Raises:
@@ -101,7 +101,7 @@ class TracedPartition:
             try:
                 graphs = _trace(self._model, self.opened | {name})
             except ConfigError:
-                continue  # then it stays whole
+                continue  # it stays closed
             self._graphs, self.opened = graphs, self.opened | {name}
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
@@ -116,7 +116,7 @@ class TracedPartition:
             called = [str(node.target) for node in used if node.op == "call_module"]
             got = [str(node.target) for node in used if node.op == "get_attr"]
             kept.append({*got, *(alias for name in called for alias in names_of[id(self._modules[name])])})
-        kept[0].update(names_outside(self._model, set().union(*kept)))  # what is never used is kept all the same
+        kept[0].update(names_outside(self._model, set().union(*kept)))  # what no stage uses is kept too
         return [
             _stage_module(self._model, kept[stage], {mode: chunks[mode][stage] for mode in chunks}, stage, self.opened)
             for stage in range(len(plan))
@@ -134,9 +134,9 @@ def _stage_module(
 
     def forward(received: Any) -> Any:
         mode = part.training
-        for name, module in taken_apart:
+        for name, module in opened_modules:
             _check_mode(name, module, part)
-        if mode not in interpreters:  # only here, because a plan may have changed the modules until now
+        if mode not in interpreters:  # at the first call: a plan may have changed modules
             interpreters[mode] = fx.Interpreter(part, graph=graphs[mode])
         values = (received,) if stage == 0 else received
         try:
@@ -145,18 +145,18 @@ def _stage_module(
             interpreters[mode].env = {}
 
     part = with_forward(keep_only(model, kept), forward)
-    taken_apart = [(name, module) for name, module in part.named_modules(remove_duplicate=False) if name in opened]
+    opened_modules = [(name, module) for name, module in part.named_modules(remove_duplicate=False) if name in opened]
     return part
 
 
 def _check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
-    """Refuse a ``module`` that is taken apart but in another mode than ``model``, which has one graph for each."""
+    """Refuse an opened ``module`` in another mode than ``model``, which has one graph for each mode."""
     if module.training == model.training or is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return
     own, other = ("training" if part.training else "evaluation" for part in (module, model))
     raise ConfigError(
-        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode; a module that is cut has the "
-        "model's, so cut around it, or set the modes of the modules in it instead"
+        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode; a module that is split "
+        "has the model's, so split around it, or set the modes of the modules in it instead"
     )
 
 
@@ -164,8 +164,8 @@ def _check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _partition(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
-    """``graph`` in ``num_stages`` pieces; each takes what the one before returns, a tuple of values."""
-    nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each piece gets attributes for itself
+    """``graph`` as ``num_stages`` graphs; each takes what the one before returns, a tuple of values."""
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each graph gets attributes for itself
     reached = 0
     place: dict[fx.Node, int] = {}
     for node in nodes:
@@ -176,13 +176,13 @@ def _partition(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> li
     chunks = []
     for stage in range(num_stages):
         received = [node for node in nodes if place[node] < stage <= last_use[node]]
-        handed_on = [node for node in nodes if place[node] <= stage < last_use[node]]
+        sent = [node for node in nodes if place[node] <= stage < last_use[node]]
         own = [node for node in nodes if place[node] == stage]
-        chunks.append(_submodule(own, received, handed_on if stage < num_stages - 1 else None))
+        chunks.append(_submodule(own, received, sent if stage < num_stages - 1 else None))
     return chunks
 
 
-def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: Sequence[fx.Node] | None) -> fx.Graph:
+def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> fx.Graph:
     chunk = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: chunk.placeholder(node.name) for node in received}
 
@@ -196,8 +196,8 @@ def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: S
         for argument in node.all_input_nodes:
             copied(argument)
         copies[node] = chunk.node_copy(node, copied)
-    if handed_on is not None:
-        chunk.output(tuple(copies[node] for node in handed_on))
+    if sent is not None:
+        chunk.output(tuple(copies[node] for node in sent))
     return chunk
 
 
@@ -205,7 +205,7 @@ def _submodule(own: Sequence[fx.Node], received: Sequence[fx.Node], handed_on: S
 
 
 def _trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
-    """What ``model`` does in training (True) and in evaluation; its forward may ask which it is."""
+    """The graphs of ``model`` in training (True) and in evaluation (False), between which its forward may branch."""
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
         _check_mode(name, model.get_submodule(name), model)
@@ -215,7 +215,7 @@ def _trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
         for training in (True, False):
             model.train(training)
             tracer = _Tracer(opened)
-            with tracer.noting_factories():
+            with tracer.recording_factories():
                 graphs[training] = tracer.trace(model)
             moved = [source for source, state in _random_states().items() if state != start[source]]
             if moved:
@@ -297,11 +297,11 @@ class _Tracer(fx.Tracer):
         return True
 
     @contextmanager
-    def noting_factories(self) -> Iterator[None]:
-        """Inside, functions such as ``torch.arange`` take stand-ins for numbers."""
+    def recording_factories(self) -> Iterator[None]:
+        """Inside, functions such as ``torch.arange`` take proxies in place of numbers."""
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
-        def noting(name: str) -> Callable[..., Any]:
+        def recording(name: str) -> Callable[..., Any]:
             def function(*args: Any, **kwargs: Any) -> Any:
                 if name in RANDOM or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
                     return self.create_proxy("call_function", originals[name], args, kwargs)
@@ -311,7 +311,7 @@ class _Tracer(fx.Tracer):
 
         try:
             for name in originals:
-                setattr(torch, name, noting(name))
+                setattr(torch, name, recording(name))
             yield
         finally:
             for name, original in originals.items():

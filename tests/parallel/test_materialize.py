@@ -200,7 +200,7 @@ PLAN = {
 
 
 @on_ranks(2)
-def test_packed_and_tied_weights_start_as_they_do_uncut(world):
+def test_packed_and_tied_weights_start_as_unsharded_ones_do(world):
     with torch.device("meta"):
         model, reference = Tied(), Tied()
     materialize(reference, 3, torch.device("cpu"))

@@ -205,7 +205,7 @@ class TwoInputs(Branching):
         (Straight(), ["two", "one"], "leaves the stage before it empty"),
     ],
 )
-def test_models_and_names_that_cannot_be_cut(model, split, message):
+def test_models_and_names_that_cannot_be_split(model, split, message):
     with pytest.raises(paramp.ConfigError, match=message):
         plan_stages(TracedPartition(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
@@ -293,7 +293,7 @@ class Opaque(Branching):
 @on_ranks(4)
 def test_what_cannot_travel_is_an_error(world):
     config = {"parallel": {"pipeline": {"size": 2, "split": ["two"]}, "data": 2}}
-    for model, message in ((Opaque(), "a stage hands on set, expected tensors"), (Counting(), "what a stage hands on")):
+    for model, message in ((Opaque(), "a stage returns set, expected tensors"), (Counting(), "what a stage returns")):
         with paramp.launch_from_torch(config) as context:
             engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
             if isinstance(model, Opaque):
@@ -311,13 +311,13 @@ def test_what_cannot_travel_is_an_error(world):
 def test_a_style_for_a_module_that_is_opened_is_an_error(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
         model = build(Nested)
-        with pytest.raises(paramp.ConfigError, match=r"plan: 'inside' is opened by the pipeline's cut"):
+        with pytest.raises(paramp.ConfigError, match=r"plan: 'inside' is split by the pipeline"):
             paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"inside": "sharded_random"})
 
 
 @on_ranks(4)
 def test_fixed_values_travel_unchanged_and_in_half_modes(world):
-    """Tokens beyond fp16's integers, fp32 tables and masks cross a cut exactly, whatever the compute dtype."""
+    """Tokens beyond fp16's integers, fp32 tables and masks cross a stage boundary exactly, whatever the compute dtype."""
 
     class Passing(nn.Module):
         def __init__(self):

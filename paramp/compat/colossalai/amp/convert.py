@@ -38,7 +38,7 @@ from ....optim.loss_scaler import DistributedGradScaler
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
 from ....parallel.loss import vocab_parallel_loss
-from ....parallel.pipeline import Stage
+from ....parallel.stage import Stage
 from ....precision.autocast import computing, widening
 from ....precision.capabilities import has_native_fp16
 from ....precision.fp16_emulation import emulate_fp16
