@@ -15,6 +15,7 @@ __all__ = [
     "key_name",
     "nearest",
     "one_line",
+    "require",
     "shown",
 ]
 
@@ -81,3 +82,13 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 class LaunchError(RuntimeError):
     """The processes cannot find each other. The message names what is missing and how to set it."""
+
+
+def require(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Check the value of a setting.
+
+    Raises:
+        ConfigError: ``condition`` is False; the message gives ``name``, ``value`` and what is ``allowed``.
+    """
+    if not condition:
+        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, local
-from .context import PIPELINE_AXIS, ParallelContext
+from .context import PIPELINE_AXIS, ROLES, ParallelContext
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +80,7 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
     """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
-    return context.mesh["tp"]
+    return context.mesh[ROLES["tensor"]]
 
 
 def ranks_along_stages(context: ParallelContext) -> list[list[int]]:

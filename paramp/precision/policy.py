@@ -1,6 +1,6 @@
 """What is computed in which dtype: one frozen :class:`Precision` a mode, one row of :data:`PRESETS` each.
 
-A mode is data. The engine never asks which mode it runs; it asks a row what the weights are stored in, whether
+A mode is data. The engine never asks which mode it runs; it reads from the row what the weights are stored in, whether
 autocast is on, whether fp32 masters exist and how the loss is scaled. A new mode is a new row.
 
 "mixed" is torch AMP's scheme (Micikevicius et al., "Mixed Precision Training", 2018, with fp32 weights and
@@ -19,7 +19,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from ..base.coerce import convert
-from ..base.errors import ConfigError, key_name, nearest, shown
+from ..base.errors import ConfigError, key_name, nearest, require, shown
 from .foreign_options import AMP_TYPE, ParsedOptions, as_dtype, colossalai_options
 
 __all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
@@ -58,18 +58,17 @@ class LossScaling:
         return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
-        def require(condition: bool, name: str, allowed: str) -> None:
-            if not condition:
-                raise ConfigError(f"{name}: got {shown(getattr(self, name))}, expected {allowed}")
+        def check(condition: bool, name: str, allowed: str) -> None:
+            require(condition, name, getattr(self, name), allowed)
 
-        require(_fp32(self.init_scale), "init_scale", SCALES)
-        require(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
-        require(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
-        require(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
-        require(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
-        require(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
+        check(_fp32(self.init_scale), "init_scale", SCALES)
+        check(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
+        check(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
+        check(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
+        check(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
+        check(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
         floor = self.min_scale or 0.0
-        require(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
+        check(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +185,13 @@ class Precision:
         """
         changed = self
         if masters is not None:
-            _require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
+            require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
             allowed = "nothing, because the mode has no masters; 16-naive, bf16-naive and O2 have"
-            _require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
+            require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
             changed = replace(changed, masters="remainder" if masters == "remainder" else True)
         if grad_dtype is not None:
             dtype = as_dtype("grad_dtype", grad_dtype)
-            _require(
+            require(
                 dtype is self.weights or (dtype is torch.float32 and self.weights.itemsize < 4),
                 "grad_dtype",
                 grad_dtype,
@@ -225,11 +224,6 @@ class Precision:
             return _parse_options({"mode": value})  # at its default level
         known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
         raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
@@ -314,7 +308,7 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
         raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
     row = Precision.parse(mode)
-    internal = {"transformer_engine"}  # is what the mode's name says
+    internal = {"transformer_engine"}  # the mode's name says it
     if row.float8 is not None and not row.float8.transformer_engine:
         internal.add("te_recipe")
     parts = {name: part for name in ("scaling", "float8") if (part := getattr(row, name)) is not None}

@@ -21,9 +21,12 @@ from paramp.models import GPT
 from paramp.parallel.tensor_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
 from paramp.precision.autocast import computing
-from paramp.precision.float8 import choose_layers, convert, find_library, transformer_engine_recipe
+from paramp.precision.capabilities import find_library
+from paramp.precision.float8 import convert
+from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation import emulate_fp16
 from paramp.precision.policy import ConfigError, Float8, Precision
+from paramp.precision.transformer_engine import transformer_engine_recipe
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -59,7 +62,7 @@ class Zoo(nn.Module):
 def test_linear_layers_of_sizes_that_the_hardware_takes_are_chosen():
     choice = choose_layers(Zoo(), Float8())
     assert choice.linear == ("blocks.0.up", "blocks.1.up")
-    assert choice.left == {
+    assert choice.kept == {
         "a size is no multiple of 16": ("blocks.0.odd", "blocks.1.odd"),
         "they compute something of their own": ("attention.out_proj", "scaled"),
         "an embedding uses their weight": ("tied",),
@@ -525,9 +528,9 @@ def stand_in(monkeypatch):
         if owner:
             setattr(sys.modules[owner], leaf, module)
     monkeypatch.setattr(
-        "paramp.precision.float8.find_transformer_engine", lambda: PackageStatus(found=True, reason="stand-in")
+        "paramp.precision.capabilities.find_transformer_engine", lambda: PackageStatus(found=True, reason="stand-in")
     )
-    monkeypatch.setattr("paramp.precision.float8._why_not_native", lambda device: "")
+    monkeypatch.setattr("paramp.precision.capabilities.why_not_native_float8", lambda device: "")
     return entered
 
 
