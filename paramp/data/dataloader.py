@@ -144,8 +144,8 @@ def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
     for sampler in _samplers_that_shard(loader):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ConfigError(
-                f"its {type(sampler).__name__} gives samples to rank {sampler.rank} of {sampler.num_replicas}, but this "
-                f"is data rank {rank} of {size}; leave the sampler out and pass shuffle, or give it "
+                f"its {type(sampler).__name__} gives samples to rank {sampler.rank} of {sampler.num_replicas}, but "
+                f"this is data rank {rank} of {size}; leave the sampler out and pass shuffle, or give it "
                 "num_replicas=context.batch_axis.size, rank=context.batch_axis.rank"
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):

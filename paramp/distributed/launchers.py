@@ -96,8 +96,8 @@ def launch_from_openmpi(
 ) -> ParallelContext:
     """Join the processes that ``mpirun`` started, Open MPI's or MPICH's; outside of it, a world of one.
 
-    mpi4py tells the ranks apart and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with
-    its addresses; each other rank takes the first at which it reaches rank 0.
+    mpi4py numbers the ranks and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with its
+    addresses; each other rank takes the first at which it reaches rank 0.
 
     Args:
         host: the name or address at which all machines reach rank 0's. None: found.

@@ -344,7 +344,7 @@ def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
         everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # shards over all four ranks
         with pytest.raises(
             ConfigError,
-            match="train_dataloader: its DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2;",
+            match="train_dataloader: its DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2",
         ):
             engine_with(everywhere, config)
         once = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))  # wrong on two ranks

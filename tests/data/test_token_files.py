@@ -51,7 +51,7 @@ def sources(folder):
 
 
 @pytest.mark.parametrize("kind", ["file", "array", "chain", "checked"])
-def test_any_stretch_of_any_source(tmp_path, kind):
+def test_any_slice_of_any_source(tmp_path, kind):
     source = sources(tmp_path)[kind]
     for each in (source, pickle.loads(pickle.dumps(source))):
         assert len(each) == 1000

@@ -101,7 +101,7 @@ def test_a_glob_that_matches_nothing_is_refused(option):
 def test_layers_keep_what_they_have(capsys):
     model = Zoo().eval()
     layer = model.blocks[0]["up"]
-    layer.note = "kept"
+    layer.label = "kept"
     layer.weight.requires_grad_(False)
     seen = []
     layer.register_forward_hook(lambda *_: seen.append(True))
@@ -112,7 +112,7 @@ def test_layers_keep_what_they_have(capsys):
     new = model.blocks[0]["up"]
     assert type(new).__name__ == "Float8Linear"
     assert type(model.blocks[0]["odd"]) is nn.Linear
-    assert (new.note, new.training, new.weight.requires_grad) == ("kept", False, False)
+    assert (new.label, new.training, new.weight.requires_grad) == ("kept", False, False)
     new(torch.randn(16, 32))
     assert seen == [True]
 
@@ -477,7 +477,7 @@ class DelayedScaling:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Modules of the names of Transformer Engine's, which compute in the input's dtype and note what they are given."""
+    """Modules of the names of Transformer Engine's, which compute in the input's dtype and record their arguments."""
     entered = []
 
     class Linear(nn.Module):
