@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import paramp
 from paramp.base.errors import key_name, nearest, one_line, shown
-from paramp.checkpoint.dcp_storage import Header, read_header_of
+from paramp.checkpoint.header import Header, read_header
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import Config, TrainConfig, flatten
 from paramp.data.bigram import bigram_loss
@@ -40,7 +40,7 @@ from paramp.engine.signals import StopRequest
 from paramp.observe.mfu import mfu, world_peak_flops
 from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.observe.timeline import Timeline
-from paramp.tools.plot import check_matplotlib, plot_histogram, plot_timeline
+from paramp.tools.plot import check_matplotlib, plot_histogram
 
 # flag -> the configuration key it sets, the type of its value
 FLAGS: dict[str, tuple[str, Any]] = {
@@ -221,12 +221,11 @@ def train(context: paramp.ParallelContext) -> int:
     job = context.config.train
     if job.tensorboard:
         check_tensorboard()
-    for name in ("trace", "histogram"):
-        if getattr(job, name) is not None:
-            check_matplotlib(f"train.{name}")
+    if job.histogram is not None:
+        check_matplotlib("train.histogram")
     folder = None if job.checkpoint_dir is None else Path(job.checkpoint_dir)
     found = find(job.resume, folder, say_on(context))
-    header = None if found is None else read_header_of(found)
+    header = None if found is None else read_header(found)
     accumulation = context.config.gradient_accumulation
     if header is not None:
         keep_global_batch(context, header)
@@ -444,11 +443,10 @@ def keep_global_batch(context: paramp.ParallelContext, header: Header) -> None:
 
 
 def save_trace(timeline: Timeline, folder: Path, reporter: Reporter) -> None:
-    """Write the timeline of a step as ``trace.json`` and ``trace.png``, and say what its bubble was."""
-    trace, picture = set_aside(folder / "trace.json"), set_aside(folder / "trace.png")
+    """Write the timeline of a step as ``trace.json``, and report its bubble."""
+    trace = set_aside(folder / "trace.json")
     timeline.save(trace)
-    plot_timeline(timeline, picture)
-    reporter.say(f"{timeline.describe()}; {trace} and {picture.name}")
+    reporter.say(f"{timeline.describe()}; {trace}")
 
 
 def save_histogram(engine: paramp.Engine, folder: Path, reporter: Reporter) -> None:

@@ -238,7 +238,7 @@ class TrainConfig:
     tensorboard: bool = False
     """Write scalars for TensorBoard too, to the folder ``tensorboard`` in ``log_dir``."""
     trace: int | None = None
-    """A step whose timeline is written to ``log_dir``, as ``trace.json`` and ``trace.png``."""
+    """A step whose timeline is written to ``log_dir`` as ``trace.json``, for ``ui.perfetto.dev``."""
     histogram: int | None = None
     """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
     ``log_dir``."""

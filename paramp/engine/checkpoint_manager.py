@@ -27,8 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint import atomic_dir as manifest
-from ..checkpoint.dcp_storage import newest_whole, problems_together
+from ..checkpoint.atomic_dir import problems_together
+from ..checkpoint.step_folders import checkpoints_in, newest_whole, remove, step_folder
 from .engine import Engine
 
 __all__ = ["Checkpoints", "accumulation_for", "find"]
@@ -64,17 +64,17 @@ class Checkpoints:
         Returns:
             Where to.
         """
-        path = manifest.step_folder(self.folder, step)
+        path = step_folder(self.folder, step)
         then = functools.partial(self._thin_out, step) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
 
     def _thin_out(self, saved: int) -> None:
-        before = [(step, path) for step, path in manifest.checkpoints_in(self.folder) if step <= saved]
+        before = [(step, path) for step, path in checkpoints_in(self.folder) if step <= saved]
         for step, path in before[self.keep_last :]:
             if self.keep_every is None or step % self.keep_every:
                 try:
-                    manifest.remove(path)
+                    remove(path)
                 except OSError as error:
                     warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
@@ -85,7 +85,7 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
     Args:
         resume: ``auto`` for the newest whole one in ``folder``, the path of one, or None for none.
         folder: where the run will save; None: nowhere.
-        say: told which were passed over, and why.
+        say: called with a line for each that was passed over, and why.
 
     Returns:
         None where the run is to start from the beginning.
@@ -152,7 +152,7 @@ def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> l
     """The names of the checkpoints in ``folder`` of later steps than ``found``, if that is one of them, else of all."""
     names: list[Any] = [None]
     if dist.get_rank(group) == 0:
-        there = manifest.checkpoints_in(folder)
+        there = checkpoints_in(folder)
         start = next((step for step, path in there if found is not None and path.resolve() == found.resolve()), -1)
         names = [[path.name for step, path in there if step > start]]
     dist.broadcast_object_list(names, group=group, group_src=0)
@@ -165,7 +165,7 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
 
     Args:
         batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: into which each call of ``forward_backward`` cuts a rank's part.
+        num_microbatches: into which each call of ``forward_backward`` splits a rank's part.
         before: accumulation and data ranks of the run that goes on.
 
     Raises:
@@ -173,9 +173,9 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
     """
     accumulation, ranks = before
     least = max(1, -(-accumulation * ranks // data_size))
-    norm_weight, rest = divmod(batch_size, data_size * num_microbatches)
-    for candidate in range(least, norm_weight + 1):
-        if not rest and norm_weight % candidate == 0:
+    per_rank, rest = divmod(batch_size, data_size * num_microbatches)
+    for candidate in range(least, per_rank + 1):
+        if not rest and per_rank % candidate == 0:
             return candidate
     raise ConfigError(
         f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "

@@ -1,7 +1,7 @@
 """The optimizer step over flat buffers, in torch's own fused kernels.
 
 The step is bound by memory: each gradient has to be read, each weight (or master) and its state read and written. So it
-runs in blocks that stay in the cache, and does to each block all that is to be done: widen the gradient, step the
+runs in blocks that stay in the cache, and does everything to one block before the next: widen the gradient, step the
 master, round it to the weight. Unscaling, clipping and the decision to skip go into the kernel as tensors, so that
 nothing waits for the host.
 
@@ -19,13 +19,13 @@ import torch
 
 from ..base.errors import ConfigError
 from .flat_params import NO_GROUP, FlatWeights
-from .master_residuals import join, split
 from .param_buffer import Buffer, FlatParam, StepRange
 
 __all__ = ["FusedStep", "PlainStep", "Step", "choose_step", "why_not_fused"]
 
-BLOCK = {"cpu": 2**20, "cuda": 2**23}
-"""Elements of a block."""
+CACHE_BLOCK = {"cpu": 2**20, "cuda": 2**23}
+"""Elements that go through a step together, by device: few enough that they stay in the cache from one pass over them
+to the next."""
 
 Options = Mapping[str, Any]
 State = Mapping[str, torch.Tensor]
@@ -148,7 +148,7 @@ def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
     reason = why_not_fused(optimizer)
     if reason is None:
         return FusedStep(optimizer, weights)
-    if any(buffer.remainders is not None for buffer in weights.buffers):
+    if any(buffer.masters.needs_fused_step for buffer in weights.buffers):
         raise ConfigError(
             f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but of the optimizer "
             f"{reason}; leave masters out"
@@ -170,7 +170,7 @@ class FusedStep:
         names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
         self._state: dict[Buffer, dict[str, torch.Tensor]] = {
             buffer: {
-                name: torch.zeros(buffer.own_size, dtype=buffer.stepped_dtype, device=buffer.weights.device)
+                name: torch.zeros(buffer.own_size, dtype=buffer.masters.dtype, device=buffer.weights.device)
                 for name in names
             }
             for buffer in weights.buffers
@@ -178,7 +178,7 @@ class FusedStep:
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
         self._scratch: dict[str, torch.Tensor] = {}
-        self._counted: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
+        self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
         self._sizes_at_first = self._sizes()
         self._states_at_first = set(names)
@@ -188,23 +188,24 @@ class FusedStep:
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         self._check_unchanged()
-        runs = self._weights.runs(absent)
+        ranges = self._weights.step_ranges.without(absent)
         if self._kernel.counts_steps:
-            stepped = self._stepped(absent)
-            self._steps.add_(stepped)  # the kernels want the number of the step that they make
-        size = BLOCK[self._steps.device.type]
-        for run in runs:
-            if run.group == NO_GROUP:
+            counted = self._counted(absent)
+            self._steps.add_(counted)  # the kernels want the number of the step that they make
+        size = CACHE_BLOCK[self._steps.device.type]
+        for step_range in ranges:
+            if step_range.group == NO_GROUP:
                 continue
-            options = self._optimizer.param_groups[run.group]
-            for start in range(0, run.length, size):
-                self._pass(run, start, min(start + size, run.length), options, grad_scale, found_inf)
+            options = self._optimizer.param_groups[step_range.group]
+            for start in range(0, step_range.length, size):
+                stop = min(start + size, step_range.length)
+                self._step_block(step_range, start, stop, options, grad_scale, found_inf)
         if self._kernel.counts_steps:
-            self._steps.sub_(stepped * found_inf)
+            self._steps.sub_(counted * found_inf)  # back, if the kernels skipped it: the host does not know
         self._weights.gather_weights()
 
     def _check_unchanged(self) -> None:
-        """Refuse what was done to the optimizer after initialize that the step would pass by.
+        """Refuse changes to the optimizer since initialize that this step would ignore.
 
         Raises:
             RuntimeError: naming it.
@@ -231,52 +232,50 @@ class FusedStep:
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
-    def _pass(
+    def _step_block(
         self,
-        run: StepRange,
+        step_range: StepRange,
         start: int,
         stop: int,
         options: Options,
         grad_scale: torch.Tensor,
         found_inf: torch.Tensor,
     ) -> None:
-        """All that is to be done to one block."""
-        buffer = run.buffer
-        flat = slice(run.start + start, run.start + stop)
-        own = slice(run.own_start + start, run.own_start + stop)
-        weight, gradient = buffer.weights[flat], buffer.gradients[flat]
-        remainder = None if buffer.remainders is None else buffer.remainders[own]
-        if remainder is not None:
-            master = join(weight, remainder)
-        else:
-            master = weight if buffer.masters is None else buffer.masters[own]
-        state = {name: self._state[buffer][name][own] for name in self._kernel.states(options)}
+        """Read, step and write elements ``start`` to ``stop`` of a range, while they are in the cache."""
+        buffer = step_range.buffer
+        own = slice(step_range.own_start + start, step_range.own_start + stop)
+        master = buffer.masters.read(own)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
         # leaves wrong momenta where it is given half precision.
         wide = torch.promote_types(master.dtype, torch.float32)
         master_in = self._widened("master", master, wide)
-        divisor: torch.Tensor | None = None
-        if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
-            # Given a divisor, torch's kernels write the quotient back to memory; here it stays in the cache. And they
-            # take one in fp32 only.
-            gradient_in = torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide))
-        else:
-            gradient_in = self._widened("gradient", gradient, wide)
-            divisor = grad_scale.float()
+        gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
+        gradient_in, divisor = self._gradient_in(gradient, wide, grad_scale)
+        state = {name: self._state[buffer][name][own] for name in self._kernel.states(options)}
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
         if self._kernel.counts_steps:
-            state_in["step"] = self._step_of[run.params[0]]
+            state_in["step"] = self._step_of[step_range.params[0]]
         self._kernel.run(master_in, gradient_in, state_in, options, divisor, found_inf)
         for name, value in state.items():
             if state_in[name] is not value:
                 value.copy_(state_in[name])
-        if remainder is not None:
-            split(master_in, weight, remainder)
-        elif master_in is not weight:
-            weight.copy_(master_in)
+        buffer.masters.write(own, master_in)
+
+    def _gradient_in(
+        self, gradient: torch.Tensor, wide: torch.dtype, grad_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient for the kernel, in the dtype ``wide``, and what the kernel is to divide it by.
+
+        Given a divisor, torch's kernels write the quotient back to memory, and they take one in fp32 only. So fp64
+        gradients, and on the CPU those in fp32, are divided beforehand, into scratch that stays in the cache. Others
+        are widened into scratch in any case.
+        """
+        if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
+            return torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide)), None
+        return self._widened("gradient", gradient, wide), grad_scale.float()
 
     def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``block`` in ``dtype``: itself, or a copy that the next block takes the place of."""
+        """``block`` in ``dtype``: itself, or a copy that the next block overwrites."""
         return block if block.dtype is dtype else self._scratch_like(what, block, dtype).copy_(block)
 
     def _scratch_like(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -285,13 +284,13 @@ class FusedStep:
             scratch = self._scratch[what] = torch.empty_like(block, dtype=dtype)
         return scratch[: block.numel()]
 
-    def _stepped(self, absent: Sequence[FlatParam]) -> torch.Tensor:
-        """1 for each parameter that is stepped, 0 for the ``absent``."""
+    def _counted(self, absent: Sequence[FlatParam]) -> torch.Tensor:
+        """For each parameter 1 if it is stepped, 0 if it is in ``absent``; 1-dim float32 on the device."""
         key = tuple(absent)
-        if self._counted is None or self._counted[0] != key:
-            stepped = [float(param not in absent) for param in self._weights.params]
-            self._counted = key, torch.tensor(stepped, device=self._steps.device)
-        return self._counted[1]
+        if self._counts is None or self._counts[0] != key:  # kept: each copy to a GPU would wait for it
+            counts = [float(param not in absent) for param in self._weights.params]
+            self._counts = key, torch.tensor(counts, device=self._steps.device)
+        return self._counts[1]
 
     # -------------------------------------------------------------------------------------------- the optimizer's state
 
@@ -332,7 +331,8 @@ class FusedStep:
         self.state_loaded()
 
     def state_loaded(self) -> None:
-        self._weights.differ_in_steps(dict(zip(self._weights.params, self._steps.int().tolist(), strict=True)))
+        steps = self._steps.int().tolist()
+        self._weights.step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))
 
 
 class PlainStep:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import local
+from ..base.errors import require
 from ..distributed.axes import num_replicas
 from ..distributed.context import ParallelContext, current_context
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients
@@ -23,6 +24,7 @@ from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients
 __all__ = [
     "clip_coefficient",
     "clip_grad_norm_",
+    "complete_and_check",
     "count_zeros",
     "dense_gradients",
     "norm_power",
@@ -63,23 +65,14 @@ def clip_grad_norm_(
             context; sparse gradients.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm: got {max_norm!r}, expected a number above 0; do not call this to leave gradients")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type: got {norm_type!r}, expected a number above 0, or math.inf")
-    owned = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    require(max_norm > 0, "max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
+    require(norm_type > 0, "norm_type", norm_type, "a number above 0, or math.inf")
     context = context or current_context()
-    align_gradients(owned)
-    if context is not None:
-        sum_tied_gradients(context, owned)
-    owned = [parameter for parameter in owned if parameter.grad is not None]
-    for parameter in owned:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
-    norm_weights = [norm_weight(parameter, context) for parameter in owned]
+    owned = _with_complete_gradients(parameters, context)
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
     wide = any(gradient.dtype is torch.float64 for gradient in gradients)
+    norm_weights = [norm_weight(parameter, context) for parameter in owned]
     total = total_norm(gradients, norm_weights, norm_type, device).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -88,10 +81,27 @@ def clip_grad_norm_(
         )
     if gradients:
         torch._foreach_mul_(gradients, clip_coefficient(total, max_norm).to(gradients[0].device))
-    if context is not None:
+    if context is not None:  # they hold their sums as before, though the multiplication has changed them
         ids = {id(parameter) for parameter in owned}
         mark_tied_sums(tie for tie in context.ties if id(tie.parameter) in ids)
     return total
+
+
+def _with_complete_gradients(
+    parameters: torch.Tensor | Iterable[torch.Tensor], context: ParallelContext | None
+) -> list[torch.Tensor]:
+    """Those of ``parameters`` that have a gradient, once each has its parameter's placements and ties are summed.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    align_gradients(given)
+    if context is not None:
+        sum_tied_gradients(context, given)
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in given):
+        raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
+    return [parameter for parameter in given if parameter.grad is not None]
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -113,7 +123,9 @@ def total_norm(
     """The norm over the world of the plain ``gradients`` of all ranks, by one all-reduce; 0-dim float64 on ``device``.
 
     Args:
-        shares: for each gradient of this rank, what one element counts (:func:`norm_weight`).
+        gradients: local tensors of any shape.
+        norm_weights: for each gradient of this rank, what one element counts (:func:`norm_weight`).
+        norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
     """
     return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)
 
@@ -121,7 +133,7 @@ def total_norm(
 def norm_power(
     gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of the norm of plain ``gradients``: sum of share x |g|**p, or the maximum for p = inf.
+    """This rank's part of the norm of plain ``gradients``: sum of weight x |g|**p, or the maximum for p = inf.
 
     Returns:
         0-dim float64 on ``device``. In float64 the p-th powers of fp32 norms do not overflow for p up to 8.
@@ -156,10 +168,10 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
     return norms if math.isinf(norm_type) else norms.pow(norm_type)
 
 
-BLOCK = 512
+NORM_BLOCK = 512
 """Elements of a CPU tensor that are added up in fp32."""
-CHUNK = 2**20
-"""Elements of a half-precision CPU tensor that are widened at once, so that they are read from the cache again."""
+WIDEN_BLOCK = 2**20
+"""Elements of a half-precision CPU tensor that are widened at once: few enough to be read from the cache again."""
 
 
 def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -173,8 +185,8 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        scratch = torch.empty(min(CHUNK, flat.numel()), dtype=wide)
-        chunks = flat.split(CHUNK)
+        scratch = torch.empty(min(WIDEN_BLOCK, flat.numel()), dtype=wide)
+        chunks = flat.split(WIDEN_BLOCK)
         norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):
         return norms.double().amax()
@@ -185,8 +197,8 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    whole = flat.numel() // BLOCK * BLOCK
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), norm_type, dim=1)
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), norm_type, dim=1)
     if whole == flat.numel():
         return norms
     return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type).reshape(1)])
@@ -205,11 +217,11 @@ def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
     if not (dist.is_available() and dist.is_initialized()):
         return part if math.isinf(norm_type) else part.pow(1.0 / norm_type)
     if math.isinf(norm_type):
-        # Not a MAX all-reduce, which drops NaN on gloo: a sum of one slot a rank, then the maximum here.
-        params = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
-        params[dist.get_rank()] = part
-        dist.all_reduce(params)
-        return params.amax()
+        # Not a MAX all-reduce, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
+        maxima = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
+        maxima[dist.get_rank()] = part
+        dist.all_reduce(maxima)
+        return maxima.amax()
     dist.all_reduce(part)
     return part.pow(1.0 / norm_type)
 
@@ -217,8 +229,12 @@ def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
 def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
 
-    Each element is judged by itself, before the multiplication: large finite values whose sum overflows are no
+    Each element is checked by itself, before the multiplication: large finite values whose sum overflows are no
     overflow. One fused pass for each device and dtype.
+
+    Args:
+        gradients: of any shape, device and floating-point dtype.
+        inv_scale, found_inf: 0-dim float32.
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -233,6 +249,20 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
+
+
+@torch.no_grad()
+def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+    """Bring each gradient to its parameter's placements, and sum those of tied parameters; in place.
+
+    Args:
+        found_inf: 0-dim float32; set to 1 if an element is not finite of a part of a gradient that this rank drops.
+            What it keeps is still to be checked, with :func:`unscale_and_check_`.
+    """
+    unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
+    context = current_context()
+    if context is not None:
+        sum_tied_gradients(context, parameters)
 
 
 def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

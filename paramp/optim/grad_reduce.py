@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from ..base.dtensor import local, version, wrap
+from ..base.dtensor import is_dtensor, local, version, wrap
 from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext, TiedParameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 __all__ = ["align_gradients", "mark_tied_sums", "sum_tied_gradients"]
 
@@ -23,42 +25,55 @@ def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtyp
 
     DTensor leaves gradients where the backward put them: vocabulary-parallel embeddings get replicated ones, norms
     under sequence parallelism get partial sums. Partial ones are summed together, one collective for each mesh axis
-    and dtype; a replicated gradient of a sharded parameter is cut without any.
+    and dtype; a replicated gradient of a sharded parameter is sliced without any.
 
     Args:
         reduce_dtype: what sums are made in. None: the gradients' own dtype.
 
     Returns:
-        The local gradients that were cut, whole: an overflow in a part that this rank drops is an overflow too.
+        The local gradients that were sliced, whole: an overflow in a part that this rank drops is an overflow too.
     """
+    mismatched = [parameter for parameter in parameters if _is_mismatched(parameter)]
+    if not mismatched:
+        return []
     partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]] = defaultdict(list)
-    placement_mismatch: list[tuple[torch.Tensor, DTensor, tuple[Placement, ...]]] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-            continue
-        if gradient.placements == parameter.placements:
-            continue
-        placements = list(gradient.placements)
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Partial):
-                if placement.reduce_op not in ("sum", "avg"):
-                    break  # left to DTensor's own redistribution below
-                chunk = local(gradient)
-                if placement.reduce_op == "avg":
-                    chunk.div_(gradient.device_mesh.size(axis))
-                partial[gradient.device_mesh, axis].append(chunk)
-                placements[axis] = Replicate()
-        placement_mismatch.append((parameter, gradient, tuple(placements)))
+    summed = [_summed_placements(cast("DTensor", parameter.grad), partial) for parameter in mismatched]
     for (mesh, axis), chunks in partial.items():
         sum_(chunks, mesh.get_group(axis), reduce_dtype)
     whole = []
-    for parameter, gradient, reduced in placement_mismatch:
-        if reduced != cast(DTensor, parameter).placements:
+    for parameter, placements in zip(mismatched, summed, strict=True):
+        gradient, wanted = cast("DTensor", parameter.grad), cast("DTensor", parameter).placements
+        if placements != wanted:
             whole.append(local(gradient))
-        summed = wrap(local(gradient), gradient, placements=reduced)
-        parameter.grad = summed.redistribute(placements=cast(DTensor, parameter).placements)
+        parameter.grad = wrap(local(gradient), gradient, placements=placements).redistribute(placements=wanted)
     return whole
+
+
+def _is_mismatched(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements
+
+
+def _summed_placements(
+    gradient: DTensor, partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]]
+) -> tuple[Placement, ...]:
+    """The placements of ``gradient`` once its partial sums are made. What is to be summed is added to ``partial``.
+
+    Averages are scaled beforehand. Other reductions, such as maxima, stay partial for DTensor to make.
+    """
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = list(gradient.placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            if placement.reduce_op not in ("sum", "avg"):
+                break
+            values = local(gradient)
+            if placement.reduce_op == "avg":
+                values.div_(gradient.device_mesh.size(axis))
+            partial[gradient.device_mesh, axis].append(values)
+            placements[axis] = Replicate()
+    return tuple(placements)
 
 
 def sum_tied_gradients(
@@ -81,7 +96,7 @@ def sum_tied_gradients(
 
 
 def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:
-    """Note that the gradients of ``ties`` hold their sums now; call again after scaling such a gradient in place."""
+    """Record that the gradients of ``ties`` hold their sums now; call again after scaling one in place."""
     for tie in ties:
         gradient = tie.parameter.grad
         tie.summed = None if gradient is None else (gradient, version(gradient))

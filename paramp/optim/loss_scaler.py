@@ -3,7 +3,7 @@
 fp16 gradients below 2**-24 vanish, so the loss is multiplied by a scale before the backward and the gradients are
 divided by it after. Where a gradient overflows, the step is skipped and the scale backs off. torch's own GradScaler
 decides that from the gradients of one rank (and, given DTensors, from the placements of the first of them), so under
-tensor or pipeline parallelism one rank skips while another steps, and the weights part for good without an error.
+tensor or pipeline parallelism one rank skips while another steps, and the weights diverge without an error.
 
 Here each ``unscale_`` (or ``step`` without it) ends in exactly one all-reduce of a 0/1 flag over the group, whatever
 the rank holds: no gradients, plain ones, DTensors on several meshes, sparse ones. The number and order of collectives
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from ..distributed.context import ParallelContext, current_context
-from .grad_norm import dense_gradients, unscale_and_check_
-from .grad_reduce import align_gradients, sum_tied_gradients
+from ..precision.policy import LossScaling
+from .grad_norm import complete_and_check, dense_gradients, unscale_and_check_
 from .overflow_report import OverflowReport, find_gradients, gather_findings
 
 __all__ = ["DistributedGradScaler"]
@@ -68,24 +68,21 @@ class DistributedGradScaler(GradScaler):
             device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         device = torch.device(device)
         if enabled:
-            _require(init_scale > 0, "init_scale", init_scale, "a number above 0")
-            _require(growth_factor > 1, "growth_factor", growth_factor, "a number above 1")
-            _require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "a number between 0 and 1")
-            _require(growth_interval >= 1, "growth_interval", growth_interval, "an integer of 1 or more")
-            _require(hysteresis >= 1, "hysteresis", hysteresis, "an integer of 1 or more")
-            _require(min_scale is None or min_scale > 0, "min_scale", min_scale, "a number above 0, or None")
-            _require(
-                max_scale is None or max_scale >= (min_scale or 0),
-                "max_scale",
-                max_scale,
-                "at least min_scale, or None",
+            LossScaling(  # checks them
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                min_scale=min_scale,
+                max_scale=max_scale,
             )
             if device.type == "cuda" and not torch.cuda.is_available():
                 raise ValueError(
                     "device: got 'cuda', but torch sees no GPU; leave device out to use what there is, "
                     "or pass enabled=False"
                 )
-        # torch's constructor would switch itself off for "cuda" without a GPU; that case is dealt with above.
+        # With "cuda" torch's constructor would disable the scaler where there is no GPU; that was refused above.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._device = device.type
         self._group = group
@@ -114,10 +111,7 @@ class DistributedGradScaler(GradScaler):
         whose optimizer steps masters has them.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        unscale_and_check_(align_gradients(parameters), torch.ones_like(inv_scale), found_inf)
-        context = current_context()
-        if context is not None:
-            sum_tied_gradients(context, parameters)
+        complete_and_check(parameters, found_inf)
         unscale_and_check_(dense_gradients(parameters), inv_scale, found_inf)
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
@@ -245,8 +239,3 @@ class DistributedGradScaler(GradScaler):
         super().__setstate__(state)
         if self._enabled:
             self._create_state()
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: got {value!r}, expected {allowed}")

@@ -4,14 +4,15 @@ A model in half precision keeps its weights anyway, and a weight is the upper pa
 part alone makes the master cost two bytes instead of four.
 
 For bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-LM keeps them so). A tie that was
-rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the lower part is a number of
+rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the remainder is a number of
 steps at the weight's own scale::
 
     w = fp16(m)    e = max(exponent of w, -14)    r = int16((m - w) / 2**(e - 26))    m' = w + r * 2**(e - 26)
 
-m - w is at most half a unit of w, 2**(e - 11), so that r fits; the one case beyond, a tie, is cut to 32767. From 2**-14
-up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is subnormal, the step stays at
-2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and less than 2**-40 from m below that.
+m - w is at most half a unit of w, 2**(e - 11), so that r fits; the one case beyond, a tie, is clamped to 32767. From
+2**-14 up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is subnormal, the step
+stays at 2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and less than 2**-40 from m
+below that.
 A weight that is not finite has no remainder.
 """
 
@@ -43,6 +44,6 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
 
 
 def _steps(weight: torch.Tensor) -> torch.Tensor:
-    """2**(e - 26), float32: what one step of the remainder of each fp16 ``weight`` is worth."""
+    """2**(e - 26), float32: the value of one step of the remainder of each fp16 ``weight``."""
     exponent = (weight.view(torch.int16) >> 10).bitwise_and_(31).clamp_(min=1).to(torch.int32)
     return exponent.add_(127 - 15 - 26).bitwise_left_shift_(23).view(torch.float32)

@@ -1,12 +1,12 @@
-"""What the optimizer steps: for each weight a local tensor, its fp32 master where the mode has masters.
+"""What an optimizer steps where every weight is a tensor of its own: for each, its fp32 master or the weight itself.
 
-The model computes with its own parameters, plain or DTensor, in the mode's weight dtype. The optimizer holds one
-plain local tensor for each of them:
+The model computes with its own parameters, plain or DTensor, in the mode's weight dtype::
 
-    without masters    a view of the weight's local shard: stepping it is stepping the weight
-    with masters       an fp32 copy of it, made before the weight was rounded to half
+    without masters    the optimizer steps the weight
+    with masters       it steps an fp32 copy, made before the weight was rounded to half
 
-so optimizers never see DTensors, and their foreach and fused paths work for any mix of shards and replicas.
+:class:`MasterWeight` is one such pair, the same for :func:`paramp.amp.convert_to_amp` and for Apex's ``amp``. An engine
+keeps its weights in flat buffers (:mod:`paramp.optim.flat_params`); what follows loads and what is refused is the same.
 """
 
 from __future__ import annotations
@@ -16,56 +16,113 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..base.dtensor import local, wrap
+from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters
 from ..precision.policy import Precision
 
-__all__ = ["Weights", "check_frozen", "check_masters", "follow", "install_follower", "trained_and_frozen"]
+__all__ = [
+    "MasterWeight",
+    "NamedParameters",
+    "Weights",
+    "cast_weights",
+    "check_frozen",
+    "follow",
+    "install_follower",
+    "trained_and_frozen",
+    "write_back",
+]
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+
+
+def cast_weights(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """Cast the weights of ``module`` to the mode's dtype.
+
+    Returns:
+        Where the mode has masters, the local part of each weight as it was, by name: what masters are made from.
+    """
+    named = module.named_parameters() if precision.masters else ()
+    originals = {name: local(parameter).detach() for name, parameter in named}
+    cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+    return originals
+
+
+class MasterWeight:
+    """A weight of the model, and the tensor that the optimizer steps for it.
+
+    Attributes:
+        weight: the model's parameter, plain or DTensor.
+        stepped: its fp32 master; where it has none, the weight itself or its local part, which shares storage with it.
+    """
+
+    def __init__(self, weight: torch.Tensor, stepped: torch.Tensor) -> None:
+        self.weight = weight
+        self.stepped = stepped
+
+    @property
+    def has_master(self) -> bool:
+        return self.weight.dtype is not self.stepped.dtype
+
+    def full_precision(self) -> torch.Tensor:
+        """The weight as the optimizer knows it, in its dtype; shares storage with what is stepped."""
+        return self.stepped.detach()
+
+    def hand_over_gradient(self) -> None:
+        """Give the weight's gradient to what is stepped, in its dtype; None if there is none."""
+        gradient = self.weight.grad
+        if gradient is None:
+            self.stepped.grad = None
+        elif self.stepped is not self.weight:
+            given = gradient if is_dtensor(self.stepped) else local(gradient)
+            self.stepped.grad = given.detach().to(self.stepped.dtype)
+
+    def drop_master_gradient(self) -> None:
+        """Free the master's fp32 gradient, which nobody reads after the step."""
+        if self.has_master:
+            self.stepped.grad = None
+
+
+@torch.no_grad()
+def write_back(weights: Iterable[MasterWeight]) -> None:
+    """Round stepped masters to their weights."""
+    pairs = [(local(one.weight), local(one.stepped)) for one in weights if one.has_master]
+    if pairs:
+        rounded, masters = zip(*pairs, strict=True)
+        torch._foreach_copy_(list[torch.Tensor](rounded), list[torch.Tensor](masters))
 
 
 class Weights:
-    """The trained parameters of one rank, and the tensors that the optimizer steps in their place.
+    """The trained parameters of one rank, each with a local tensor that the optimizer steps in its place.
+
+    The stepped tensors are plain, so that the optimizer never sees DTensors, and its foreach and fused paths work for
+    any mix of shards and replicas.
 
     Attributes:
         names, parameters: the model's own, under the whole model's names.
-        stepped: what the optimizer steps, in the same order; plain and local.
+        stepped: what the optimizer steps, in the same order.
     """
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here."""
-        originals = {
-            name: local(parameter).detach() for name, parameter in module.named_parameters() if precision.masters
-        }
-        cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+        originals = cast_weights(module, precision)
         trained, self._frozen = trained_and_frozen(module)
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
-        self.stepped = [
-            self._stepped(parameter, originals.pop(name, None))
-            for name, parameter in zip(self.names, self.parameters, strict=True)
+        self._weights = [
+            MasterWeight(parameter, _stepped_for(parameter, originals.pop(name, None))) for name, parameter in trained
         ]
+        self.stepped = [one.stepped for one in self._weights]
+        self._weight_of = {one.weight: one for one in self._weights if one.has_master}
 
-        self._with_masters = [
-            (parameter, stepped)
-            for parameter, stepped in zip(self.parameters, self.stepped, strict=True)
-            if parameter.dtype is not stepped.dtype
-        ]
-        self._master_of = dict(self._with_masters)
-
-    def _stepped(self, parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
-        if original is not None and parameter.dtype is not torch.float32:
-            return nn.Parameter(original.to(torch.float32))  # nobody else has it any more, if it was fp32
-        return nn.Parameter(local(parameter).detach()) if isinstance(parameter, DTensor) else parameter
-
-    def by_name(self) -> Mapping[str, nn.Parameter]:
+    def by_name(self) -> Mapping[str, torch.Tensor]:
+        """What the optimizer steps, by the model's names."""
         return dict(zip(self.names, self.stepped, strict=True))
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The fp32 masters by the whole model's names, sharing storage: this rank's part of the state to save."""
-        pairs = zip(self.names, self.parameters, self.stepped, strict=True)
-        return {name: stepped.detach() for name, parameter, stepped in pairs if parameter.dtype is not stepped.dtype}
+        """The fp32 masters by the model's names, sharing storage: this rank's part of the state to save."""
+        pairs = zip(self.names, self._weights, strict=True)
+        return {name: one.full_precision() for name, one in pairs if one.has_master}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -75,14 +132,14 @@ class Weights:
             ValueError: other names or shapes than this rank's.
         """
         own = self.masters()
-        check_masters(masters, own)
+        _check_masters(masters, own)
         for name, master in own.items():
             master.copy_(masters[name])
         self.write_back()
 
     def follow_loads(self, model: nn.Module) -> None:
         """Let masters follow weights that are loaded into ``model`` or into any module in it."""
-        if self._with_masters:
+        if self._weight_of:
             install_follower(model, self)
 
     @torch.no_grad()
@@ -92,9 +149,8 @@ class Weights:
         A master that rounds to its weight stays as it is, so that weights and masters may be loaded in any order.
         """
         for weight in weights:
-            master = self._master_of.get(weight)
-            if master is not None:
-                follow(local(weight), master)
+            if weight in self._weight_of:
+                follow(local(weight), self._weight_of[weight].stepped)
 
     @torch.no_grad()
     def load_gradients(self) -> list[torch.Tensor]:
@@ -104,38 +160,29 @@ class Weights:
             RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient.
         """
         check_frozen(self._frozen)
-        for parameter, stepped in zip(self.parameters, self.stepped, strict=True):
-            if parameter.grad is None:
-                stepped.grad = None
-            elif stepped is not parameter:
-                stepped.grad = local(parameter.grad).to(stepped.dtype)
+        for one in self._weights:
+            one.hand_over_gradient()
         return [stepped.grad for stepped in self.stepped if stepped.grad is not None]
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
-        if self._with_masters:
-            weights, masters = zip(*self._with_masters, strict=True)
-            torch._foreach_copy_([local(weight) for weight in weights], list[torch.Tensor](masters))
+        write_back(self._weights)
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters alike."""
-        for parameter, stepped in zip(self.parameters, self.stepped, strict=True):
-            parameter.grad = None
-            stepped.grad = None
+        for one in self._weights:
+            one.weight.grad = one.stepped.grad = None
 
-    def drop_stepped_gradients(self) -> None:
+    def drop_master_gradients(self) -> None:
         """Free the masters' fp32 gradients, which nobody reads after the step."""
-        for _, master in self._with_masters:
-            master.grad = None
+        for one in self._weights:
+            one.drop_master_gradient()
 
-    def full_precision(self) -> dict[str, torch.Tensor]:
-        """Each trained weight as the optimizer knows it, a DTensor where the weight is one."""
-        full: dict[str, torch.Tensor] = {}
-        for name, parameter, stepped in zip(self.names, self.parameters, self.stepped, strict=True):
-            value = stepped.detach()
-            full[name] = wrap(value, parameter) if isinstance(parameter, DTensor) else value
-        return full
+
+def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
+    if original is not None and parameter.dtype is not torch.float32:
+        return nn.Parameter(original.to(torch.float32))  # nobody else has it any more, if it was fp32
+    return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
 
 
 class _Follower(Protocol):
@@ -165,11 +212,8 @@ class _FollowLoads:
 
 
 def follow(weight: torch.Tensor, master: torch.Tensor) -> None:
-    """Give ``master`` the value of ``weight`` in each element that does not round to it."""
+    """Give ``master`` the value of ``weight`` in each element that does not round to it; in place, same shapes."""
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-
-
-NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
 
 def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
@@ -192,7 +236,7 @@ def check_frozen(frozen: NamedParameters) -> None:
             )
 
 
-def check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+def _check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
     """Refuse to load ``masters`` where this rank has ``own``.
 
     Raises:

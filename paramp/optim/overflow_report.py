@@ -1,4 +1,4 @@
-"""What to say of a step that was skipped: which values were not finite, on which rank, and what helps.
+"""Why a step was skipped: which values were not finite, on which rank, and what helps.
 
 :func:`find_gradients` looks at the gradients that a rank has. It costs nothing until it is called, and one
 synchronisation of the device then. Where a value that is not finite came from takes another run of the batch
@@ -38,13 +38,11 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank, where it is in the mesh, and which stage of the pipeline is meant."""
+    """A rank, its coordinates in the mesh, and a stage of the pipeline."""
 
     rank: int
-    pp: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    """None without a :class:`~paramp.distributed.context.ParallelContext`."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """Each axis of the mesh and the rank on it; none without a context."""
     stage: int | None = None
 
     @staticmethod
@@ -52,13 +50,14 @@ class RankCoordinates:
         """This rank's; ``stage`` None: its first."""
         if context is None:
             return RankCoordinates(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
-        stage = context.pp.rank if stage is None else stage
-        return RankCoordinates(context.rank, context.pp.rank, context.dp.rank, context.tp.rank, stage)
+        stage = context.stage_axis.rank if stage is None else stage
+        return RankCoordinates(context.rank, tuple(context.coordinates.items()), stage)
 
     def __str__(self) -> str:
-        if self.pp is None:
+        if not self.axes:
             return f"rank {self.rank}"
-        return f"rank {self.rank} (pp {self.pp}, dp {self.dp}, tp {self.tp}, stage {self.stage})"
+        axes = ", ".join(f"{name} {rank}" for name, rank in self.axes)
+        return f"rank {self.rank} ({axes}, stage {self.stage})"
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,8 @@ class OverflowReport:
     """By rank, then in the model's order. Of one data rank each, where the batch was run again."""
     origin: Origin | None = None
     """None where the batch was not run again, or gave only finite values then."""
-    note: str = ""
-    """What could not be found out."""
+    unknown: str = ""
+    """What could not be found out, and why."""
     scaled: bool = True
     """Whether the gradients are known to carry the scale; a scaler may have divided them by it already."""
 
@@ -179,8 +178,8 @@ class OverflowReport:
                 f"gradients are not finite, {' and '.join(sorted(kinds))}, at a loss scale of {self.scale:g}; the "
                 f"first is that of {self.gradients[0].name} on {self.gradients[0].place}"
             )
-        if self.note:
-            lines.append(self.note)
+        if self.unknown:
+            lines.append(self.unknown)
         scale = self.scale if self.scaled else 1.0
         lines += [found.describe(scale) for found in sorted(self.gradients, key=self._distance)[:SHOWN]]
         if len(self.gradients) > SHOWN:
@@ -227,7 +226,7 @@ def find_gradients(
     """This rank's gradients that are not finite.
 
     Args:
-        stages: the pipeline stage that has each parameter; where it is not said, the rank's first.
+        stages: the pipeline stage of each parameter, by name. None, and for names that it lacks: the rank's first.
     """
     with_gradient = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
     if not with_gradient:

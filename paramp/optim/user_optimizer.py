@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from .flat_params import FlatWeights
-from .master_weights import Weights
 
-__all__ = ["check_elementwise", "check_optimizer", "groups_by_name", "names_by_parameter", "repoint", "warn_of_eps"]
+__all__ = [
+    "StepGuard",
+    "check_elementwise",
+    "check_optimizer",
+    "groups_by_name",
+    "names_by_parameter",
+    "repoint",
+    "warn_of_eps",
+]
+
+
+class SteppedWeights(Protocol):
+    """The trained parameters of a rank, and what the optimizer steps in their place: flat buffers, or masters alone."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The model's own."""
+
+    @property
+    def stepped(self) -> Sequence[torch.Tensor | None]:
+        """What is stepped for each; None if that is another rank's."""
+
+    def by_name(self) -> Mapping[str, torch.Tensor]:
+        """What is stepped on this rank, by the model's names."""
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -55,10 +77,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
 
 
 NOT_ELEMENTWISE = ("Adafactor", "Muon")
-"""Optimizers of torch that look at a matrix as a whole, of which a tensor-parallel rank has a part only."""
+"""torch's optimizers whose step depends on a whole matrix, of which a tensor-parallel rank holds a shard only."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights | FlatWeights) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:
     """Refuse an optimizer of whole matrices where this rank has shards of them.
 
     Raises:
@@ -77,7 +99,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, weights: Weights | FlatW
 
 
 def repoint(
-    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: Weights | FlatWeights
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: SteppedWeights
 ) -> None:
     """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
     stepped = weights.by_name()
@@ -108,3 +130,26 @@ def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
                     "or use a mode with fp32 masters",
                     stacklevel=4,
                 )
+
+
+class StepGuard:
+    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``: its gradients are scaled, and this rank's own.
+
+    Args:
+        message: of the ``RuntimeError``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
+        self._message = message
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._check)
+
+    def __enter__(self) -> None:
+        self._stepping = True
+
+    def __exit__(self, *_: object) -> None:
+        self._stepping = False
+
+    def _check(self, *_: Any) -> None:
+        if not self._stepping:
+            raise RuntimeError(self._message)

@@ -32,12 +32,12 @@ class OverlappedReduceScatter:
         tied: Collection[nn.Parameter],
     ) -> None:
         self._buffers = buffers
-        self._group = context.dp.group
+        self._group = context.batch_axis.group
         self._dtype = dtype
         self._tied = tied
         self._reduced: dict[FlatParam, int] = {}  # with the version of the gradient when it had been reduced
         self._waiting: dict[Buffer, set[FlatParam]] = {}  # what has no gradient yet
-        self._early: list[Buffer] = []  # which can be reduced before the step
+        self._overlappable: list[Buffer] = []  # which can be reduced before the step
         self._next: list[Buffer] = []  # of these, what has not been started, in this order
         self._running: list[Callable[[], None]] = []
         self._armed = False
@@ -47,26 +47,26 @@ class OverlappedReduceScatter:
 
     def begin(self) -> None:
         """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
-        self._early = [
+        self._overlappable = [
             buffer
             for buffer in self._buffers
             if not any(param.placement_mismatch or param.parameter in self._tied for param in buffer.params)
         ]
         self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
-        self._next = list(self._early)
+        self._next = list(self._overlappable)
         self._armed = True
 
     def end(self) -> None:
-        """Reduce what else can be reduced before the step, and wait for all."""
+        """Reduce the rest of what can be reduced before the step, and wait for all."""
         if not self._armed:
             return
         self._armed = False
         self._start(self._next)
         self._finish()
-        self._reduced |= {param: param.version for buffer in self._early for param in buffer.params}
+        self._reduced |= {param: param.version for buffer in self._overlappable for param in buffer.params}
 
     def _arrived(self, buffer: Buffer, param: FlatParam, _: torch.Tensor) -> None:
-        """The hook of a gradient that has been added up."""
+        """The hook of a parameter whose gradient has been added up. Starts every buffer that is complete in order."""
         if not self._armed:
             return
         if param not in self._waiting[buffer]:
@@ -89,7 +89,7 @@ class OverlappedReduceScatter:
             finish()
         self._running = []
 
-    def touched(self) -> list[torch.Tensor]:
+    def changed_since(self) -> list[torch.Tensor]:
         """The local gradients that were changed by hand after they had been reduced."""
         return [param.local_gradient for param, then in self._reduced.items() if param.version != then]
 

@@ -58,17 +58,17 @@ class LossScaling:
         return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
-        def check(condition: bool, name: str, allowed: str) -> None:
-            require(condition, name, getattr(self, name), allowed)
-
-        check(_fp32(self.init_scale), "init_scale", SCALES)
-        check(1 < self.growth_factor < math.inf, "growth_factor", "a finite number above 1")
-        check(0 < self.backoff_factor < 1, "backoff_factor", "a number between 0 and 1")
-        check(self.growth_interval >= 1, "growth_interval", "an integer of 1 or more")
-        check(self.hysteresis >= 1, "hysteresis", "an integer of 1 or more")
-        check(self.min_scale is None or _fp32(self.min_scale), "min_scale", f"{SCALES}, or None")
         floor = self.min_scale or 0.0
-        check(self.max_scale is None or self.max_scale >= floor, "max_scale", "a number of at least min_scale")
+        for name, condition, allowed in (
+            ("init_scale", _fp32(self.init_scale), SCALES),
+            ("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "an integer of 1 or more"),
+            ("hysteresis", self.hysteresis >= 1, "an integer of 1 or more"),
+            ("min_scale", self.min_scale is None or _fp32(self.min_scale), f"{SCALES}, or None"),
+            ("max_scale", self.max_scale is None or self.max_scale >= floor, "a number of at least min_scale"),
+        ):
+            require(condition, name, getattr(self, name), allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,19 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
-from ..base.spans import Span
 from ..observe.grad_histogram import GradientHistogram
-from ..observe.timeline import Timeline
 
 __all__ = [
     "LoggedRun",
     "check_matplotlib",
     "draw",
     "draw_histogram",
-    "draw_timeline",
     "plot",
     "plot_histogram",
-    "plot_timeline",
     "read_run",
 ]
 
@@ -275,74 +271,6 @@ def _waiting(run: LoggedRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     steps = np.array([record["step"] for record in records], dtype=np.float64)
     norm_weights = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
     return steps, np.array(norm_weights, dtype=np.float64)
-
-
-# ------------------------------------------------------------------------------------------------------ a timeline
-
-KINDS = {
-    "forward": "#0072B2",
-    "loss": "#E69F00",
-    "backward": "#009E73",
-    "backward input": "#009E73",
-    "backward weight": "#56B4E9",
-    "step": "#CC79A7",
-}
-"""The colour of each kind of span; the backward has one whether it is whole or only that of activations."""
-NARROW = 0.012
-"""Spans below this share of the width have no number in them."""
-
-
-def plot_timeline(timeline: Timeline, out: str | Path) -> None:
-    """Draw ``timeline`` into the file ``out``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    check_matplotlib("timeline")
-    draw_timeline(timeline).savefig(out, dpi=150)
-
-
-def draw_timeline(timeline: Timeline) -> Any:
-    """The ``matplotlib`` figure of a timeline: a row for each rank, a bar for each span, with its microbatch in it.
-
-    Later stages of a rank are lighter. What is white is the bubble.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 1.8 + 0.5 * len(timeline.ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    spans = [item for own in timeline.ranks for item in own.spans]
-    first = min((item.begin for item in spans), default=0.0)
-    width = max((item.end for item in spans), default=1.0) - first
-    for row, own in enumerate(timeline.ranks):
-        stages = sorted({item.stage for item in own.spans if item.stage is not None})
-        for item in own.spans:
-            _draw_span(axes, row, item, first, width, stages)
-    axes.set_title(timeline.describe(), loc="left", fontsize=11, fontweight="bold")
-    axes.set_yticks(range(len(timeline.ranks)), [own.name for own in timeline.ranks], fontsize=9)
-    axes.set_ylim(len(timeline.ranks) - 0.45, -0.55)
-    axes.set_xlim(0, width * 1000)
-    axes.set_xlabel("ms")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    found = {item.kind for item in spans}
-    handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in found]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
-    return figure
-
-
-def _draw_span(axes: Any, row: int, item: Span, first: float, width: float, stages: Sequence[int]) -> None:
-    lightness = 0.0 if item.stage is None else 0.45 * stages.index(item.stage) / max(1, len(stages) - 1)
-    length = item.end - item.begin
-    begin = (item.begin - first) * 1000
-    red, green, blue = (int(KINDS[item.kind][place : place + 2], 16) / 255 for place in (1, 3, 5))
-    colour = tuple(part + (1 - part) * lightness for part in (red, green, blue))
-    axes.barh(row, length * 1000, left=begin, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
-    if item.microbatch is not None and length > NARROW * width:
-        axes.text(begin + length * 500, row, str(item.microbatch), ha="center", va="center", fontsize=8, color="white")
 
 
 # ------------------------------------------------------------------------------------------- gradients by exponent

@@ -15,7 +15,7 @@ from victims import FULL, TINY, Run, torchrun_command
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.checkpoint.dcp_storage import problems
+from paramp.checkpoint.atomic_dir import problems
 from paramp.distributed.rendezvous import free_port
 from paramp.engine.checkpoint_manager import accumulation_for
 from paramp.engine.signals import StopRequest

@@ -38,7 +38,7 @@ class Plant:
 
     def __init__(self, engine, name, microbatch, backward, value):
         self.calls, self.microbatch = 0, microbatch
-        self.period = engine._num_microbatches * engine._accumulation
+        self.period = engine._runner.num_microbatches * engine._losses._accumulation
         self.backward, self.value = backward, value
         self.handle = engine.module.get_submodule(name).register_forward_hook(self)
 
@@ -103,7 +103,7 @@ def gpt_engine(**changes):
 
 def window(engine, seed=3):
     """One window of accumulation; its step's result."""
-    for x, y in batches(engine._accumulation, seed=seed):
+    for x, y in batches(engine._losses._accumulation, seed=seed):
         engine.zero_grad()
         dp = engine.context.dp
         engine.forward_backward(rank_slice(x, dp.rank, dp.size), rank_slice(y, dp.rank, dp.size))
@@ -123,7 +123,7 @@ def find_planted(layout):
             origin = engine.diagnose_overflow().origin
             if plant is not None:
                 plant.handle.remove()
-            call, microbatch = divmod(index, engine._num_microbatches)
+            call, microbatch = divmod(index, engine._runner.num_microbatches)
             found = (origin.module, origin.place.rank, origin.call, origin.microbatch, origin.during, origin.kind)
             during, kind = "backward" if backward else "forward", "NaN" if value != value else "inf"
             assert found == (name, rank, call, microbatch, during, kind), found
@@ -314,7 +314,7 @@ def plant_in_weight(engine, name, microbatch):
 
     def hook(gradient):
         calls.append(None)
-        return gradient * NAN if (len(calls) - 1) % engine._num_microbatches == microbatch else None
+        return gradient * NAN if (len(calls) - 1) % engine._runner.num_microbatches == microbatch else None
 
     return engine.module.get_parameter(name).register_hook(hook)
 
@@ -411,7 +411,7 @@ def train_with(config, diagnosed):
         engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), F.mse_loss)
         results = []
         for index in range(5):
-            for _ in range(engine._accumulation):
+            for _ in range(engine._losses._accumulation):
                 generator = torch.Generator().manual_seed(10 * index + context.dp.rank)
                 x = torch.randn(8, 8, generator=generator)
                 engine.zero_grad()
@@ -537,7 +537,7 @@ def test_training_stops_at_the_floor_of_the_scale(scaling, most, expected):
 def test_counts_go_on_from_those_that_were_loaded():
     with paramp.launch_from_torch({"precision": SCALED, "max_skipped_in_a_row": 3}):
         engine = gpt_engine(num_layers=1)
-        engine._tally.load([7, 4, 2])
+        engine._counters.load([7, 4, 2])
         assert (engine.num_steps, engine.num_skipped, engine.num_skipped_in_a_row) == (7, 4, 2)
         Plant(engine, "norm", 0, False, NAN)
         assert train_until_stopped(engine)[0] == 1
@@ -557,8 +557,16 @@ def test_a_scaler_by_itself_names_parameters_and_ranks(world):
             model[0].bias.grad[0] = NAN
         report = scaler.diagnose(model.named_parameters())
     first, second = report.gradients
-    assert (first.name, first.place, first.kind) == ("0.bias", RankCoordinates(0, 0, 0, 0, 0), "NaN")
-    assert (second.name, second.place, second.kind) == ("1.weight", RankCoordinates(1, 0, 0, 1, 0), "inf")
+    assert (first.name, first.place, first.kind) == (
+        "0.bias",
+        RankCoordinates(0, (("pp", 0), ("dp", 0), ("tp", 0)), 0),
+        "NaN",
+    )
+    assert (second.name, second.place, second.kind) == (
+        "1.weight",
+        RankCoordinates(1, (("pp", 0), ("dp", 0), ("tp", 1)), 0),
+        "inf",
+    )
     assert (second.count, second.size, second.largest, report.scale) == (1, 2, 3.0, 8.0)
     assert "gradient of 1.weight on rank 1 (pp 0, dp 0, tp 1, stage 0): inf, 1 of 2 elements" in str(report)
     assert str(report).endswith("the largest finite magnitude in the others is 3")

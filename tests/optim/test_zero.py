@@ -60,7 +60,7 @@ SPLIT = {
 @pytest.mark.parametrize("layout", SPLIT)
 @on_ranks(4)
 def test_with_pipelines_and_tensor_parallelism(world, layout):
-    """In small buckets: some are reduced in the backward, some, with tied or placement_mismatch gradients, in the step."""
+    """In small buckets: some are reduced in the backward; in the step those with tied or mismatched gradients."""
     paramp.optim.param_buffer.BUCKET, whole = 2**10, paramp.optim.param_buffer.BUCKET
     try:
         expected, norms = run(0, NAIVE, steps=4, clip=1.0, layout=SPLIT[layout])

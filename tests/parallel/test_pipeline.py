@@ -290,7 +290,7 @@ def test_stages_may_change_what_they_receive_and_grow_buffers(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["1"]}}}):
         model = build()
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+        engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
         assert not any(len(buffer) for buffer in engine.module.buffers())
         assert engine.forward_backward(x, x).item() == pytest.approx(loss.item(), abs=1e-6)
         for name, parameter in engine.named_parameters():

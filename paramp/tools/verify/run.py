@@ -34,8 +34,8 @@ from ...distributed.failures import is_echo
 from ...distributed.launcher_env import rank_by_any_variable
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import reported_by_rank_0
-from ...engine.engine import Criterion
 from ...engine.initialize import initialize
+from ...engine.loss_window import Criterion
 from .activation_recorder import ActivationRecorder, first_gradient
 
 __all__ = ["RUNS", "Options", "Seen", "configure", "load_attribute", "main"]

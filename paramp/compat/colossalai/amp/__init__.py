@@ -1,15 +1,9 @@
-"""The spelling of Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
+"""Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
 
 from ....precision.policy import AMP_TYPE
-from .convert import (
-    AmpCriterion,
-    AmpModel,
-    AmpOptimizer,
-    convert_to_amp,
-    convert_to_apex_amp,
-    convert_to_naive_amp,
-    convert_to_torch_amp,
-)
+from .convert import convert_to_amp, convert_to_apex_amp, convert_to_naive_amp, convert_to_torch_amp
+from .model import AmpCriterion, AmpModel
+from .optimizer import AmpOptimizer
 
 __all__ = [
     "AMP_TYPE",

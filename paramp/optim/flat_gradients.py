@@ -1,0 +1,261 @@
+"""The gradients in the flat buffers, from the backward to sums over the world that are ready to be stepped with.
+
+``parameter.grad`` is a view of its buffer, so that autograd adds up there and a reduction over data ranks is one
+collective for each buffer. What cannot add up in place (gradients of other placements than their parameter's, those
+that the user replaced) is copied there once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor, local
+from ..distributed.collectives import sum_
+from ..distributed.context import ParallelContext
+from ..precision.policy import Precision
+from .grad_norm import unscale_and_check_
+from .grad_reduce import align_gradients, sum_tied_gradients
+from .master_weights import NamedParameters, check_frozen
+from .param_buffer import Buffer, FlatParam, StepRange
+from .zero import OverlappedReduceScatter
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["FlatGradients"]
+
+
+class FlatGradients:
+    """The gradients of one rank's trained parameters.
+
+    Args:
+        params: in the model's order.
+        buffers: where they lie; what the backward completes first comes first.
+        ranges: what this rank steps if every parameter has a gradient.
+        frozen: the parameters that are not trained, by name.
+        tied: those that several pipeline stages hold a copy of.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FlatParam],
+        buffers: Sequence[Buffer],
+        ranges: Sequence[StepRange],
+        frozen: NamedParameters,
+        tied: Collection[nn.Parameter],
+        precision: Precision,
+        context: ParallelContext,
+    ) -> None:
+        self._params = params
+        self._buffers = buffers
+        self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
+        self._ranges = ranges
+        self._frozen = frozen
+        self._tied = tied
+        self._reduce_dtypes = precision.reduce_dtypes
+        self._context = context
+        self._allocated = False
+        self._absent: list[FlatParam] = []
+        self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
+        self._hooks = [
+            param.parameter.register_hook(_FindMismatch(param)) for param in self._params if is_dtensor(param.parameter)
+        ]
+        is_partitioned = any(buffer.num_parts > 1 for buffer in buffers)
+        self._overlapped = (
+            OverlappedReduceScatter(buffers, context, self._reduce_dtypes.dp, tied) if is_partitioned else None
+        )
+
+    # -------------------------------------------------------------------------------------------- in their buffers
+
+    def zero_grad(self) -> None:
+        """Make every gradient zero: one fill for each buffer."""
+        for buffer in self._buffers:
+            buffer.gradients.zero_()
+        for param in self._params:
+            gradient = None if param.placement_mismatch else param.gradient
+            if param.parameter.grad is not gradient:
+                param.parameter.grad = gradient
+            param.seen = param.version
+        for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
+            parameter.grad = None
+
+    def begin_window(self) -> None:
+        """Let the backwards to come add up in the buffers, which are allocated at the first call.
+
+        A backward that finds no gradient leaves a tensor of its own, whose values :meth:`collect` copies.
+        """
+        if not self._allocated:
+            self._allocated = True
+            for buffer in self._buffers:
+                buffer.make_gradients()
+            for param in self._params:
+                param.seen = param.version
+        self._take_back()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Bring gradients that the user took away or replaced back to their buffers, which are what ZeRO reduces."""
+        for param in self._params:
+            given = param.parameter.grad
+            if given is param.gradient or (param.placement_mismatch and given is not None):
+                continue
+            if given is None:
+                if param.version != param.seen:  # set to None with values in the buffer: the user dropped them
+                    param.local_gradient.zero_()
+                    param.seen = param.version
+                if param.placement_mismatch:
+                    continue
+            elif is_dtensor(given) and given.placements != cast("DTensor", param.parameter).placements:
+                continue  # collect() brings it to the parameter's placements, together with others
+            else:
+                param.local_gradient.copy_(local(given).to_dense())
+            param.parameter.grad = param.gradient
+
+    def _check_in_place(self) -> None:
+        """Refuse parameters and gradients that were moved out of their buffers: steps would not reach them.
+
+        Raises:
+            RuntimeError: naming one.
+        """
+        for param, buffer in self._buffer_of.items():
+            for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
+                if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
+                    raise RuntimeError(
+                        f"{param.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
+                        "given another memory format), so that steps would not reach it; do that before initialize, "
+                        "and change values in place (copy_, load_state_dict)"
+                    )
+
+    @torch.no_grad()
+    def collect(self, found_inf: torch.Tensor) -> None:
+        """Bring every gradient into its buffer, complete over tensor ranks.
+
+        Args:
+            found_inf: 0-dim float32; set to 1 if an element is not finite that this rank drops here. Those that it
+                keeps are checked by the norm.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient, or a parameter
+                or gradient was moved out of its buffer.
+        """
+        check_frozen(self._frozen)
+        self.begin_window()
+        self._check_in_place()
+        one = torch.ones_like(found_inf)
+        if self._overlapped is not None:
+            # Written after a buffer was reduced: outside this rank's own part nothing else would see it.
+            unscale_and_check_(self._overlapped.changed_since(), one, found_inf)
+        for hook in self._hooks:  # the first window has shown which gradients have other placements
+            hook.remove()
+        self._hooks = []
+        outside = [param for param in self._params if param.parameter.grad is not param.gradient]
+        arrived = [param for param in outside if param.parameter.grad is not None]
+        whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
+        unscale_and_check_(whole, one, found_inf)
+        if arrived:
+            torch._foreach_copy_(
+                [param.local_gradient for param in arrived],
+                [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived],
+            )
+        for param in outside:
+            if param.parameter.grad is not None or param.parameter in self._tied:
+                param.parameter.grad = param.gradient
+        self._absent = [
+            param for param in self._params if param.parameter not in self._tied and param.version == param.seen
+        ]
+
+    def absent(self) -> list[FlatParam]:
+        """The parameters that had no gradient on this rank when :meth:`collect` was called."""
+        return self._absent
+
+    def presence(self, names: Iterable[str]) -> torch.Tensor:
+        """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
+        key = tuple(param.name for param in self._absent)
+        if self._presence is None or self._presence[0] != key:  # kept: each copy to a GPU would wait for it
+            have = {param.name for param in self._params}.difference(key)
+            values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
+            self._presence = key, values.to(self._context.device)
+        return self._presence[1]
+
+    # ---------------------------------------------------------------------------------------- sums over data ranks
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
+
+        One all-reduce for each buffer. Under ZeRO one reduce-scatter for each that the backward has not reduced, which
+        leaves this rank with the sums of its own part.
+
+        A sum over data ranks is made in an order that depends on the place in the buffer, which differs between
+        stages. The sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
+        """
+        group = self._context.batch_axis.group
+        tied = [param.local_gradient for param in self._params if param.parameter in self._tied]
+        whole = [buffer.gradients for buffer in self._buffers] if self._overlapped is None else tied
+        for gradients in whole:
+            sum_([gradients], group, self._reduce_dtypes.dp)
+        sum_tied_gradients(self._context, [param.parameter for param in self._params], self._reduce_dtypes.pp)
+        if self._overlapped is not None:
+            if tied and self._context.batch_axis.rank > 0:
+                torch._foreach_zero_(tied)  # complete already: one data rank alone adds them to the sum to come
+            self._overlapped.reduce_the_rest()
+
+    def begin_last_backward(self) -> None:
+        """Let the reductions of ZeRO begin beside the backward, which is the last of a window."""
+        # Not in the first window, which shows which gradients have other placements than their parameters.
+        if self._overlapped is not None and not self._hooks:
+            self._overlapped.begin()
+
+    def end_last_backward(self) -> None:
+        """Wait for the reductions, where any have begun."""
+        if self._overlapped is not None:
+            self._overlapped.end()
+
+    # --------------------------------------------------------------------------------------------- what is measured
+
+    def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
+        """The gradients that this rank counts, 1-dim and split in blocks of the norm, and each one's norm weight."""
+        parts = [(part, step_range.norm_weight) for step_range in self._ranges for part in step_range.in_blocks()]
+        return [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
+
+    def for_zero_count(self) -> tuple[list[torch.Tensor], list[float]]:
+        """As :meth:`for_norm`, but one slice for each parameter, without the padding between them."""
+        params = [param for param in self._params if param.own[0] < param.own[1]]
+        return [self._own_gradient(param) for param in params], [param.norm_weight for param in params]
+
+    def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """Each gradient that this rank has before a step, as autograd left it, and its norm weight.
+
+        In sums over the world each element of the logical model counts once: over data ranks as an average, under ZeRO
+        as the rank that steps it has it.
+        """
+        for param in self._params:
+            gradient = param.parameter.grad
+            if gradient is not param.gradient:
+                if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
+                    num_parts = self._buffer_of[param].num_parts
+                    yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
+            elif param.version != param.seen and param.own[0] < param.own[1]:
+                yield self._own_gradient(param), param.norm_weight
+
+    def _own_gradient(self, param: FlatParam) -> torch.Tensor:
+        buffer = self._buffer_of[param]
+        return buffer.gradients[buffer.flat_range(param)]
+
+
+class _FindMismatch:
+    """The hook that finds gradients whose placements are not their parameter's, before they are added up."""
+
+    def __init__(self, param: FlatParam) -> None:
+        self._param = param
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        param = self._param
+        if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
+            param.placement_mismatch = True
+            if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was added up there
+                param.parameter.grad = None
