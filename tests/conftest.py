@@ -7,6 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 
+from families import SEED
 from pool import choice, close_pools
 
 
@@ -21,6 +22,10 @@ def pytest_configure():
         raise pytest.UsageError(str(error)) from None
     if devices == ("cpu",):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
+
+
+def pytest_report_header():
+    return f"samples of the long families: PARAMP_TEST_SEED={SEED}" if SEED else None
 
 
 @pytest.fixture(scope="session", autouse=True)

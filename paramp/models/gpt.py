@@ -120,15 +120,6 @@ class GPT(nn.Sequential):
         """
         return cls(choose(PRESETS, name, **changes))
 
-    @staticmethod
-    def own_vocab_size(name: str) -> int:
-        """The vocabulary of the preset called ``name``.
-
-        Raises:
-            ConfigError: no such preset.
-        """
-        return choose(PRESETS, name).vocab_size
-
     def flops_per_token(self, seq_len: int) -> int:
         """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, require
 from ..distributed.rng import sharded_random
 from .presets import check_counts
 
@@ -44,6 +44,8 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         check_counts(self)
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
+        require(0 <= self.init_std < math.inf, "init_std", self.init_std, "a finite number of 0 or more")
         if self.width % self.num_heads:
             raise ConfigError(f"width: got {self.width}, expected a multiple of num_heads {self.num_heads}")
 

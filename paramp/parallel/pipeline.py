@@ -19,7 +19,7 @@ from ..base.dtensor import is_dtensor, local, wrap
 from ..base.errors import ConfigError
 from ..base.module_surgery import keeping_buffers
 from ..base.spans import Observer, begin_call, span
-from ..config.schema import PipelineConfig
+from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
 from .stage import Stage, Stages
 from .stage_io import StageOutput

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from commands import python, torchrun
+from commands import COLD, python, torchrun
 from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 from torch import nn
@@ -327,7 +327,7 @@ if {fails}:
 def test_a_script_without_a_with_closes_quietly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(fails=False))
-    result = torchrun(2, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."))
+    result = torchrun(2, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."), **COLD)
     assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2)
     assert "Traceback" not in result.stderr
     assert "Warning" not in result.stderr

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from commands import python
+from commands import COLD, python
 
 from paramp import ConfigError, DataError
 from paramp.data.token_files import FileTokens
@@ -286,7 +286,7 @@ def test_four_gigabytes_take_no_memory(tmp_path):
         "    held_out_windows(corpus.held_out, 1024, 0, 64, 64)\n"
         "print(len(corpus.training) + len(corpus.held_out), before, peak())\n"
     )
-    result = python("-c", script, str(path))
+    result = python("-c", script, str(path), **COLD)
     assert result.returncode == 0, result.stderr
     tokens, before, after = map(int, result.stdout.split())
     assert tokens == 2**31

@@ -1,11 +1,10 @@
 """Every other rank names one that is stopped, with its phase; a failure is reported once; no other job is ended."""
 
 import json
-import sys
 import threading
 
 import pytest
-from commands import run
+from commands import PYTHON, run
 from torch.distributed import HashStore
 
 from paramp.distributed import failures, heartbeat
@@ -24,7 +23,7 @@ CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait",
 def output(tmp_path_factory):
     """What each rank of each case wrote, and its exit code; all cases run at once."""
     folder = tmp_path_factory.mktemp("output")
-    result = run([sys.executable, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
+    result = run([PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
     assert result.returncode == 0, result.stderr
     codes = json.loads((folder / "codes.json").read_text())
     return {case: [((folder / f"{case}.{rank}").read_text(), codes[case][rank]) for rank in range(3)] for case in CASES}

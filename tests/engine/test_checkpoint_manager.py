@@ -4,14 +4,14 @@ import json
 import os
 import shutil
 import signal
-import sys
 
 import numpy as np
 import pytest
 import torch
-from commands import python
+from commands import PYTHON, python
+from families import WHOLE
 from pool import on_ranks
-from victims import FULL, TINY, Run, torchrun_command
+from victims import TINY, Run, torchrun_command
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -94,14 +94,14 @@ def test_an_engine_saves_where_its_loaders_are(world):
 
 
 STEPS = 20
-WHOLE = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
+COMMAND = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run of one process that nobody disturbs, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
-    result = python(*WHOLE, "--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log"))
+    result = python(*COMMAND, "--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log"))
     assert result.returncode == 0, result.stderr
     return folder, losses(folder / "log")
 
@@ -111,10 +111,10 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     with (folder / "step-00000020" / "rank-00000.safetensors").open("r+b") as file:
         file.truncate(1000)
-    command = [*WHOLE, "--checkpoint-dir", str(folder)]
+    command = [*COMMAND, "--checkpoint-dir", str(folder)]
     result = python(*command, "--log-dir", str(log))
     assert result.returncode == 0, result.stderr
-    assert "resume: passed over: " in result.stdout
+    assert "resume: skipped: " in result.stdout
     assert "rank-00000.safetensors' has 1000 bytes, of" in result.stdout
     assert f"resumed from {folder / 'step-00000018'}, after step 18" in result.stdout
     assert losses(log) == whole[1]
@@ -130,16 +130,16 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
     """SIGTERM to the script that has started its ranks; then one data rank in place of two."""
     folder = tmp_path / "checkpoints"
     options = ["--checkpoint-dir", str(folder), "--log-dir", str(tmp_path / "log")]
-    with Run([sys.executable, *WHOLE, *options, "--dp", "2", "--checkpoint-every", "2"], tmp_path / "out") as run:
+    with Run([PYTHON, *COMMAND, *options, "--dp", "2", "--checkpoint-every", "2"], tmp_path / "out") as run:
         assert run.wait_for((folder / "step-00000002").exists), run.log.read_text()
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 143, run.log.read_text()
         text = run.log.read_text()
     stopped = max(folder.iterdir())
     assert f"saved {stopped}" in text
-    assert "by signal 15; --resume auto goes on from there" in text
+    assert "by signal 15; --resume auto continues from there" in text
     assert not problems(stopped)
-    result = python(*WHOLE, *options)
+    result = python(*COMMAND, *options)
     assert result.returncode == 0, result.stderr
     assert "1 data ranks, at first 2: gradient_accumulation = 2 keeps the global batch of 16" in result.stdout
     assert f"resumed from {stopped}" in result.stdout
@@ -150,7 +150,7 @@ def test_data_that_gets_lost_is_an_error_after_a_checkpoint(tmp_path):
     data, folder = tmp_path / "train.bin", tmp_path / "checkpoints"
     np.random.default_rng(0).integers(0, 256, 2**16).astype(np.uint16).tofile(data)
     options = ["--checkpoint-dir", str(folder), "--steps", "100000", "--data", str(data), "--checkpoint-every", "1000"]
-    with Run([sys.executable, *SCRIPT, *options, "--dp", "2"], tmp_path / "out") as run:
+    with Run([PYTHON, *SCRIPT, *options, "--dp", "2"], tmp_path / "out") as run:
         assert run.wait_for(lambda: "10/100000" in run.log.read_text()), run.log.read_text()
         with data.open("r+b") as file:
             file.truncate(2**12)
@@ -165,7 +165,7 @@ def test_data_that_gets_lost_is_an_error_after_a_checkpoint(tmp_path):
     assert "at byte" in text
 
 
-@pytest.mark.skipif(not FULL, reason="one of make chaos, because it takes half a minute")
+@pytest.mark.skipif(not WHOLE, reason="one of make test-all, because it takes half a minute")
 def test_a_lost_machine_leaves_a_smaller_run_that_goes_on(tmp_path):
     """torchrun with ``--nnodes 1:2``: two launchers of a rank each, of which one is killed with its rank."""
     folder = tmp_path / "checkpoints"

@@ -5,27 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import warm
+
 from paramp.distributed.rendezvous import free_port
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+PYTHON = warm.python()
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+COLD = {"PARAMP_TEST_COLD": "1"}
+"""For commands whose start itself is tested: each of their processes imports all it needs."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
-    """What a command runs in: no launcher's variables but those given."""
+    """What a command runs in: no launcher's variables but those given, and ``python`` that starts warm."""
+    warm.start()
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    return inherited | {"OMP_NUM_THREADS": "1"} | variables
+    variables = {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]} | variables
+    return inherited | variables | {"PATH": os.pathsep.join([str(warm.folder()), variables["PATH"]])}
 
 
 @contextmanager
@@ -76,4 +82,4 @@ def torchrun(processes: int, *arguments: str, **options) -> subprocess.Completed
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, *arguments], **options)
+    return run([PYTHON, *arguments], **options)

@@ -36,6 +36,23 @@ def from_small_scale(mode: str) -> Precision:
     return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
 
 
+MANY_AXES = {
+    "pp2·tp2": ("O3", "16-true", "fp8-mixed"),
+    "dp2·tp2": ("16-naive", "bf16-true", "transformer-engine"),
+    "pp2·dp2": ("32-true", "64-true", "bf16-mixed", "O2", "transformer-engine-float16"),
+    "pp2·dp2·tp2": ("16-mixed", "bf16-naive"),
+}
+ONE_AXIS = {
+    "1": MODES,
+    "dp2": MODES,
+    "pp2": MODES,
+    "dp2 + zero1": MODES,
+    "tp2": MODES[::2],
+    "tp2 + sp": MODES[1::2],
+}
+PART = {(layout, mode) for layout, modes in (MANY_AXES | ONE_AXIS).items() for mode in modes}
+"""The cells of ``make test``: every mode on every axis alone, and on one layout of several axes."""
+
 SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
 """In which every schedule of a pipeline is compared."""
 
@@ -45,6 +62,17 @@ def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tup
     lines = [[name, *columns], ["---", *(":-:" for _ in columns)]]
     lines += [[f"`{row}`", *("✓" if (row, column) in green else "✗" for column in columns)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
+    """By row and column, the marks of the table between the two marks of ``name`` in ``text``, the README's."""
+    body = text.partition(f"<!-- {name}: written by `make matrix` -->")[2].partition(f"<!-- /{name} -->")[0]
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.strip().splitlines()]
+    return {
+        (row.strip("`"), column): mark
+        for row, *marks in lines[2:]
+        for column, mark in zip(lines[0][1:], marks, strict=True)
+    }
 
 
 def replace_table(text: str, name: str, new: str) -> str:

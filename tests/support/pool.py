@@ -19,8 +19,8 @@ import functools
 import gc
 import importlib
 import inspect
-import multiprocessing as mp
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 TIMEOUT = 240.0
 """Seconds that a body may take before its ranks are ended."""
@@ -103,13 +105,13 @@ class RankPool:
         self.size = size
         self.device = device
         self.backend = choice().backend_of(device)
-        self._processes: list[Any] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._store = ""
 
     def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
         """The values that the body ``name`` of ``module`` returned, by rank."""
-        if not all(process.is_alive() for process in self._processes) or not self._processes:
+        if not self._processes or any(process.poll() is not None for process in self._processes):
             self.close()
             self._start()
         for connection in self._connections:
@@ -146,16 +148,16 @@ class RankPool:
         return [replies[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        warm.start()
         self._store = tempfile.mktemp(prefix="paramp-test-store-")
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, rank, self.size, self.device, self.backend, self._store, sys.path),
-                daemon=True,
+            ours, theirs = Pipe()
+            place = (rank, self.size, self.device, self.backend, self._store, sys.path)
+            process = subprocess.Popen(
+                [warm.python(), "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent))],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"RANK": str(rank)},
             )
-            process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -164,7 +166,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.wait()
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
@@ -172,9 +174,16 @@ class RankPool:
             Path(self._store).unlink(missing_ok=True)
 
 
-def _serve(
-    connection: Connection, rank: int, size: int, device: str, backend: str, store: str, path: list[str]
-) -> None:
+_SERVE = """
+import sys
+from multiprocessing.connection import Connection
+sys.path.insert(0, {2!r})
+import pool
+pool.serve(Connection({0}), *{1!r})
+"""
+
+
+def serve(connection: Connection, rank: int, size: int, device: str, backend: str, store: str, path: list[str]) -> None:
     """The life of one rank: receive a body's name, run it, answer."""
     sys.path[:] = path
     torch.set_num_threads(1)

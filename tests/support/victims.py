@@ -15,8 +15,6 @@ from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.header import read_header
 from paramp.distributed.rendezvous import free_port
 
-FULL = bool(os.environ.get("PARAMP_FULL"))
-"""Whether all is to be tried that ``make chaos`` tries."""
 TINY = [
     *("launch/train.py", "--batch-size", "8", "--seq-len", "32", "--precision", "16-mixed"),
     *("--set", "train.eval_sequences=8", "--set", "train.eval_every=10000", "--resume", "auto"),

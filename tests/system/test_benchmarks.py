@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ROOT, run
+from commands import PYTHON, ROOT, run
 from pool import on_ranks
 
 import paramp
@@ -107,7 +107,7 @@ def test_a_table_without_a_row_says_why_once(monkeypatch):
 def test_a_layout_runs_in_processes_of_its_own(tmp_path):
     path = tmp_path / "table.json"
     options = ["--modes", "fp32", "--rounds", "1", "--batch-size", "2", "--device", "cpu", "--json", str(path)]
-    done = run([sys.executable, "benchmarks/amp_table.py", "--layouts", "1", *options])
+    done = run([PYTHON, "benchmarks/amp_table.py", "--layouts", "1", *options])
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["layouts"]["1"]["rows"]
     assert {"plain torch, fp32", "FP32 training (32-true)"} <= {row["row"] for row in rows}
@@ -270,7 +270,7 @@ print(json.dumps([build(world, world - 1, Layout(pp=2, tp=2), "16-mixed") for wo
 
 
 def test_a_rank_of_a_large_world_makes_the_same_collectives():
-    done = run([sys.executable, "-c", BUILD_TWO], PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
+    done = run([PYTHON, "-c", BUILD_TWO], PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)
     assert small["collectives"] == large["collectives"] > 0
@@ -314,7 +314,7 @@ def test_comparing_replicas_is_held_against_a_step(world):
         if world.rank == 0:
             (row,) = json.loads(path.read_text())["rows"]
             assert row["layout"] == "tensor 1 x data 2"
-            assert row["share"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
+            assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
 
 
 def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):

@@ -1,17 +1,18 @@
 """Ranks killed at random moments, also while they save: every run ends with the weights of the one left in peace.
 
-``PARAMP_FULL=1`` (``make chaos``) makes it twenty runs.
+``make test-all`` makes it twenty runs.
 """
 
 import os
 import random
 
 import pytest
-from victims import FULL, TINY, Run, torchrun_command, weights_at
+from families import cases, family
+from victims import TINY, Run, torchrun_command, weights_at
 
 LAYOUTS = {"pp2-tp2": ["--tp", "2", "--pp", "2"], "dp2-tp2": ["--tp", "2", "--dp", "2"]}
 STEPS, EVERY = 24, 3
-RUNS = [(layout, number) for number in range(10) for layout in LAYOUTS] if FULL else [("pp2-tp2", 1)]
+RUNS = cases("chaos", [(layout, number) for number in range(10) for layout in LAYOUTS], [("pp2-tp2", 1)], 1)
 
 
 def command(layout, folder):
@@ -35,6 +36,7 @@ def in_peace(tmp_path_factory):
     return weights
 
 
+@family
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("layout", "number"), RUNS)
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, number):

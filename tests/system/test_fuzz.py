@@ -1,6 +1,6 @@
 """Random configurations and command lines: each is accepted, or refused in one line that names the key.
 
-``PARAMP_FULL=1`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
+``make test-all`` tries thousands and trains twenty of those that are accepted; otherwise a few hundred and two.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
-import runpy
 import typing
 from pathlib import Path
 
 import numpy as np
 import torch
-from commands import ROOT
-from hypothesis import HealthCheck, assume, given, settings
+from families import SEED, family, number
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
@@ -25,24 +23,26 @@ from reference import batches, rank_slice, small_gpt
 import paramp
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.config.files import load
+from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
-from paramp.config.schema import Config, ParallelConfig, PipelineConfig, TensorConfig, TrainConfig, flatten
+from paramp.config.schema import Config, flatten
+from paramp.config.training import TrainConfig
 from paramp.models import GPT
 from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
-
-FULL = os.environ.get("PARAMP_FULL") == "1"
-TRAIN_SCRIPT = runpy.run_path(str(ROOT / "launch/train.py"), run_name="train")
+from paramp.tools.flags import FLAGS
+from paramp.tools.train_config import configure
 
 
 def fuzz(short: int, full: int):
-    return settings(
-        max_examples=full if FULL else short,
-        derandomize=True,
+    chosen = settings(
+        max_examples=number(short, full),
+        derandomize=not SEED,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+    return lambda test: family(seed(SEED)(chosen(test)) if SEED else chosen(test))
 
 
 # ------------------------------------------------------------------------------------------------------- what is drawn
@@ -202,15 +202,14 @@ SETTINGS = st.builds(
 
 def flag_words():
     """A flag and its value, or something like it."""
-    flags = sorted(TRAIN_SCRIPT["FLAGS"])
+    flags = sorted(flag.name for flag in FLAGS)
     good = {
         int: st.integers(1, 4).map(str),
         float: st.floats(1e-4, 10).map(str),
         str: st.sampled_from(["16-mixed", "bf16", "zbv", "1f1b", "fused", "plain", "tiny", "stdlib", "runs"]),
     }
-    fitting = st.sampled_from(
-        sorted(key for key, (_, kind) in TRAIN_SCRIPT["FLAGS"].items() if kind is not bool)
-    ).flatmap(lambda flag: st.tuples(st.just(flag), good[TRAIN_SCRIPT["FLAGS"][flag][1]]))
+    kinds = {flag.name: flag.kind for flag in FLAGS if flag.kind is not bool}
+    fitting = st.sampled_from(sorted(kinds)).flatmap(lambda flag: st.tuples(st.just(flag), good[kinds[flag]]))
     numbers = st.one_of(st.integers(-2, 70), INTEGERS.filter(lambda value: abs(value) < 10**1000), NUMBERS).map(str)
     value = st.one_of(numbers, numbers, LINE_TEXTS)
     known = st.sampled_from(flags)
@@ -256,7 +255,7 @@ NAMES = {"fp16", "precision", "config", "set", "user", "mode", "emulate-fp16"} |
     part for key in KEYS for part in key.split(".")
 }
 NAMES |= set(SPELLED) | {name for names in _OPTIONS.values() for name in names} | {"dp", "tp", "pp"}
-NAMES |= {flag.strip("-") for flag in TRAIN_SCRIPT["FLAGS"]}
+NAMES |= {flag.name.strip("-") for flag in FLAGS}
 
 
 def check_accepted(config):
@@ -293,7 +292,7 @@ def test_a_configuration_is_accepted_or_refused_in_one_line(tree):
 @given(words=LINES)
 def test_a_command_line_is_accepted_or_refused_in_one_line(words):
     try:
-        config = TRAIN_SCRIPT["configure"](words)
+        config = configure(words)
     except (paramp.ConfigError, FileNotFoundError) as error:
         check_complaint(error, NAMES)
     else:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TORCHRUN, run, start
+from commands import PYTHON, ROOT, TORCHRUN, run, start
 from hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -68,7 +68,7 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     """``sbatch`` and ``srun`` are stand-ins that set the variables which Slurm sets."""
     path = os.pathsep.join([str(ROOT / "tests" / "bin"), os.environ["PATH"]])
     arguments = [*JOB[5:], "--log-dir", str(tmp_path)]
-    result = run(["sbatch", "launch/slurm.sbatch", *arguments], PATH=path, PYTHON=sys.executable)
+    result = run(["sbatch", "launch/slurm.sbatch", *arguments], PATH=path, PYTHON=PYTHON)
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
@@ -115,7 +115,7 @@ def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):
 
 
 def test_launch_on_two_hosts_that_meet_by_address(hosts):
-    command = [sys.executable, MEET]
+    command = [PYTHON, MEET]
     where = ["2", ADDRESSES["node1"], "29500"]
     with start([*hosts.on("node2"), *command, "1", *where]) as second:
         result = run([*hosts.on("node1"), *command, "0", *where])
@@ -157,8 +157,8 @@ def test_a_port_in_use():
         taken.bind(("", 0))
         taken.listen()
         where = ["2", "localhost", str(taken.getsockname()[1])]
-        with start([sys.executable, MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="6") as other:
-            result = run([sys.executable, MEET, "0", *where])
+        with start([PYTHON, MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="6") as other:
+            result = run([PYTHON, MEET, "0", *where])
             assert result.returncode != 0
             assert f"cannot listen on port {where[2]}" in result.stderr
             assert "choose another port" in result.stderr

@@ -11,7 +11,9 @@ import functools
 
 import pytest
 import torch
-from matrix import LAYOUTS, MODES, README, from_small_scale, replace_table, table
+from families import WHOLE, family
+from families import cases as chosen
+from matrix import LAYOUTS, MODES, PART, README, from_small_scale, marks_of, replace_table, table
 from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, batches, rounding, small_gpt, train_engine
 
@@ -22,9 +24,18 @@ STEPS = 10
 OVERFLOW_AT = 4
 HALVED_LAYOUT = "pp2"
 ADAM_LAYOUT = "pp2·tp2"
-BATCHES = [tuple(MODES[start : start + 5]) for start in range(0, len(MODES), 5)]
-"""Modes that one launch serves: all of them would take eight ranks on two cores longer than a body may."""
 FP16_ADAM = {"O3", "16-true"}
+EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
+CELLS = chosen("matrix", EVERYTHING, PART, 8)
+HALVED = [mode for layout, mode in CELLS if layout == HALVED_LAYOUT and (WHOLE or MODES.index(mode) % 3 == 2)]
+ADAM = [mode for layout, mode in CELLS if layout == ADAM_LAYOUT and mode in FP16_ADAM]
+
+
+def modes_of_one_launch(layout, mode):
+    """At most five: all modes would take eight ranks on two cores longer than a body may."""
+    modes = [other for where, other in CELLS if where == layout]
+    start = modes.index(mode) // 5 * 5
+    return tuple(modes[start : start + 5])
 
 
 def build():
@@ -76,7 +87,7 @@ def cells():
 
     @functools.cache
     def alone(device):
-        return train_all(World(0, 1, device), {}, MODES, adam=sorted(FP16_ADAM))
+        return train_all(World(0, 1, device), {}, sorted({mode for _, mode in CELLS}), adam=ADAM)
 
     @functools.cache
     def compute(layout, modes, device):
@@ -84,15 +95,11 @@ def cells():
         if size == 1:
             return alone(device), alone(device)
         arguments = {"parallel": parallel, "modes": modes}
-        arguments |= {"halved": modes} if layout == HALVED_LAYOUT else {}
-        arguments |= {"adam": [mode for mode in modes if mode in FP16_ADAM]} if layout == ADAM_LAYOUT else {}
+        arguments |= {"halved": [mode for mode in modes if mode in HALVED]} if layout == HALVED_LAYOUT else {}
+        arguments |= {"adam": [mode for mode in modes if mode in ADAM]} if layout == ADAM_LAYOUT else {}
         return run_on_ranks(size, __name__, "train_all", arguments, device)[0], alone(device)
 
-    def batch_of(layout, mode, device):
-        batch = next(batch for batch in BATCHES if mode in batch)
-        return compute(layout, batch, device)
-
-    return batch_of
+    return lambda layout, mode, device: compute(layout, modes_of_one_launch(layout, mode), device)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +108,18 @@ def green():
     return set()
 
 
+def test_the_part_covers_every_layout_and_every_mode_on_every_axis():
+    assert {layout for layout, _ in PART} == set(LAYOUTS)
+    for axis in ("data", "tensor", "pipeline", "zero"):
+        assert {mode for layout, mode in PART if LAYOUTS[layout][1].get(axis)} == set(MODES)
+    assert {mode for layout, mode in PART if len(LAYOUTS[layout][1].keys() - {"zero", "sequence_parallel"}) > 1} == set(
+        MODES
+    )
+
+
+@family
 @on_each_device
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), CELLS)
 def test_a_mode_on_a_layout_follows_its_single_process_run(layout, mode, cells, green, device):
     actual, expected = cells(layout, mode, device)
     if layout == "1":
@@ -117,15 +133,17 @@ def test_a_mode_on_a_layout_follows_its_single_process_run(layout, mode, cells, 
         green.add((mode, layout))
 
 
+@family
 @on_each_device
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HALVED)
 def test_the_tolerance_rejects_one_ranks_gradient_halved(mode, cells, device):
     actual, expected = cells(HALVED_LAYOUT, mode, device)
     assert_strays(actual[mode, "halved"], expected[mode], mode)
 
 
+@family
 @on_each_device
-@pytest.mark.parametrize("mode", sorted(FP16_ADAM))
+@pytest.mark.parametrize("mode", ADAM)
 def test_adam_in_fp16_follows_too(mode, cells, device):
     """By its losses. Weight by weight, fp16 Adam is no smooth function of its gradients: squares below 2**-24 vanish,
     so that one rounding error can move an update by the ratio of the root of that to eps."""
@@ -135,12 +153,15 @@ def test_adam_in_fp16_follows_too(mode, cells, device):
     assert_losses_follow(losses, expected[mode, "adam"][0], mode)
 
 
+@family
 def test_the_readmes_table_is_what_came_out(green, request):
-    """Last in the file, so that the cells have run. ``make matrix`` writes the table anew."""
-    if len(request.session.items) < len(LAYOUTS) * len(MODES):
-        pytest.skip("only some of the cells were asked for")
+    """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
     text = README.read_text(encoding="utf-8")
-    expected = replace_table(text, "matrix", table("mode", MODES, list(LAYOUTS), green))
-    if request.config.getoption("--write-matrix"):
-        README.write_text(expected, encoding="utf-8")
-    assert expected == README.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
+        expected = replace_table(text, "matrix", table("mode", MODES, list(LAYOUTS), green))
+        if request.config.getoption("--write-matrix"):
+            README.write_text(expected, encoding="utf-8")
+        assert expected == README.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+    marks = marks_of(text, "matrix")
+    assert list(marks) == [(mode, layout) for mode in MODES for layout in LAYOUTS]
+    assert all(marks[cell] == "✓" for cell in green)

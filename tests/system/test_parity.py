@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import number
 from pool import on_ranks
 from reference import batches, plain_fp32_training, rank_slice, small_gpt
 
@@ -42,8 +43,9 @@ def compare(actual, expected, loss_tolerance, weight_tolerance):
         assert difference <= weight_tolerance, f"{name}: {difference}"
 
 
+@pytest.mark.parametrize("steps", [number(6, 20)])
 @pytest.mark.parametrize("layout", LAYOUTS_4)
 @on_ranks(4, cuda=True)
-def test_fp32_follows_plain_torch_on_four_ranks(world, layout):
+def test_fp32_follows_plain_torch_on_four_ranks(world, layout, steps):
     num_layers = 4 if layout == "pp4" else 2
-    compare(train(world, LAYOUTS_4[layout], 20, num_layers), plain_fp32_training(20, num_layers), 1e-5, 2e-5)
+    compare(train(world, LAYOUTS_4[layout], steps, num_layers), plain_fp32_training(steps, num_layers), 1e-5, 2e-5)

@@ -1,0 +1,46 @@
+"""Long families of tests: the same assertion for many cases. What a run tries of each is chosen by the environment.
+
+- By default, as in ``make test``: a part, in which every value of every parameter stands at least once.
+- ``PARAMP_TEST_SEED``, any text: a sample of the other cases, always the same for one seed (``.ci/run``).
+- ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+import pytest
+
+Case = TypeVar("Case")
+
+WHOLE = os.environ.get("PARAMP_TEST_WHOLE", "") not in ("", "0")
+SEED = os.environ.get("PARAMP_TEST_SEED", "")
+
+family = pytest.mark.family
+"""Marks the tests of a family, so that a sample can be run alone: ``pytest -m family``."""
+
+
+def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample: int) -> list[Case]:
+    """What this run tries of the family ``name``: all, the ``part``, or ``sample`` of the others."""
+    if WHOLE:
+        return list(everything)
+    if SEED:
+        rest = [case for case in everything if case not in part]
+        chosen = random.Random(f"{SEED} {name}").sample(range(len(rest)), min(sample, len(rest)))
+        return [rest[index] for index in sorted(chosen)]
+    return [case for case in everything if case in part]
+
+
+def number(part: int, whole: int) -> int:
+    """How many this run tries of a family of numbered cases."""
+    return whole if WHOLE else part
+
+
+def offset(name: str, part: int, stride: int) -> slice:
+    """Every ``stride``-th of a long list: from the ``part``-th on, from a random one on, or all of the list."""
+    if WHOLE:
+        return slice(None)
+    return slice(random.Random(f"{SEED} {name}").randrange(stride) if SEED else part % stride, None, stride)

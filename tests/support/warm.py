@@ -1,0 +1,298 @@
+"""Python processes that start with torch imported, because a test run starts hundreds and each import costs seconds.
+
+:func:`start` writes a program ``python`` into a folder of the test run's. It takes a command line as Python does, but
+has a server that imported torch once fork a process for it, hands over its environment and open files, passes signals
+on and ends as that process does. Whatever the process starts with ``sys.executable`` goes the same way.
+
+Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
+they do in processes that were started one by one. Command lines with options of the interpreter, processes in another
+network namespace, and all with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import marshal
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SERVERS = 2
+AVAILABLE = hasattr(os, "pidfd_open")  # Linux
+PRELOADED = (
+    *("torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.distributed.checkpoint"),
+    *(
+        "torch._dynamo",
+        "torch.distributed.run",
+        "torch.utils.data",
+        "numpy",
+        "safetensors.torch",
+        "pytest",
+        "rich.live",
+    ),
+    *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "rich.live", "tomllib"),
+    *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
+)
+
+CLIENT = """#!{python} -IS
+import marshal, os, signal, socket, sys
+words = sys.argv[1:]
+plain = words[1:] if words[:1] == ["-u"] else words
+def cold():
+    os.execv({python!r}, [{python!r}, *words])
+if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
+    cold()
+if os.environ.get("PARAMP_TEST_COLD") or os.readlink("/proc/self/ns/net") != {namespace!r}:
+    cold()
+rank = os.environ.get("RANK", "")
+server = bin(int(rank)).count("1") % {servers} if rank.isdecimal() else 0
+files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd < 3 or os.path.exists(f"/proc/self/fd/{{fd}}")]
+connection = socket.socket(socket.AF_UNIX)
+try:
+    connection.connect(os.path.join({folder!r}, str(server)))
+except OSError:
+    cold()
+job = marshal.dumps((words, dict(os.environ), os.getcwd(), os.getppid(), files))
+socket.send_fds(connection, [len(job).to_bytes(8, "big")], files)
+connection.sendall(job)
+pid = int(connection.recv(20))
+def forward(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, forward)
+connection.send(b"+")
+status = connection.recv(20)
+code = os.waitstatus_to_exitcode(int(status)) if status else 1
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@functools.cache
+def folder() -> Path:
+    """Where the programs are: first on the PATH of the commands that the tests run."""
+    path = Path(tempfile.mkdtemp(prefix="paramp-python-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def python() -> str:
+    """The program to start Python with; :func:`start` makes it."""
+    return str(folder() / "python") if AVAILABLE and not os.environ.get("PARAMP_TEST_COLD") else sys.executable
+
+
+@functools.cache
+def start() -> None:
+    """Start the servers. They are ready when torch is imported; until then commands wait for them."""
+    if python() == sys.executable:
+        return
+    listeners = []
+    for number in range(SERVERS):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder() / str(number)))
+        listener.listen(128)
+        listeners.append(listener)
+    for listener in listeners:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno()), python()],
+            stdin=subprocess.PIPE,  # whose end tells the server that the tests are over
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        listener.close()
+        atexit.register(_stop, process)
+    namespace = os.readlink("/proc/self/ns/net")
+    names = {"python": sys.executable, "folder": str(folder()), "servers": SERVERS, "namespace": namespace}
+    for name, text in {
+        "python": CLIENT.format(**names),
+        "torchrun": f'#!/bin/sh\nexec "{python()}" -m torch.distributed.run "$@"\n',
+    }.items():
+        (folder() / name).write_text(text)
+        (folder() / name).chmod(0o755)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.stdin.close()  # type: ignore[union-attr]
+    process.wait()
+
+
+# ----------------------------------------------------------------------------------------------------- the server
+
+
+def _receive(connection: socket.socket) -> tuple[list, list[int]]:
+    """A client's job, and its open files."""
+    header, files, _, _ = socket.recv_fds(connection, 8, 250)
+    missing, parts = int.from_bytes(header, "big"), []
+    while missing:
+        parts.append(connection.recv(missing))
+        if not parts[-1]:
+            raise ConnectionError("the client has ended")
+        missing -= len(parts[-1])
+    return marshal.loads(b"".join(parts)), files
+
+
+def serve(listener: socket.socket) -> list:
+    """Fork a process for every job. Returns in those processes, with the job."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the file that ends with the process
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                for pid, _ in children.values():
+                    _kill(pid)
+                os._exit(0)
+            elif key.fileobj is listener:
+                connection, _ = listener.accept()
+                try:
+                    job, files = _receive(connection)
+                except (ConnectionError, EOFError, ValueError):
+                    connection.close()
+                    continue
+                begin, go = os.pipe()
+                pid = os.fork()
+                if not pid:
+                    os.close(go)
+                    for open_ in list(selector.get_map().values()):
+                        if open_.fd:
+                            os.close(open_.fd)
+                    selector.close()
+                    connection.close()
+                    os.read(begin, 1)  # when the client can pass signals on
+                    os.close(begin)
+                    _take_over(files, job[-1])
+                    return job
+                os.close(begin)
+                for file in files:
+                    os.close(file)
+                ended = os.pidfd_open(pid)
+                children[ended] = pid, connection
+                selector.register(ended, selectors.EVENT_READ)
+                selector.register(connection, selectors.EVENT_READ, (pid, go))
+                connection.send(str(pid).encode())
+            elif key.fd in children:
+                pid, connection = children.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                if connection.fileno() >= 0:
+                    selector.unregister(connection)
+                    with contextlib.suppress(OSError):
+                        connection.send(str(status).encode())
+                    connection.close()
+            else:
+                pid, go = key.data
+                try:
+                    ready = key.fileobj.recv(1)  # type: ignore[union-attr]
+                except OSError:
+                    ready = b""
+                if go is not None:
+                    os.write(go, ready)  # not by closing it: the processes forked since hold it open too
+                    os.close(go)
+                if ready:
+                    selector.modify(key.fileobj, selectors.EVENT_READ, (pid, None))
+                else:  # the client was killed
+                    _kill(pid)
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the client's files the numbers that they have there."""
+    import fcntl
+
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number, inheritable=True)
+        os.close(file)
+
+
+def become(job: list, base: Sequence[str], executable: str) -> None:
+    """Run the job's command line as the interpreter would."""
+    words, environment, cwd, parent, _ = job
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.getppid = lambda: parent  # type: ignore[assignment]
+    sys.executable = executable
+    sys.orig_argv = [executable, *words]
+    if words[0] == "-u" or environment.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if words[0] == "-u":
+        words = words[1:]
+    importlib.import_module("numpy").random.seed()  # Python's own does so by itself
+    first = {"-c": "", "-m": cwd}.get(words[0], os.path.dirname(os.path.realpath(words[0])))
+    sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    if words[0] == "-m":
+        import runpy
+
+        sys.argv = words[1:]
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    if words[0] == "-c":
+        sys.argv, source, name = ["-c", *words[2:]], words[1], "<string>"
+    else:
+        sys.argv, source, name = list(words), Path(words[0]).read_bytes(), words[0]
+        main.__file__ = name
+    sys.modules["__main__"] = main
+    exec(compile(source, name, "exec", dont_inherit=True), main.__dict__)
+
+
+def end_with(function: Callable[..., object], *arguments: object) -> None:
+    """Call ``function`` and end the process as Python does, but for taking apart the modules, which takes 0.3 s."""
+    code = 0
+    try:
+        function(*arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    base_path, this = sys.path[1:], sys.modules["__main__"]
+    end_with(become, serve(socket.socket(fileno=int(sys.argv[1]))), base_path, sys.argv[2])
