@@ -95,8 +95,7 @@ def load_corpus(
     Args:
         data: ``stdlib`` or a path.
         validation_data: a path whose held-out part, or else all of it, is held out in place of a part of ``data``.
-        tokenizer: path of a ``tokenizer.json``, or of a folder with one. Of data that holds tokens already, it gives
-            only the size of the vocabulary.
+        tokenizer: path of a ``tokenizer.json`` or its folder. Of token files it gives only the size of the vocabulary.
         vocab_size: how many tokens there are. None: as many as the tokenizer or ``meta.json`` has, or 256 for bytes.
         data_dtype: of a flat ``.bin``: ``uint16``, ``uint32``, or ``auto``: that of ``meta.json``, else uint16.
         default_vocab_size: where none of these is known.

@@ -81,7 +81,10 @@ class ParallelContext:
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
         rank, world_size, local_rank: this process among all, and on its machine.
         device: where this rank computes.
-        pp, dp, tp: an :class:`Axis` each.
+        pp, dp, tp: an :class:`Axis` each, by its name.
+        stage_axis: the axis along which each rank has stages of its own.
+        batch_axis: the axis over which the batch is sharded and gradients are summed.
+        tensor_axis: the axis over which layers are sharded by plan.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         heartbeat: reports to the other ranks where this one is, and watches them; None where there is none.
@@ -110,7 +113,14 @@ class ParallelContext:
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is left, while its process groups are still there."""
         self.mesh: DeviceMesh = init_device_mesh(device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES)
-        self.pp, self.dp, self.tp = (self._axis(name) for name in AXES)
+        axes = {
+            name: Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
+            for index, name in enumerate(AXES)
+        }
+        self.pp, self.dp, self.tp = axes["pp"], axes["dp"], axes["tp"]
+        self.stage_axis, self.batch_axis, self.tensor_axis = (
+            axes[ROLES[role]] for role in ("stage", "batch", "tensor")
+        )
         replicas = self.mesh.mesh.movedim(AXES.index(DATA_AXIS), 0).flatten(1).tolist()
         self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
@@ -120,28 +130,6 @@ class ParallelContext:
         if heartbeat is not None:
             heartbeat.start(self.name_of)
         _contexts.append(self)
-
-    def _axis(self, name: str) -> Axis:
-        return Axis(self.mesh.get_local_rank(name), self.mesh.size(AXES.index(name)), self.mesh.get_group(name))
-
-    def _by_role(self, role: str) -> Axis:
-        axis: Axis = getattr(self, ROLES[role])
-        return axis
-
-    @property
-    def stage_axis(self) -> Axis:
-        """The axis along which each rank has stages of its own."""
-        return self._by_role("stage")
-
-    @property
-    def batch_axis(self) -> Axis:
-        """The axis over which the batch is sharded and gradients are summed."""
-        return self._by_role("batch")
-
-    @property
-    def tensor_axis(self) -> Axis:
-        """The axis over which layers are sharded by plan."""
-        return self._by_role("tensor")
 
     @property
     def coordinates(self) -> dict[str, int]:

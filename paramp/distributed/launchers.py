@@ -182,14 +182,12 @@ def _join(
     store: Store | None = None,
 ) -> ParallelContext:
     """Meet the other ranks of ``place``'s world, in ``store`` if they have met, and make the context."""
-    place = place or LauncherRank("none", 0, 1, 0)
+    place = place or LauncherRank("none", rank=0, world_size=1, local_rank=0)
     rank, world_size = place.rank, place.world_size
     if seed != DEFAULT_SEED:
         config = replace(config, seed=seed)
     config.parallel.data_size(world_size)  # complain before anything waits
-    device = _choose_device(device, place.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _set_device(device, place.local_rank)
     owns_world = not dist.is_initialized()
     if not owns_world:
         _check_world(place)
@@ -297,6 +295,14 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     devices = set(exchange(store, "device", mine, rank, world_size))
     all_gpus = all(name.startswith("GPU ") for name in devices)
     return "nccl" if all_gpus and len(devices) == world_size else "gloo"
+
+
+def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
+    """The device of this rank, made torch's current one if it is a GPU."""
+    device = _choose_device(requested, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:

@@ -61,7 +61,7 @@ def convert(
     and hooks stay.
 
     Args:
-        choice: of the whole model, of which ``module`` may be a pipeline stage; by default that of ``module``.
+        choice: of the whole model, of which ``module`` may be a pipeline stage. None: that of ``module``.
         tensor_size: over how many ranks the layers are going to be sharded.
         overflow: 0-dim, on the device; becomes 1 when a layer gets a gradient that is not finite.
         group: ranks that run the same layers on other data, for Transformer Engine's scales.
@@ -87,9 +87,8 @@ def convert(
     else:
         module = _with_torchao(module, choice, float8, library.emulated)
     flag = torch.zeros((), device=device) if overflow is None else overflow
-    for name, layer in module.named_modules():
-        if name in choice.linear:
-            _watch(layer, flag, inputs=saturates)
+    for layer in (layer for name, layer in module.named_modules() if name in choice.linear):
+        _watch(layer, flag, inputs=saturates)
     return module
 
 
