@@ -33,7 +33,9 @@ from ..parallel.adapters import ModelAdapter
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
-from ..precision.float8 import choose_layers, convert, find_library
+from ..precision.capabilities import find_library
+from ..precision.float8 import convert
+from ..precision.float8_layers import choose_layers
 from ..precision.policy import Precision
 from .engine import Engine
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
-from ..precision.capabilities import has_native_fp16
+from ..precision.capabilities import gpu_has_bf16, gpu_has_float8, has_bf16_on_cpu, has_native_fp16
 from ..precision.policy import PRESETS, Precision
 
 __all__ = ["doctor", "examine"]
@@ -48,10 +48,6 @@ PACKAGES = (
 )
 """Distributions whose versions are of interest, by the names that pip knows them by."""
 
-NATIVE_BF16 = (8, 0)
-"""The first GPUs that multiply in bfloat16: Ampere."""
-NATIVE_FLOAT8 = (8, 9)
-"""The first GPUs that multiply in float8: Ada, then Hopper."""
 SECONDS_FOR_MPIRUN = 10.0
 
 
@@ -197,13 +193,10 @@ def _lacking_fp16(device: Mapping[str, Any]) -> str | None:
 
 def _lacking_bf16(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cuda":
-        if _capability(device) >= NATIVE_BF16:
+        if gpu_has_bf16(_capability(device)):
             return None
         return f"{device['name']} (compute capability {device['capability']}) has no bfloat16 arithmetic, from 8.0 on"
-    mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    # oneDNN takes bfloat16 wherever there is AVX-512, and widens it to fp32 where that is all there is.
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if mkldnn and (not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+    if has_bf16_on_cpu():
         return None
     return "this CPU has no bfloat16 arithmetic: products are computed in fp32 and rounded"
 
@@ -211,7 +204,7 @@ def _lacking_bf16(device: Mapping[str, Any]) -> str | None:
 def _lacking_float8(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cpu":
         return "no CPU multiplies in float8: operands are rounded to it and multiplied in a wider dtype"
-    if _capability(device) >= NATIVE_FLOAT8:
+    if gpu_has_float8(_capability(device)):
         return None
     return (
         f"{device['name']} (compute capability {device['capability']}) has no float8 arithmetic, from 8.9 on: operands "
