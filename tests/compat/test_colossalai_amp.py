@@ -101,7 +101,7 @@ def test_torch_amp_is_torchs_autocast_and_scaler_to_the_bit():
     plain, scaler = sgd(reference), torch.amp.GradScaler("cpu", **options)
     for x, y in data(5):
         plain.zero_grad()
-        with emulate_fp16(optimizer._surroundings.emulate):
+        with emulate_fp16(optimizer._compute.emulate):
             with torch.autocast("cpu", dtype=torch.float16):
                 output = reference(x).float()
             scaler.scale(nn.functional.cross_entropy(output, y)).backward()
