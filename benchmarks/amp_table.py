@@ -7,13 +7,13 @@
 
 All candidates train the same model on the same images in one run. They take turns, one step each, in every round; the
 medians are reported. Plain torch is torch.autocast with torch.amp.GradScaler, and DistributedDataParallel on several
-ranks; with tensor or pipeline ranks it has no row. What cannot run here is named with its reason.
+ranks; with tensor or pipeline ranks it has no row. A mode that cannot run here is named with the reason.
 
 --layouts starts the processes of each layout itself, one layout after the other. Rows of one layout took turns; rows
 of different layouts did not, so compare them through a row that both have.
 
 Memory is that of rank 0: what the candidate keeps (weights, gradients, masters, optimizer state) and what its step
-allocates on top at the most, both as torch's allocator sees them.
+allocates in addition at its peak, both as torch's allocator counts them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from common import (
 from torch import nn
 
 import paramp
+from paramp.base.errors import ConfigError
 from paramp.models import ResNet, ViT
 from paramp.precision.capabilities import has_native_fp16
-from paramp.precision.policy import PRESETS, ConfigError, Precision
+from paramp.precision.policy import PRESETS, Precision
 
 MODELS: dict[str, type[ResNet] | type[ViT]] = {"vit": ViT, "resnet": ResNet}
 
@@ -265,7 +266,7 @@ def mode_of(name: str) -> str:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_size: int) -> None:
-    """End with an error that says which option cannot be, before anything runs."""
+    """End with an error that names the impossible option, before anything runs."""
     check_counts(parser, options, "batch_size", "image_size", "tensor", "pipeline", "rounds")
     if options.layouts and (world_size > 1 or options.tensor * options.pipeline > 1):
         parser.error("--layouts: it starts the processes of each layout; leave torchrun, --tensor and --pipeline out")

@@ -3,9 +3,9 @@
     python benchmarks/checkpoints.py
     torchrun --standalone --nproc-per-node 2 benchmarks/checkpoints.py --precision 16-naive
 
-In turns, in one run: a plain copy of all that is saved, which is the least that a save beside the training can take;
-``engine.save(path, wait=False)``, until it returns; ``engine.save(path)``, until all is on the disk and has checksums;
-and ``torch.save`` of the same tensors, by pickle, as a loop of one's own would do it.
+In turns, in one run: a plain copy of all that is saved, the least that a save beside the training can take;
+``engine.save(path, wait=False)``, until it returns; ``engine.save(path)``, until everything is written with checksums;
+and ``torch.save`` of the same tensors, as other loops do it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's name, turns, memory, layouts, tables, and where the result goes."""
+"""Common parts of the benchmarks: the machine's name, turns, memory, layouts, tables and the result file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from paramp.distributed.local_launcher import start_processes
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr when it starts and stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its start and stop on stderr
 
 # ---------------------------------------------------------------------------------------------------- the machine
 

@@ -45,17 +45,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import paramp
+from paramp.base.errors import ConfigError
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.partition import plan_stages, units
 from paramp.parallel.tensor_plan import resolve_plan
-from paramp.precision.policy import ConfigError, Precision
+from paramp.precision.policy import Precision
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
 """The modes that a loop without a loss scaler has."""
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
-"""By how much the two may differ in the norm of their first gradient, as a part of it."""
+"""The largest relative difference between the norms of the first gradients."""
 
 
 class Direct:
@@ -69,7 +70,7 @@ class Direct:
             names = plan_stages(list(units(model)), self.pp.size)[self.pp.rank]
             module = nn.Sequential(*(model.get_submodule(name) for name in names))
         if self.tp.size > 1:
-            # On the whole model's names; modules that this stage has not are garbage afterwards.
+            # The plan has the whole model's names; the modules of other stages are freed afterwards.
             plan = resolve_plan(
                 model.tensor_parallel_plan(self.tp.size, False), [name for name, _ in model.named_modules()]
             )
@@ -115,12 +116,13 @@ class Direct:
         gradients = [local.grad for local in self.local if local.grad is not None]
         if self.tp.size * self.pp.size == 1:
             return nn.utils.clip_grad_norm_(self.local, MAX_NORM)
-        # What tp cuts is summed over tp; what it copies counts once; pp ranks hold different parameters.
-        partition, copied = (
-            [gradient for gradient, sharded in zip(gradients, self.is_sharded, strict=True) if sharded is wanted]
+        # Sharded gradients are summed over tp, replicated ones counted once; pp ranks have different parameters.
+        sharded, replicated = (
+            [gradient for gradient, is_sharded in zip(gradients, self.is_sharded, strict=True) if is_sharded is wanted]
             for wanted in (True, False)
         )
-        squares = nn.utils.get_total_norm(partition).square() + nn.utils.get_total_norm(copied).square() / self.tp.size
+        squares = nn.utils.get_total_norm(sharded).square()
+        squares = squares + nn.utils.get_total_norm(replicated).square() / self.tp.size
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.local, MAX_NORM, norm)
@@ -137,7 +139,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The local gradient, placed as the parameter is: that of a vocabulary-parallel embedding arrives whole."""
+    """The local gradient in the parameter's placements; a vocabulary-parallel embedding's arrives replicated."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements).to_local()
@@ -258,7 +260,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def why_not(layout: Layout, device: str | None) -> str | None:
-    """Why the ranks of ``layout`` would measure each other instead; None if they have a core or a GPU each."""
+    """Why ``layout`` cannot be measured: its ranks would share cores or GPUs. None if each has its own."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     places = torch.cuda.device_count() if on_gpu else len(os.sched_getaffinity(0))
     if layout.size <= places:
@@ -268,7 +270,7 @@ def why_not(layout: Layout, device: str | None) -> str | None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_size: int) -> None:
-    """End with an error that says which option cannot be, before anything runs."""
+    """End with an error that names the impossible option, before anything runs."""
     check_counts(
         parser,
         options,

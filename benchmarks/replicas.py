@@ -1,11 +1,11 @@
-"""What it costs to compare replicas, against the training step of the same model.
+"""The cost of comparing replicas, against the training step of the same model.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/replicas.py
     torchrun --standalone --nproc-per-node 4 benchmarks/replicas.py --tensor 2 --precision 16-naive
 
-A step and a comparison (``engine.check_replicas``) take turns in one run. What counts is the comparison's share of the
-training time where one is made every 100 steps, ``check_replicas_every=100``. There are several data ranks, so that all
-weights, masters and optimizer state have a copy that they are compared with.
+A step and a comparison (``engine.check_replicas``) take turns in one run. The result is the comparison's fraction
+of the training time if one is made every 100 steps, ``check_replicas_every=100``. There are several data ranks, so that
+all weights, masters and optimizer state have a replica to be compared with.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(precision: str, options: argparse.Namespace) -> dict[str, Any]:
             "layout": f"tensor {context.tp.size} x data {context.dp.size}",
             "step_seconds": seconds["step"],
             "check_seconds": seconds["check"],
-            "share": seconds["check"] / (EVERY * seconds["step"]),
+            "fraction": seconds["check"] / (EVERY * seconds["step"]),
         }
 
 
@@ -101,11 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row["precision"],
             f"{row['step_seconds'] * 1e3:.1f}",
             f"{row['check_seconds'] * 1e3:.1f}",
-            f"{row['share']:.3%}",
+            f"{row['fraction']:.3%}",
         )
         for row in rows
     ]
-    print(table(("mode", "ms a step", "ms a comparison", f"share, every {EVERY} steps"), cells))
+    print(table(("mode", "ms a step", "ms a comparison", f"of training, every {EVERY} steps"), cells))
     write_json(options.json, {"torch": torch.__version__, "rounds": options.rounds, "every": EVERY, "rows": rows})
 
 

@@ -1,15 +1,16 @@
-"""What a rank costs in a world of thousands: time and memory to build it, and the Python time of its step.
+"""The cost of a rank in a world of thousands: time and memory to build it, and the Python time of its step.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --worlds 8 64 512 4096 --layouts tp2·pp2 --rounds 5
 
 One process builds one rank of each world over torch's fake process group, whose collectives return at once and move
-nothing: a GPT that begins on the meta device, cut over ``tp`` and ``pp``; ``dp`` fills the world up. A layout's
-``tp`` and ``pp`` are the same in every world, so that a rank's own part is: what grows from row to row grows with the
-world. Every world has a process of its own; the worlds take turns in every round; medians are reported.
+nothing: a GPT that begins on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of
+the world. A layout's ``tp`` and ``pp`` are the same in every world, and so is the size of a rank's part of the model:
+what grows from row to row grows with the world. Every world has a process of its own; the worlds take turns in every
+round; medians are reported.
 
-Not measured: how the ranks meet in the store before there is a process group, what the network takes, and the forward
-and backward, for which a pipeline's stages tell each other their shapes, which the fake group does not deliver.
+Not measured: the rendezvous of the ranks in the store before there is a process group, the time of the network, and the
+forward and backward, for which a pipeline's stages exchange their shapes, which the fake group does not deliver.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
+from paramp.base.errors import ConfigError
 from paramp.models import GPT, GPTConfig
-from paramp.precision.policy import ConfigError, Precision
+from paramp.precision.policy import Precision
 
 STEPS = 20
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
-"""So small that a step is Python's time rather than the kernels'."""
+"""So small that a step's time is that of Python, not of the kernels."""
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now."""
+    """The resident memory of this process now."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -60,18 +62,18 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
     memory = [resident_bytes()]
     times = [time.perf_counter()]
 
-    def note() -> None:
+    def measure() -> None:
         times.append(time.perf_counter())
         gc.collect()
         memory.append(resident_bytes())
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with paramp.launch(config, rank, world_size, "localhost", 1, device="cpu"):
-        note()
+        measure()
         with torch.device("meta"):
             model = GPT(MODEL)
         engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), GPT.loss)
-        note()
+        measure()
         seconds = []
         for number in range(STEPS + 2):
             engine.zero_grad()
@@ -86,7 +88,7 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
             else:
                 engine.step()
             seconds.append(time.perf_counter() - start)
-        note()
+        measure()
         num_groups = dist.distributed_c10d._world.group_count
     dist.destroy_process_group()
     return {
@@ -116,7 +118,7 @@ def build_elsewhere(world_size: int, layout: Layout, precision: str, rank: int) 
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error that says which option cannot be, before anything runs."""
+    """End with an error that names the impossible option, before anything runs."""
     check_counts(parser, options, "worlds", "rounds")
     try:
         Precision.parse(options.precision)

@@ -1,12 +1,12 @@
-"""Every pipeline schedule on the ranks that there are: a step's time, the bubble measured, and the bubble in theory.
+"""Every pipeline schedule on the same ranks: a step's time, the measured bubble, and the theoretical one.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/schedules.py
     torchrun --standalone --nproc-per-node 4 benchmarks/schedules.py --tensor 2 --microbatches 16 --rounds 10
 
 All schedules train the same GPT on the same tokens in one run. They take turns, one step each, in every round; medians
-are reported. Every stage has as many of the 8 blocks. The bubble is the share of a batch's time in which ranks compute
-nothing (paramp/observe/timeline.py): what the schedule leaves idle, and on top of it sending, starting operations, and stages
-of unequal weight. The theoretical one has none of these (paramp/config/schedules.py).
+are reported. Every stage has the same number of the 8 blocks. The bubble is the fraction of a batch's time in which
+ranks compute nothing (paramp/observe/timeline.py): the idle time of the schedule, and also sending, starting operations
+and waiting for stages with more work. The theoretical bubble is the schedule's alone (paramp/config/schedules.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from common import add_json_option, check_counts, check_json_option, machine, synchronize, table, write_json
 
 import paramp
+from paramp.config.layout import PipelineConfig
 from paramp.config.schedules import SCHEDULES
-from paramp.config.schema import PipelineConfig
 from paramp.distributed.launcher_env import find_place
 from paramp.models import GPT, GPTConfig
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The configuration of one schedule, cut so that its stages have as many blocks each."""
+    """The configuration of one schedule, with the same number of blocks in each of its stages."""
     place = find_place()
     pipeline = (1 if place is None else place.world_size) // options.tensor
     stages = PipelineConfig(size=pipeline, schedule=schedule, microbatches=options.microbatches).num_stages
@@ -88,7 +88,7 @@ def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
 def measure(
     engines: dict[str, paramp.Engine], tokens: torch.Tensor, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, and its bubble, for each schedule and round; the round before, which finds shapes, is not."""
+    """Seconds of a step, and its bubble, for each schedule and round; one round before finds shapes, unmeasured."""
     measured: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in engines}
     for step in range(rounds + 1):
         for schedule, engine in engines.items():

@@ -1,4 +1,4 @@
-"""The ResNet-34 script of Colossal-AI's document on AMP, with ``colossalai`` replaced by ``paramp``.
+"""The ResNet-34 script of Colossal-AI's document on AMP, with its imports from ``paramp.compat``.
 
 python examples/colossalai_resnet34.py                                          AMP_TYPE.TORCH
 python examples/colossalai_resnet34.py naive                                    AMP_TYPE.NAIVE; or apex

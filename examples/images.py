@@ -1,4 +1,4 @@
-"""Labelled images to train on: CIFAR-10 where the user has it, else the digits that come with scikit-learn.
+"""Labelled images to train on: CIFAR-10 if the user has it, else the digits that come with scikit-learn.
 
 CIFAR-10 (Krizhevsky 2009) is read from its *binary version*, the folder ``cifar-10-batches-bin``: ``data_batch_1.bin``
 to ``data_batch_5.bin`` and ``test_batch.bin``. Each is records of 3073 bytes: a label, and 32 x 32 pixels of the red,
@@ -95,7 +95,7 @@ def load_images(
 
 def _statistics(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Standard deviation and mean of each channel, pixels going from 0 to 1."""
-    # By way of how often each value comes: exact, and in little memory.
+    # From the counts of the 256 values: exact, and in little memory.
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in pixels.transpose(0, 1)])
     weights = counts.double() / counts.sum(1, keepdim=True)
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -115,8 +115,8 @@ def _digits() -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     digits = load_digits()
     pixels = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(digits.target.astype(np.int64))
-    partition = len(labels) - NUM_HELD_OUT_DIGITS
-    return (pixels[:partition], labels[:partition]), (pixels[partition:], labels[partition:])
+    num_training = len(labels) - NUM_HELD_OUT_DIGITS
+    return (pixels[:num_training], labels[:num_training]), (pixels[num_training:], labels[num_training:])
 
 
 def _cifar10(folder: Path) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data da
 
 One file in twenty is held out, or the end of the text where there are too few files. The files are flat arrays of
 uint16, or of uint32 for more than 65,536 tokens, as nanoGPT reads them. Memory stays constant. Each file appears under
-its name only when it is whole.
+its name only when it is complete.
 """
 
 import argparse
@@ -34,11 +34,11 @@ def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, 
 
 
 def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: bool) -> dict[str, object]:
-    """Write the three files into ``output``; what ``meta.json`` says.
+    """Write the three files into ``output``; the content of ``meta.json``.
 
     Raises:
-        ConfigError: there is no text, or too little of it, or the tokenizer is none.
-        FileExistsError: a file is there already, and ``force`` is not given.
+        ConfigError: there is no text, or too little of it, or the tokenizer cannot be read.
+        FileExistsError: a file exists already, and ``force`` is not given.
     """
     targets = [output / name for name in ("train.bin", "val.bin", "meta.json")]
     for target in targets:
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("inputs", nargs="+", type=Path, metavar="PATH", help="a text file, or a folder of them")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write the files")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; without one, bytes")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     given = parser.parse_args()
     try:
         meta = prepare(given.inputs, given.output, given.tokenizer, given.force)

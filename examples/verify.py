@@ -2,7 +2,7 @@
 
 python -m paramp verify examples/verify.py:build_gpt --tp 2 --pp 2 --precision 16-mixed
 
-A GPT has its own plan and loss, and its first layer says what it takes. The other model has to be told:
+A GPT has its own plan and loss, and its embedding gives the vocabulary of its inputs. The other model needs all three:
 
 python -m paramp verify examples/verify.py:build_blocks --plan examples/verify.py:PLAN \
     --batches examples/verify.py:batches --criterion torch.nn.functional:mse_loss --tp 2 --precision bf16-mixed
@@ -19,12 +19,12 @@ from paramp.models import GPT
 
 
 def build_gpt() -> GPT:
-    """A small one, quick to verify."""
+    """A small GPT, quick to verify."""
     return GPT.preset("tiny", num_layers=2, width=64, max_seq_len=16)
 
 
 class Block(nn.Module):
-    """Two layers that tensor parallelism shares out."""
+    """Two layers that tensor parallelism shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def build_blocks() -> nn.Module:
-    """Four blocks, between which a pipeline cuts."""
+    """Four blocks; a pipeline's stages begin between any two."""
     return nn.Sequential(OrderedDict((f"block{index}", Block()) for index in range(4)))
 
 

@@ -36,16 +36,16 @@ def vit(preset: str, data: ImageSet) -> ViT:
     return ViT.preset(preset, num_classes=data.num_classes, **shape)
 
 
-def again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches of one epoch after the other."""
     while True:
         yield from loader
 
 
 def recognised(engine: paramp.Engine, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether the model sees the right class in each of ``images``."""
+    """Whether the model predicts the right class of each of ``images``."""
     missing = -len(images) % MICROBATCHES
-    whole = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])  # a pipeline takes nothing else
+    whole = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])  # a pipeline needs a multiple
     return engine(whole)[: len(images)].argmax(1).cpu() == labels
 
 
@@ -79,7 +79,7 @@ with paramp.launch_from_torch(config) as context:
     loader = DataLoader(training, options.batch_size // context.dp.size, shuffle=True, drop_last=True)
     engine, loader, *_ = paramp.initialize(model, optimizer, model.loss, loader)
     print(f"rank {context.rank} has {', '.join(name for name, _ in units(engine.module))}", flush=True)
-    for step, (images, labels) in zip(range(1, options.steps + 1), again_and_again(loader), strict=False):
+    for step, (images, labels) in zip(range(1, options.steps + 1), endless(loader), strict=False):
         loss = engine.forward_backward(images, labels)
         result = engine.step()
         engine.zero_grad()

@@ -13,7 +13,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["is_dtensor", "local", "own_part", "version", "wrap"]
+__all__ = ["full_tensor", "is_dtensor", "local", "own_part", "version", "wrap"]
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
@@ -25,6 +25,11 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def full_tensor(value: Any) -> Any:
+    """A DTensor gathered whole, a collective of its mesh; any other value as it is."""
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def version(tensor: torch.Tensor) -> int:

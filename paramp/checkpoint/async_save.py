@@ -19,10 +19,11 @@ import torch.distributed as dist
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
-from .dcp_storage import write
 from .json_codec import encode
 
 __all__ = ["Saver"]
+
+Collected = tuple[Sequence[Chunk], Mapping[str, Any]]
 
 
 class Saver:
@@ -37,7 +38,7 @@ class Saver:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo; made when it is first wanted, by all of them."""
+        """All ranks, over gloo; made on first use, by all of them."""
         if self._group is None:
             group = self._context.make_group([range(self._context.world_size)], backend="gloo")
             self._group = cast(dist.ProcessGroup, group)
@@ -47,12 +48,12 @@ class Saver:
     def save(
         self,
         path: str | Path,
-        collect: Callable[[], tuple[Sequence[Chunk], Mapping[str, Any]]],
+        collect: Callable[[], Collected],
         *,
         wait: bool,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Write what ``collect`` gives, pieces and plain values, to the folder ``path``.
+        """Write what ``collect`` returns, chunks and plain values, to the folder ``path``.
 
         Args:
             wait: return when it is written; else when it is copied.
@@ -61,25 +62,16 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
         """
+        from . import dcp_storage  # brings torch's checkpointing and DTensor, which not every training needs
+
         self.finish()
         path, group = Path(path).resolve(), self.group
-        chunks: Sequence[Chunk] = ()
-        values: Any = None
-        failure: CheckpointError | None = None
-        try:
-            chunks, plain = collect()
-            chunks = [chunk for chunk in chunks if chunk.written]
-            values = encode(dict(plain), "checkpoint")
-        except CheckpointError as error:  # told to all in the collective that plans the writing
-            failure = error
-        except Exception as error:  # of a state_dict() of the user's
-            failure = CheckpointError(f"save: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+        chunks, values, failure = _collected(collect)
         if not wait:
             chunks = self._stage(chunks)
 
         def work() -> None:
-            write(path, chunks, values, group, failure)
+            dcp_storage.write(path, chunks, values, group, failure)
             if then is not None:
                 then()
 
@@ -101,29 +93,44 @@ class Saver:
             running.result()
 
     def _stage(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """``chunks`` with copies of their values on the CPU."""
         staged = [
-            replace(
-                chunk,
-                slices=tuple(TensorSlice(slice_.offsets, self._copied(chunk.name, slice_)) for slice_ in chunk.slices),
-            )
-            for chunk in chunks
+            replace(chunk, slices=tuple(self._copied(chunk.name, each) for each in chunk.slices)) for chunk in chunks
         ]
+        # Copies to page-locked memory run beside the host: they are complete once the stream has passed them.
         if self._context.device.type == "cuda":
             torch.cuda.current_stream(self._context.device).synchronize()
         return staged
 
-    def _copied(self, name: str, slice_: TensorSlice) -> torch.Tensor:
+    def _copied(self, name: str, slice_: TensorSlice) -> TensorSlice:
         key = name, slice_.offsets
         copy = self._staged.get(key)
         if copy is None or copy.shape != slice_.values.shape or copy.dtype is not slice_.values.dtype:
             copy = torch.empty(slice_.values.shape, dtype=slice_.values.dtype, pin_memory=slice_.values.is_cuda)
             self._staged[key] = copy
-        return copy.copy_(slice_.values, non_blocking=True)
+        return TensorSlice(slice_.offsets, copy.copy_(slice_.values, non_blocking=True))
 
     def _end(self) -> None:
-        """Let what is being written be finished before the process groups go."""
+        """Finish what is being written, before the process groups are destroyed."""
         try:
             self.finish()
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+
+
+def _collected(collect: Callable[[], Collected]) -> tuple[list[Chunk], Any, CheckpointError | None]:
+    """What this rank writes: its chunks, the encoded values; or why there is nothing to write.
+
+    An error must not be raised here, on one rank: the others would wait in the collective that plans the writing, which
+    carries it to all.
+    """
+    try:
+        chunks, values = collect()
+        return [chunk for chunk in chunks if chunk.written], encode(dict(values), "checkpoint"), None
+    except CheckpointError as error:
+        return [], None, error
+    except Exception as error:  # of a state_dict() of the user's
+        failure = CheckpointError(f"save: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return [], None, failure

@@ -1,10 +1,9 @@
 """Folders that exist whole or not at all.
 
 What is to become ``step-00000100`` is written to ``step-00000100.partial-...`` first. When every file is on the disk,
-``manifest.json`` is written, with the size and the SHA-256 of each, and the folder gets its name: one rename, which a
-file system does or does not do. So a folder by the right name was complete once; the checksums tell whether it still
-is. The manifest guards itself: it holds its own checksum, and counts only if it is, byte by byte, what would be written
-for its content.
+``manifest.json`` is written, with the size and the SHA-256 of each, and the folder gets its name: one rename, which is
+atomic. So a folder by the right name was complete once; the checksums show whether it still is. The manifest holds its
+own checksum, and is valid only if it is, byte by byte, what would be written for its content.
 """
 
 from __future__ import annotations
@@ -16,25 +15,29 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ..base.errors import CheckpointError
-from .safetensors_io import Written
+from ..distributed.collectives import gather_objects
 
 __all__ = [
     "HEADER",
     "MANIFEST",
-    "checkpoints_in",
-    "damage",
+    "PARTIAL",
+    "REPLACED",
+    "Written",
     "finish_replacing",
     "listed",
     "new_partial",
+    "problems",
+    "problems_together",
     "publish",
-    "remove",
-    "step_folder",
-    "unfinished_in",
+    "write_file",
     "write_json",
 ]
 
@@ -43,17 +46,18 @@ HEADER = "checkpoint.json"
 FORMAT = "paramp checkpoint"
 PARTIAL = ".partial-"
 REPLACED = ".replaced"
-STEP = re.compile(r"step-(\d+)")
 OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
-CHUNK = 2**22
+READ_SIZE = 2**22
+"""Bytes that are hashed at once."""
 
 
 def new_partial(path: Path) -> Path:
-    """Where to write what will be ``path``: a new folder beside it.
+    """Make the folder in which to write what will be ``path``: beside it, so that one rename gives it its name.
 
     Raises:
         CheckpointError: something else than a checkpoint lies at ``path``.
+        OSError: the folder cannot be made.
     """
     if path.exists() and not _may_be_replaced(path):
         raise CheckpointError(
@@ -65,41 +69,65 @@ def new_partial(path: Path) -> Path:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether ``path`` is an empty folder or a checkpoint, or what damage has left of one, and has nothing else."""
+    """Whether ``path`` is an empty folder or a checkpoint, be it damaged, with no other files in it."""
     if not path.is_dir() or not all(OWN_FILE.fullmatch(child.name) for child in path.iterdir()):
         return False
     try:
         return bool(json.loads((path / MANIFEST).read_bytes())["format"] == FORMAT)
     except FileNotFoundError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):  # damaged; that of a web page would be whole
+    # A damaged manifest; a whole one of another format, such as a web page's, has just returned False.
+    except (OSError, ValueError, KeyError, TypeError):
         return (path / HEADER).is_file()
 
 
 def _remove_partials(path: Path) -> None:
-    """Delete what attempts to write ``path`` have left."""
+    """Delete what unfinished attempts to write ``path`` have left."""
     for left in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> Written:
-    """Write ``content`` and have it on the disk."""
-    return _write(path, (json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n").encode())
+@dataclass(frozen=True)
+class Written:
+    """A file that was written."""
+
+    size: int
+    """In bytes."""
+    sha256: str
 
 
-def _write(path: Path, data: bytes) -> Written:
+def write_file(path: Path, parts: Iterable[Any]) -> Written:
+    """Write ``parts``, bytes or buffers of bytes, to a file and have them on the disk before this returns.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
-        file.write(data)
+        for part in parts:
+            size += file.write(part)
+            digest.update(part)
         file.flush()
         os.fsync(file.fileno())
-    return Written(len(data), hashlib.sha256(data).hexdigest())
+    return Written(size, digest.hexdigest())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Written:
+    """Write ``content`` as JSON, and have it on the disk before this returns.
+
+    Raises:
+        ValueError: a number in it is not finite.
+        OSError: the file cannot be written.
+    """
+    return write_file(path, [(json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n").encode()])
 
 
 def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
-    """Write the manifest of ``files`` into ``partial`` and let it be ``path``, in place of a checkpoint that was there.
+    """Write the manifest of ``files`` into ``partial`` and rename it to ``path``, replacing a checkpoint there.
 
     Raises:
         CheckpointError: a file is not there: the ranks do not share the file system.
+        OSError: the manifest cannot be written, or the folder not renamed.
     """
     for name, written in files.items():
         if not (partial / name).is_file() or (partial / name).stat().st_size != written.size:
@@ -107,10 +135,10 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
                 f"{str(partial / name)!r} was written by another rank, but is not to be seen from here; all machines "
                 "have to share the file system that checkpoints go to"
             )
-    _write(partial / MANIFEST, _manifest(files))
+    write_file(partial / MANIFEST, [_manifest(files)])
     _sync(partial)
     replaced = path.with_name(path.name + REPLACED)
-    if path.exists():
+    if path.exists():  # a folder that has files cannot be renamed over: the old one moves away first
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     partial.rename(path)
@@ -120,16 +148,16 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
 
 
 def finish_replacing(path: Path) -> None:
-    """If replacing ``path`` was cut short after the old one had moved away, bring it back."""
+    """If replacing ``path`` was interrupted after the old one had moved away, move it back."""
     if path.name:
-        with contextlib.suppress(OSError):  # there is nothing to bring back, or another rank was quicker
+        with contextlib.suppress(OSError):  # there is nothing to move back, or another rank did it first
             replaced = path.with_name(path.name + REPLACED)
             if replaced.is_dir() and not path.exists():
                 replaced.rename(path)
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk."""
+    """Have the names in ``folder`` on the disk: syncing a file does not write its entry in the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,7 +204,7 @@ def listed(path: Path) -> dict[str, Written]:
     return files
 
 
-def damage(path: Path, name: str, written: Written) -> str | None:
+def _damage(path: Path, name: str, written: Written) -> str | None:
     """What is wrong with the file ``name`` of the checkpoint at ``path``; None if it is what was ``written``."""
     file = path / name
     try:
@@ -187,8 +215,8 @@ def damage(path: Path, name: str, written: Written) -> str | None:
             return f"{str(file)!r} has {size} bytes, of {written.size} that were written"
         digest = hashlib.sha256()
         with file.open("rb") as opened:
-            while chunk := opened.read(CHUNK):
-                digest.update(chunk)
+            while data := opened.read(READ_SIZE):
+                digest.update(data)
     except FileNotFoundError:
         return f"{str(file)!r} is missing"
     except OSError as error:
@@ -198,30 +226,25 @@ def damage(path: Path, name: str, written: Written) -> str | None:
     return None
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where in ``folder`` the checkpoint of ``step`` lies."""
-    return folder / f"step-{step:08d}"
+def problems(path: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is damaged in the checkpoint at ``path``, a message for each file; empty if it is whole.
+
+    Args:
+        part, num_parts: look at every ``num_parts``-th file only, from the ``part``-th on.
+    """
+    path = Path(path)
+    try:
+        files = sorted(listed(path).items())
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    if HEADER not in dict(files):
+        return [f"{str(path / HEADER)!r} is not in the manifest: this is no checkpoint of a run"]
+    return [found for name, written in files[part::num_parts] if (found := _damage(path, name, written))]
 
 
-def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint in ``folder``, the newest first; whole or not."""
-    if not folder.is_dir():
-        return []
-    for replaced in folder.glob(f"step-*{REPLACED}"):
-        finish_replacing(replaced.with_name(replaced.name.removesuffix(REPLACED)))
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
-    return sorted(found, reverse=True)
-
-
-def unfinished_in(folder: Path) -> list[Path]:
-    """What was begun to be written in ``folder`` after the newest checkpoint there, and never finished."""
-    newest = max((path.stat().st_mtime for _, path in checkpoints_in(folder)), default=0.0)
-    return sorted(path for path in folder.glob(f"step-*{PARTIAL}*") if path.stat().st_mtime >= newest)
-
-
-def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``: first it loses its name, so that nobody takes half of it for whole."""
-    doomed = path.with_name(f"{path.name}{PARTIAL}removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def problems_together(path: str | Path, group: dist.ProcessGroup) -> list[str]:
+    """As :func:`problems`, the same on every rank of ``group``. All of them call it; each reads a part of the files."""
+    finish_replacing(Path(path))
+    size = dist.get_world_size(group)
+    everyone = gather_objects(problems(path, dist.get_rank(group), size), group)
+    return list(dict.fromkeys(found for own in everyone for found in own))

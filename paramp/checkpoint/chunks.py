@@ -1,7 +1,7 @@
-"""What a rank holds of a logical tensor, as boxes of it: the form that checkpoints take and give.
+"""What a rank holds of a logical tensor, as slices of it: the form in which checkpoints are written and read.
 
-A box is a rectangle of the whole tensor, and its values a tensor of the same shape. A tensor-parallel shard is one box.
-Under ZeRO a rank has a stretch of a flattened shard, which begins and ends anywhere: a few boxes::
+A slice is a rectangle of the whole tensor, and its values a tensor of the same shape. A tensor-parallel shard is one
+slice. Under ZeRO a rank has a range of elements of a flattened shard, which begins and ends anywhere: a few slices::
 
     rows 0 .. 3 of a matrix, elements 5 to 13 of 4 x 4
     . . . .
@@ -16,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import CheckpointError
 
-__all__ = ["Chunk", "TensorSlice", "chunk_of", "flat_slices"]
+__all__ = ["Chunk", "TensorSlice", "chunk_of", "flat_slices", "ranges", "whole_chunk"]
 
 Ints = tuple[int, ...]
 
@@ -52,10 +51,20 @@ class Chunk:
     """Whether this rank is the one, of those that hold the same, that writes it."""
 
 
-def flat_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Offsets and sizes of the rectangles that elements ``start`` to ``stop - 1`` of a row-major tensor make up.
+def whole_chunk(name: str, values: torch.Tensor, *, written: bool = True) -> Chunk:
+    """``values``, of any shape and dtype, as a chunk that is a whole tensor."""
+    return Chunk(name, values.dtype, tuple(values.shape), (TensorSlice((0,) * values.ndim, values),), written)
 
-    They come in the order of the elements, and each one's elements lie one after the other.
+
+def ranges(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The rectangle at ``offsets``, to index a tensor with; indexing gives a view."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def flat_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
+    """Offsets and sizes of the rectangles that make up elements ``start`` to ``stop - 1`` of a row-major tensor.
+
+    They come in the order of the elements, and each one's elements are contiguous.
     """
     if start >= stop:
         return
@@ -89,30 +98,32 @@ def chunk_of(
     own: tuple[int, int] | None = None,
     written: bool = True,
 ) -> Chunk:
-    """The piece of a logical tensor that ``values`` is, which is laid out as the parameter ``like``.
+    """The chunk of a logical tensor that ``values`` is, laid out as the parameter ``like``.
 
     Args:
         like: plain or a DTensor.
-        values: as the local part of ``like``; or, with ``own``, the elements from the first to before the second of the
-            flattened local part.
-        shape: that of the whole tensor, where a tensor-parallel style keeps it in another one (with a dim split in
-            two).
+        values: of any dtype. As the local part of ``like``; with ``own`` the elements ``own[0]`` to ``own[1] - 1`` of
+            the flattened local part, 1-dim. The slices are views of it.
+        shape: that of the whole tensor, where a tensor-parallel style stores one of its dims as two, such as query,
+            key and value side by side.
+        written: whether this rank is the one that writes it.
 
     Raises:
         CheckpointError: ``like`` is a partial sum.
     """
     whole = tuple(like.shape if shape is None else shape)
-    if isinstance(like, DTensor):
+    if is_dtensor(like):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         if any(placement.is_partial() for placement in like.placements):
-            raise CheckpointError(f"{name}: its placements are {like.placements}, a sum that nobody has made yet")
+            raise CheckpointError(f"{name}: its placements are {like.placements}, a sum that is still to be reduced")
         part, base = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     else:
         part, base = tuple(like.shape), (0,) * like.ndim
-    start, stop = own or (0, math.prod(part))
     flat = values.reshape(-1)
     slices: list[TensorSlice] = []
     done = 0
-    for offsets, sizes in flat_slices(part, start, stop):
+    for offsets, sizes in flat_slices(part, *(own or (0, math.prod(part)))):
         count = math.prod(sizes)
         place = tuple(a + b for a, b in zip(base, offsets, strict=True))
         slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), tuple(like.shape), whole)
@@ -121,13 +132,13 @@ def chunk_of(
 
 
 def _folded(slice_: TensorSlice, shape: Ints, whole: Ints) -> list[TensorSlice]:
-    """``box`` of a tensor of ``shape`` as boxes of the one of the shape ``whole``, in which two dims are one."""
+    """A slice of a tensor of ``shape`` as slices of the tensor of the shape ``whole``, in which two dims are one."""
     if shape == whole:
         return [slice_]
     dim = next(dim for dim in range(len(whole)) if shape[dim] != whole[dim])
     assert whole == (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]), (shape, whole)
     folded = []
-    for index in range(slice_.sizes[dim]):
+    for index in range(slice_.sizes[dim]):  # of the two dims' elements only those with one first index are contiguous
         place = (slice_.offsets[dim] + index) * shape[dim + 1] + slice_.offsets[dim + 1]
         folded.append(
             TensorSlice((*slice_.offsets[:dim], place, *slice_.offsets[dim + 2 :]), slice_.values.select(dim, index))

@@ -1,4 +1,4 @@
-"""Checkpoints and plain files of weights: export, import, and a look at what is in one. For one process."""
+"""Checkpoints and plain files of weights: export, import, and a list of what is in one. For one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
-from . import atomic_dir as manifest
-from .dcp_storage import MODEL, Header, problems, read_header_of, read_tensor, write_alone
-from .safetensors_io import read_header, read_rows, write_tensors
+from .atomic_dir import HEADER, MANIFEST, listed, new_partial, problems, publish
+from .dcp_storage import rank_file, read_tensor
+from .header import MODEL, Header, StoredSlice, StoredTensor, read_header, write_header
+from .safetensors_io import TensorFile, write_tensors
 
 __all__ = ["describe", "export_weights", "import_weights", "inspect"]
 
@@ -62,9 +63,16 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
     file, to = Path(file), Path(to)
     if to.exists():
         raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
-    entries, _ = read_header(file)
-    tensors = {f"{MODEL}{name}": (entry.dtype, entry.shape) for name, entry in entries.items()}
-    write_alone(to, tensors, lambda name: read_rows(file, entries[name.removeprefix(MODEL)]), {"imported": file.name})
+    source, stored_in = TensorFile(file), rank_file(0)
+    shapes = {f"{MODEL}{name}": shape for name, shape in source.shapes.items()}
+    partial = new_partial(to)
+    written = write_tensors(partial / stored_in, shapes, lambda name: source.read(name.removeprefix(MODEL)))
+    tensors = [
+        StoredTensor(name, dtype, shape, (StoredSlice((0,) * len(shape), shape, stored_in),))
+        for name, (dtype, shape) in shapes.items()
+    ]
+    header = write_header(partial, {"imported": file.name}, tensors)
+    publish(partial, to, {stored_in: written, HEADER: header})
     return to
 
 
@@ -72,25 +80,24 @@ def _whole(checkpoint: Path) -> Header:
     damage = problems(checkpoint)
     if damage:
         raise CheckpointError(damage[0])
-    return read_header_of(checkpoint)
+    return read_header(checkpoint)
 
 
 def inspect(checkpoint: str | Path) -> dict[str, Any]:
     """What is in a checkpoint: ``damage`` (by file, empty if it is whole), ``values`` and ``tensors``.
 
-    Of a damaged one that cannot be understood any more, ``damage`` alone.
+    Of one whose manifest or header cannot be read, ``damage`` alone.
     """
     checkpoint = Path(checkpoint)
     found: dict[str, Any] = {"path": str(checkpoint), "damage": problems(checkpoint)}
     try:
-        header = read_header_of(checkpoint)
-        listed = manifest.listed(checkpoint)
+        header, files = read_header(checkpoint), listed(checkpoint)
     except (CheckpointError, OSError):
         return found
     return found | {
-        "bytes": sum(file.size for file in listed.values()),
-        "files": len(listed),
-        "unknown_files": sorted(path.name for path in checkpoint.iterdir() if path.name not in _known(listed)),
+        "bytes": sum(file.size for file in files.values()),
+        "files": len(files),
+        "unknown_files": sorted(path.name for path in checkpoint.iterdir() if path.name not in {MANIFEST, *files}),
         "values": header.values,
         "tensors": {
             name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -99,12 +106,8 @@ def inspect(checkpoint: str | Path) -> dict[str, Any]:
     }
 
 
-def _known(listed: Mapping[str, Any]) -> set[str]:
-    return {manifest.MANIFEST, *listed}
-
-
 def describe(found: Mapping[str, Any]) -> str:
-    """What :func:`inspect` found, for people."""
+    """What :func:`inspect` found, as text."""
     lines = [f"{found['path']}: " + ("damaged" if found["damage"] else "whole")]
     lines += [f"  {line}" for line in found["damage"]]
     if "values" not in found:

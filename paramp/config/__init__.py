@@ -1,1 +1,1 @@
-"""The configuration: its schema, the files that it is read from, the pipeline schedules."""
+"""The configuration: layout, whole schema, the files it is read from, and the table of pipeline schedules."""

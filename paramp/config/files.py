@@ -17,7 +17,10 @@ __all__ = ["load", "merge", "read_file"]
 
 
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A :class:`Config` from a dict, a ``.toml`` or ``.py`` file, or one made before; ``overrides`` win.
+    """A :class:`Config` from a dict or a ``.toml`` or ``.py`` file; one that is finished is returned as it is.
+
+    Args:
+        overrides: values that replace those of ``source``, table by table.
 
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value.
@@ -37,7 +40,7 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
         )
     tree = merge(source, overrides or {})
     if "user" in tree:
-        raise ConfigError("user: no such key; keys of your own are in capitals, at the top")
+        raise ConfigError("user: no such key; write your own keys in capitals, at the top level")
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
     known = {key: value for key, value in tree.items() if key not in user}
     if "fp16" in known:
@@ -50,7 +53,12 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names."""
+    """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names.
+
+    Raises:
+        ConfigError: the file is not valid, or of another kind.
+        FileNotFoundError: the file does not exist.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"config: no file {shown(str(path))}")
@@ -75,7 +83,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``overrides`` on top, table by table. ``tensor=2`` counts as ``tensor.size=2`` on the way."""
+    """``base`` with the values of ``overrides``, table by table. A table replaces a number as its ``size``, so that
+    ``tensor=2`` and ``tensor.mode="1d"`` add up."""
     result = dict(base)
     for key, value in overrides.items():
         old = result.get(key)
@@ -86,6 +95,6 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
         else:
             result[key] = value
     for key, other in (("precision", "fp16"), ("fp16", "precision")):
-        if key in overrides and other not in overrides:  # two spellings of one thing; both at once is load's to refuse
+        if key in overrides and other not in overrides:  # two keys for one setting; load refuses both at once
             result.pop(other, None)
     return result

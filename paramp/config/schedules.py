@@ -1,22 +1,22 @@
-"""The schedules of a pipeline, one row each: in which order a rank runs forwards and backwards, and how long it idles.
+"""The pipeline schedules, one row each: the order in which a rank runs forwards and backwards, and how long it idles.
 
-A rank has one stage or several. They lie in loops, or in a V, whose two arms meet on the last rank::
+A rank has one stage or several. They are placed in loops, or in a V, whose two arms meet on the last rank::
 
     loop    rank 0: stages 0, 2      V    rank 0: stages 0, 3        the last stage, and so the loss, is on rank 0
             rank 1: stages 1, 3           rank 1: stages 1, 2
 
-**The bubble** is the share of a step that ranks spend idle. With p ranks, m microbatches and v stages a rank, where the
-backward takes twice as long as the forward and sending takes nothing, it is
+**The bubble** is the fraction of a step that ranks idle. With p ranks, m microbatches and v stages a rank, if the
+backward takes twice as long as the forward and sending takes no time, it is
 
     (p - 1) / (k v m + p - 1)
 
-In schedules that run whole backwards, k = 1: filling and draining the pipeline costs p - 1 forwards and backwards of
+Schedules that run whole backwards have k = 1: filling and draining the pipeline costs p - 1 forwards and backwards of
 one stage (Huang et al. 2019, GPipe; Narayanan et al. 2021, section 2.2, who divide by the ideal time instead;
-Lamy-Poirier 2022 for looped BFS). Schedules that split it compute the gradients of weights, which nobody waits for,
-where others idle, and k = 3: p - 1 forwards of one stage remain, because the last rank starts so much later (Qi et al.
-2023, whose ZB-H1 idles (p - 1) (T_F + T_B - T_W), and whose V shape has no bubble if each rank is counted from its own
-first forward; DeepSeek-AI 2024 for DualPipe, whose overlapped pairs count as one after the other here). A test runs
-torch's own orders with these times.
+Lamy-Poirier 2022 for looped BFS). Schedules that split the backward compute the gradients of weights, which no rank
+waits for, in the idle time, and have k = 3: p - 1 forwards of one stage remain, because the last rank starts that much
+later (Qi et al. 2023, whose ZB-H1 idles (p - 1) (T_F + T_B - T_W), and whose V shape has no bubble if each rank is
+counted from its own first forward; DeepSeek-AI 2024 for DualPipe, whose overlapped pairs are counted one after the
+other here). A test runs torch's own orders with these times.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ class Schedule:
     """One schedule."""
 
     torch_name: str
-    """What ``torch.distributed.pipelining`` calls it (``get_schedule_class``)."""
+    """Its name in ``torch.distributed.pipelining`` (``get_schedule_class``)."""
     stages_per_rank: int = 1
-    """How many stages a rank has where nothing else is asked for."""
+    """Stages on a rank by default."""
     any_stages: bool = False
-    """Whether a rank may have another number of them."""
+    """Whether a rank may have another number of stages."""
     v_shaped: bool = False
+    """Whether stages are placed in a V, not in loops."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of activations, and later."""
+    """Whether gradients of weights are computed later than those of activations."""
     in_rounds: bool = False
-    """Whether microbatches run in rounds of one size, at least as many as there are ranks where there are so many."""
+    """Whether microbatches run in rounds of equal size, each of at least as many as there are ranks."""
     least_microbatches: Callable[[int], int] = lambda ranks: 1
-    """The fewest microbatches that it runs with."""
+    """The fewest microbatches that it runs with, by the number of ranks."""
     filled_by: Callable[[int], int] = lambda ranks: ranks
-    """The fewest microbatches that keep every rank busy between filling and draining."""
+    """The fewest microbatches that keep every rank busy between filling and draining, by the number of ranks."""
 
     def bubble(self, ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
-        """The share of a step that ranks are idle, in theory; see above. None where the pipeline never fills."""
+        """The theoretical fraction of a step that ranks idle; see above. None where the pipeline never fills."""
         if microbatches < self.filled_by(ranks):
             return None
         busy = (3 if self.splits_backward else 1) * stages_per_rank * microbatches
         return (ranks - 1) / (busy + ranks - 1)
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The pipeline rank that has ``stage``."""
-        loop, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.v_shaped and loop % 2 else place
+        """The pipeline rank that runs ``stage``."""
+        loop, position = divmod(stage, ranks)
+        return ranks - 1 - position if self.v_shaped and loop % 2 else position
 
 
 SCHEDULES = {
@@ -88,7 +89,7 @@ SCHEDULES = {
 
 
 def canonical_name(name: str) -> str:
-    """The key of :data:`SCHEDULES` that ``name`` means: in any case, torch's spelling too; else ``name`` itself."""
+    """The key of :data:`SCHEDULES` for ``name``, in any case and also by torch's name; else ``name`` itself."""
     plain = name.lower().replace("_", "-")
-    options_ = {row.torch_name.lower(): key for key, row in SCHEDULES.items()}
-    return plain if plain in SCHEDULES else options_.get(plain.removeprefix("schedule"), name)
+    by_torch_name = {row.torch_name.lower(): key for key, row in SCHEDULES.items()}
+    return plain if plain in SCHEDULES else by_torch_name.get(plain.removeprefix("schedule"), name)

@@ -1,14 +1,21 @@
-"""Which mesh axes hold copies of a tensor."""
+"""Which mesh axes hold copies of a tensor, and which ranks lie along them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import is_dtensor, local
 from .context import PIPELINE_AXIS, ParallelContext
 
-__all__ = ["num_replicas", "replicated_axes"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["broadcast_replicas", "num_replicas", "ranks_along", "replicated_axes", "tensor_mesh"]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
@@ -61,3 +68,35 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
             name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
         )
     return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
+
+
+def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
+    """The groups of ranks that differ in their coordinates on ``axes`` only.
+
+    Args:
+        axes: in the order of the mesh.
+        stages: the pipeline ranks to take into account. Empty: all.
+
+    Returns:
+        2-dim int, groups x ranks of a group, both in the order of the mesh.
+    """
+    names, mesh = context.mesh.mesh_dim_names or (), context.mesh.mesh
+    if stages:
+        mesh = mesh.index_select(names.index(PIPELINE_AXIS), torch.tensor(stages))
+    dims = [names.index(name) for name in axes]
+    size = math.prod(mesh.shape[dim] for dim in dims)
+    return mesh.movedim(dims, list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)
+
+
+def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
+    for tensor in tensors:
+        for axis in replicated_axes(tensor, context):
+            group = context.mesh.get_group(axis)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(local(tensor).detach(), group=group, group_src=0)
+
+
+def tensor_mesh(context: ParallelContext) -> DeviceMesh:
+    """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
+    return context.mesh["tp"]

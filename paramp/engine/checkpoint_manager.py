@@ -1,4 +1,4 @@
-"""A run that ends before its time and goes on: where its checkpoints lie, which one to take, and when to stop.
+"""The checkpoints of a run: where they are, which are kept, and which one to resume from.
 
 ::
 
@@ -27,8 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint import atomic_dir as manifest
-from ..checkpoint.dcp_storage import newest_whole, problems_together
+from ..checkpoint.atomic_dir import problems_together
+from ..checkpoint.step_folders import checkpoints_in, newest_whole, remove, step_folder
 from .engine import Engine
 
 __all__ = ["Checkpoints", "accumulation_for", "find"]
@@ -36,64 +36,59 @@ __all__ = ["Checkpoints", "accumulation_for", "find"]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, ``step-00000100`` and so on in one folder, thinned out as new ones come.
-
-    Attributes:
-        every: steps from one to the next; None: only when asked.
-        keep_last: how many of the newest stay.
-        keep_every: those of steps that are multiples of it stay for good. None: no others.
-    """
+    """The checkpoints of one run: folders ``step-00000100`` and so on in one folder. Old ones are deleted."""
 
     folder: Path
     every: int | None = None
+    """Steps between checkpoints. None: :meth:`due` is never True."""
     keep_last: int = 3
+    """How many of the newest are kept."""
     keep_every: int | None = None
+    """Those of steps that are multiples of this are never deleted. None: only the newest are kept."""
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is one after which to save."""
+        """Whether to save after ``step``."""
         return self.every is not None and step % self.every == 0
 
     def save(self, engine: Engine, step: int, *, wait: bool = False) -> Path:
-        """Save the engine after ``step``, and delete what is no longer to be kept when that is written.
-
-        Every rank calls it.
+        """Save the engine after ``step``; when that is written, delete the checkpoints that are not kept. A collective.
 
         Args:
             wait: as for :meth:`paramp.Engine.save`.
 
         Returns:
-            Where to.
+            The checkpoint's folder.
         """
-        path = manifest.step_folder(self.folder, step)
-        then = functools.partial(self._thin_out, step) if engine.context.is_main else None
+        path = step_folder(self.folder, step)
+        then = functools.partial(self._delete_old, step) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
 
-    def _thin_out(self, saved: int) -> None:
-        before = [(step, path) for step, path in manifest.checkpoints_in(self.folder) if step <= saved]
+    def _delete_old(self, saved: int) -> None:
+        before = [(step, path) for step, path in checkpoints_in(self.folder) if step <= saved]
         for step, path in before[self.keep_last :]:
             if self.keep_every is None or step % self.keep_every:
                 try:
-                    manifest.remove(path)
+                    remove(path)
                 except OSError as error:
                     warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
 
-def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = print) -> Path | None:
-    """The checkpoint to go on from; the same on every rank, all of which call it.
+def find(resume: str | None, folder: Path | None, report: Callable[[str], None] = print) -> Path | None:
+    """The checkpoint to resume from; the same on every rank. A collective.
 
     Args:
         resume: ``auto`` for the newest whole one in ``folder``, the path of one, or None for none.
         folder: where the run will save; None: nowhere.
-        say: told which were passed over, and why.
+        report: called with a message for each checkpoint that was skipped, with the reason.
 
     Returns:
-        None where the run is to start from the beginning.
+        None if the run starts at step 1.
 
     Raises:
         CheckpointError: on every rank: the one asked for is not whole, or none of several is.
-        ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would begin with, among which
-            its own would get lost; or ``auto`` without a folder.
+        ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would begin with, which its
+            own would be mixed up with; or it cannot be written to; or ``auto`` without a folder.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -102,7 +97,7 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
     if resume == "auto" and folder is None:
         raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
     if resume == "auto" and folder is not None:
-        return _newest(folder, group, say)
+        return _newest(folder, group, report)
     if resume is not None:
         damage = problems_together(resume, group)
         if damage:
@@ -111,17 +106,17 @@ def find(resume: str | None, folder: Path | None, say: Callable[[str], None] = p
     later = [] if folder is None else _later_than(found, folder, group)
     if later:
         raise ConfigError(
-            f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; go on from there "
+            f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; continue from there "
             "with --resume auto, or choose another folder"
         )
     return found
 
 
 def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
-    """Try to write to ``folder``, which is made if need be, before a run has something to save.
+    """Make ``folder`` and try to write to it, before a run has something to save.
 
     Raises:
-        ConfigError: on every rank, if that cannot be done.
+        ConfigError: on every rank: it cannot be written to.
     """
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
@@ -136,48 +131,49 @@ def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
         raise ConfigError(problem[0])
 
 
-def _newest(folder: Path, group: dist.ProcessGroup, say: Callable[[str], None]) -> Path | None:
+def _newest(folder: Path, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path | None:
     found, skipped = newest_whole(folder, group)
     for reason in skipped:
-        say(f"resume: passed over: {reason}")
+        report(f"resume: skipped: {reason}")
     if found is None and _later_than(None, folder, group):
         raise CheckpointError(
-            f"none of the checkpoints in {str(folder)!r} is whole ({skipped[0]}); move them away to start anew, or put "
-            "a whole one there"
+            f"none of the checkpoints in {str(folder)!r} is whole ({skipped[0]}); move them away to start from step 1, "
+            "or put a whole one there"
         )
     return found
 
 
 def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> list[str]:
-    """The names of the checkpoints in ``folder`` of later steps than ``found``, if that is one of them, else of all."""
+    """The names of the checkpoints in ``folder`` after ``found``, if that is one of them, else of all."""
     names: list[Any] = [None]
     if dist.get_rank(group) == 0:
-        there = manifest.checkpoints_in(folder)
-        start = next((step for step, path in there if found is not None and path.resolve() == found.resolve()), -1)
-        names = [[path.name for step, path in there if step > start]]
+        existing = checkpoints_in(folder)
+        start = next((step for step, path in existing if found is not None and path.resolve() == found.resolve()), -1)
+        names = [[path.name for step, path in existing if step > start]]
     dist.broadcast_object_list(names, group=group, group_src=0)
     later: list[str] = names[0]
     return later
 
 
 def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation with which ``data_size`` ranks take the same global batch, in microbatches not larger.
+    """The accumulation that keeps the global batch on ``data_size`` ranks, in microbatches no larger than before.
 
     Args:
         batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: into which each call of ``forward_backward`` cuts a rank's part.
-        before: accumulation and data ranks of the run that goes on.
+        num_microbatches: microbatches of a rank in each call of ``forward_backward``.
+        before: accumulation and data ranks of the run that is resumed.
 
     Raises:
         ConfigError: the batch does not divide in any such way.
     """
     accumulation, ranks = before
     least = max(1, -(-accumulation * ranks // data_size))
-    norm_weight, rest = divmod(batch_size, data_size * num_microbatches)
-    for candidate in range(least, norm_weight + 1):
-        if not rest and norm_weight % candidate == 0:
+    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
+    samples, rest = divmod(batch_size, data_size * num_microbatches)
+    for candidate in range(least, samples + 1):
+        if not rest and samples % candidate == 0:
             return candidate
     raise ConfigError(
         f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
-        f"microbatches, nor with accumulation; go on with a number of data ranks that divides it, such as {ranks}"
+        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
     )

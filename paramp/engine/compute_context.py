@@ -1,15 +1,15 @@
 """What forward, criterion and backward compute in: the one implementation, for the engine and every other front end.
 
-A :class:`ComputeContext` has up to four parts. fp16 products are emulated on CPUs without fp16 arithmetic
-(:mod:`paramp.precision.fp16_emulation`); autocast and the default dtype follow the mode, with norms and softmax widened
-on the CPU as on CUDA (:mod:`paramp.precision.autocast`); cross-entropy takes logits whose vocabulary is sharded
+A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
+(:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax widened
+on the CPU as on CUDA (:mod:`paramp.precision.autocast`). Cross-entropy takes logits whose vocabulary is sharded
 (:mod:`paramp.parallel.loss`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor
-from ..distributed.context import current_context
+from ..distributed.context import ParallelContext, current_context
 from ..precision.autocast import computing, widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16
@@ -48,7 +48,7 @@ class ComputeContext:
     emulate: bool = False
     """fp16 products are computed in fp32 and rounded."""
     sharded: bool = False
-    """Parameters are sharded over the tensor axis, so that the vocabulary of the logits may be too."""
+    """Parameters are DTensors, so that the vocabulary of the logits may be sharded."""
 
     @staticmethod
     def of(model: nn.Module, precision: Precision) -> ComputeContext:
@@ -63,6 +63,13 @@ class ComputeContext:
             sharded=any(map(is_dtensor, model.parameters())),
         )
 
+    @staticmethod
+    def in_layout(context: ParallelContext) -> ComputeContext:
+        """That of an engine in ``context``."""
+        config, device = context.config, context.device
+        emulate = emulates_fp16(config.precision, device, config.emulate_fp16)
+        return ComputeContext(config.precision, device, emulate=emulate, sharded=context.tensor_axis.size > 1)
+
     @contextmanager
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
         """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
@@ -70,13 +77,15 @@ class ComputeContext:
         Args:
             autocast: for a forward: also enter autocast and the default dtype, where the mode has them.
         """
-        with ExitStack() as stack:
-            stack.enter_context(emulate_fp16(self.emulate))
-            # The backward needs the widening too: checkpointing computes forwards again in it.
-            compute = computing if autocast else widening
-            stack.enter_context(compute(self.precision, self.device.type))
-            if self.sharded:
-                from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do without
-
-                stack.enter_context(vocab_parallel_loss())
+        # The backward needs the widening too: checkpointing computes forwards again in it.
+        compute = computing if autocast else widening
+        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.sharded_loss():
             yield
+
+    def sharded_loss(self) -> AbstractContextManager[None]:
+        """The part of :meth:`enter` that a criterion of fp32 outputs needs: cross-entropy over a sharded vocabulary."""
+        if not self.sharded:
+            return nullcontext()
+        from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do without
+
+        return vocab_parallel_loss()

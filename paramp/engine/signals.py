@@ -16,23 +16,23 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Whether this process was asked to stop, so that it can save first. A context manager.
+    """Records the signals that ask this process to stop, so that it can save first. A context manager.
 
-    Slurm sends SIGTERM before it takes a node away (with ``--signal`` another one, earlier), torchrun when it is ended
-    itself. What :meth:`agreed` says is the same on every rank, whichever of them was asked.
+    Slurm sends SIGTERM before the time limit of a job and before preemption (with ``--signal`` another one, earlier);
+    torchrun sends it when torchrun itself is ended.
 
     Args:
-        signals: that ask for it. Their handlers come back when the context is left.
+        signals: which signals. Their previous handlers are restored when the context is left.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self._signals = signals
         self._before: dict[signal.Signals, Any] = {}
         self.received: int | None = None
-        """The number of the signal that came, on this rank."""
+        """The number of the signal that this rank received."""
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        self._before = {number: signal.signal(number, self._record) for number in self._signals}
         return self
 
     def __exit__(
@@ -41,11 +41,11 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _record(self, number: int, _: FrameType | None) -> None:
         self.received = number
 
     def agreed(self, context: ParallelContext) -> bool:
-        """Whether any rank was asked; one small all-reduce."""
+        """Whether any rank received a signal, the same on every rank; one small all-reduce."""
         asked = torch.tensor(float(self.received is not None), device=context.device)
         dist.all_reduce(asked)
         return bool(asked > 0)

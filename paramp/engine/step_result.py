@@ -1,4 +1,4 @@
-"""What a step did, read from the device on first use."""
+"""What a step did, and how many were made and skipped; kept on the device, and read from it only when asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["StepResult"]
+__all__ = ["StepCounters", "StepResult"]
 
 
 class StepResult:
@@ -70,3 +70,47 @@ class StepResult:
     def __repr__(self) -> str:
         names = ("stepped", "overflow", "loss_scale", "grad_norm", "num_zeros", "loss")
         return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+class StepCounters:
+    """Counts of what happened on the device. Reading them waits for the last step only, not for what was queued after.
+
+    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; and of those
+    in a row, the ones that left the loss scale at its floor.
+    """
+
+    SIZE = 4
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(self.SIZE, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def add(self, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
+        """Count a step.
+
+        Args:
+            overflow: 0-dim bool: the step was skipped.
+            at_floor: 0-dim bool: the loss scale is at its floor now.
+        """
+        self._counts[2:].mul_(overflow)
+        self._counts += torch.stack([~overflow, overflow, overflow, overflow & at_floor])
+        self._publish()
+
+    def load(self, counts: Sequence[int]) -> None:
+        """Go on from ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
+        rest = [0] * (self.SIZE - len(counts))
+        self._counts.copy_(torch.tensor([*counts, *rest]))
+        self._publish()
+
+    def read(self) -> list[int]:
+        """The values after the last :meth:`add`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()
+
+    def _publish(self) -> None:
+        # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.
+        self._copy.copy_(self._counts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

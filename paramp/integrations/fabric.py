@@ -15,27 +15,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor, Replicate
 
-from ..base.dtensor import local
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
-from ..optim.grad_norm import total_norm
-from ..optim.grad_reduce import align_gradients
+from ..engine.compute_context import ComputeContext, emulates_fp16
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.materialize import stored_as
-from ..precision.autocast import computing, default_dtype, to_compute, to_outputs, widening
-from ..precision.capabilities import has_native_fp16
-from ..precision.fp16_emulation import emulate_fp16
-from ..precision.policy import AMP_TYPE, LossScaling, Precision
+from ..precision.autocast import default_dtype, to_compute, to_outputs
+from ..precision.policy import AMP_TYPE, Precision
+from .logical_gradient import logical_parameter
+from .shared_scale import SharedScale, device_types
 
 __all__ = ["FabricPrecision"]
 
@@ -54,7 +50,7 @@ class FabricPrecision:
         group: the ranks that decide together whether to step. None: the whole world.
 
     Raises:
-        ConfigError: the mode is unknown or none for Fabric, or lightning is not installed.
+        ConfigError: the mode is unknown or not one for Fabric, or lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FabricPrecision:
@@ -72,12 +68,8 @@ class FabricPrecision:
         """The name that Lightning asks for."""
         _check_mode(self.mode)
         self._emulate = emulate_fp16
-        self._group = group
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._scaler: DistributedGradScaler | None = None
-        self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the scale moved last
-        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also before their step
-        self._skipped = torch.zeros((), dtype=torch.int64)
+        self._scale = SharedScale(self.mode, self._models, group)
 
     def __reduce__(self) -> Any:
         """For strategies that start processes and send the plugin to them, before anything was set up."""
@@ -116,13 +108,17 @@ class FabricPrecision:
         """For ``fabric.init_tensor()``: tensors are made in the mode's weight dtype."""
         return default_dtype(self.mode.weights)
 
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What the mode computes in, on the devices of the models that were set up."""
+        return self._computing(autocast=True)
+
     @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """The mode's computation, on the devices of the models that were set up."""
+    def _computing(self, *, autocast: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            for device_type in self._device_types():
-                stack.enter_context(computing(self.mode, device_type))
-            stack.enter_context(emulate_fp16(self._emulates()))
+            for device_type in device_types(self._models):
+                emulate = emulates_fp16(self.mode, device_type, self._emulate)
+                context = ComputeContext(self.mode, torch.device(device_type), emulate=emulate)
+                stack.enter_context(context.enter(autocast=autocast))
             yield
 
     def convert_input(self, data: Any) -> Any:
@@ -130,7 +126,7 @@ class FabricPrecision:
         return _map_tensors(lambda tensor: to_compute(tensor, self.mode), data)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in fp32 at the least."""
+        """Floating-point tensors in fp32 at least."""
         return _map_tensors(lambda tensor: to_outputs(tensor, self.mode), data)
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -138,36 +134,24 @@ class FabricPrecision:
     @property
     def scaler(self) -> DistributedGradScaler:
         """What scales the losses and decides about steps. In modes that do not scale, its scale stays 1."""
-        if self._scaler is None:
-            scaling = self.mode.scaling or LossScaling.static(1.0)
-            device = torch.device(self._device_types()[0])
-            self._scaler = DistributedGradScaler(device, **asdict(scaling), group=self._group)
-        return self._scaler
+        return self._scale.scaler
 
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by; reading it costs a device synchronisation."""
-        self._settle()
+        self._scale.update()
         return self.scaler.get_scale()
 
     @property
     def num_skipped(self) -> int:
         """Steps that were skipped so far because a gradient was not finite on some rank; costs a synchronisation."""
-        return int(self._skipped)
-
-    def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Nothing is to be done."""
+        return int(self._scale.num_skipped)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss ``tensor``, 0-dim, and run its backward."""
-        self._settle()
-        with emulate_fp16(self._emulates()), ExitStack() as stack:
-            for device_type in self._device_types():
-                stack.enter_context(widening(self.mode, device_type))
+        self._scale.update()
+        with self._computing(autocast=False):
             self.scaler.scale(tensor).backward(*args, **kwargs)
-
-    def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Nothing is to be done."""
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step ``optimizer``, on every rank or on none. A ``closure`` is called once, before.
@@ -183,91 +167,26 @@ class FabricPrecision:
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
-        if id(optimizer) in self._stepped:
-            self._settle()
-        stepped = self.scaler.step(optimizer, **kwargs)
-        self._stepped[id(optimizer)] = self._unscaled[id(optimizer)] = optimizer
-        flags = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        self._skipped = self._skipped + sum(flag.to(torch.int64).cpu() for flag in flags)
+        stepped = self._scale.step(optimizer, **kwargs)
         return stepped if closure is None else output
-
-    def _settle(self) -> None:
-        """Let the scale follow the steps since the last backward, once all optimizers have had theirs.
-
-        What an optimizer with a slower cadence goes on adding up is brought to the new scale.
-        """
-        if not self._stepped:
-            return
-        if self.mode.scaling is None:
-            self.scaler.update()
-        else:
-            assert self.scaler._scale is not None
-            before = self.scaler._scale.clone()
-            self.scaler.update()
-            ratio = self.scaler._scale / before
-            for gradient in self._scaled_gradients():
-                gradient.mul_(ratio.to(gradient.device))
-        self._stepped.clear()
-        self._unscaled.clear()
-
-    def _scaled_gradients(self) -> list[torch.Tensor]:
-        """The gradients, plain and local, that no optimizer has unscaled since the scale moved last."""
-        groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)
-        unscaled = {id(parameter) for group in groups for parameter in group["params"]}
-        parameters = {parameter for model in self._models for parameter in model.parameters()}
-        return [
-            local(parameter.grad)
-            for parameter in parameters
-            if parameter.grad is not None and id(parameter) not in unscaled
-        ]
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
-        if id(optimizer) in self._stepped:
-            self._settle()
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.scaler.unscale_(optimizer)
-        self._unscaled[id(optimizer)] = optimizer
+        self._scale.unscale(optimizer)
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """What ``fabric.clip_gradients`` hands to torch: one tensor whose gradient stands for that of the whole model.
-
-        torch's own functions refuse a mix of plain tensors and DTensors, and know of one mesh only.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        align_gradients(parameters)
-        held = [parameter for parameter in parameters if parameter.grad is not None]
-        logical = LogicalGradient.of(held, self._device_types()[0])
-        surrogate = torch.zeros_like(logical).as_subclass(torch.Tensor).requires_grad_()
-        surrogate.grad = logical
-        yield surrogate
+        """What ``fabric.clip_gradients`` passes to torch: one tensor whose gradient stands for the whole model's."""
+        yield logical_parameter(optimizer, device_types(self._models)[0])
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty in modes that do not scale. Save it as ``{"precision": plugin}``, say."""
-        self._settle()
-        return self.scaler.state_dict() if self.mode.scaling is not None else {}
+        """The scaler's state; empty in modes that do not scale. Save it as ``{"precision": plugin}``."""
+        return self._scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave, or what torch's ``GradScaler`` did."""
-        if self.mode.scaling is not None:
-            self._stepped.clear()
-            self._unscaled.clear()
-            self.scaler.load_state_dict(state_dict)
-
-    # ------------------------------------------------------------------------------------------------ inner parts
-
-    def _device_types(self) -> list[str]:
-        """Where the models that were set up are; before that, wherever they may come to be."""
-        first = (next(model.parameters(), None) for model in self._models)
-        found = {parameter.device.type for parameter in first if parameter is not None} - {"meta"}
-        return sorted(found or {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}, reverse=True)
-
-    def _emulates(self) -> bool:
-        if self.mode.compute is not torch.float16:
-            return False
-        return not has_native_fp16("cpu") if self._emulate is None else self._emulate
+        """Go on from what :meth:`state_dict` returned, or ``state_dict`` of torch's ``GradScaler``."""
+        self._scale.load_state_dict(state_dict)
 
 
 @functools.cache
@@ -299,7 +218,7 @@ def _check_mode(mode: Precision) -> None:
         )
     if mode.float8 is not None:
         raise ConfigError(
-            f"FabricPrecision: mode {mode.name!r} replaces layers by float8 ones before the model is shared out, which "
+            f"FabricPrecision: mode {mode.name!r} replaces layers by float8 ones before the model is sharded, which "
             f"only paramp.initialize does; expected one of {without}"
         )
 
@@ -316,56 +235,7 @@ def _store(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtyp
     changed = tensor.detach().to(dtype)
     if not isinstance(tensor, nn.Parameter):
         module._buffers[name] = changed
-    elif isinstance(tensor, DTensor):  # it takes no other tensor's data
+    elif is_dtensor(tensor):  # it takes no other tensor's data
         torch.utils.swap_tensors(tensor, nn.Parameter(changed, tensor.requires_grad))
     else:
         tensor.data = changed
-
-
-class LogicalGradient(torch.Tensor):
-    """The gradient of the whole model, spread over the ranks, for torch's clipping functions; see :meth:`of`.
-
-    Its own content is of no meaning. What is done to it is done to each part, and its norm is that of the whole.
-    """
-
-    parts: list[torch.Tensor]
-    norm_weights: list[float]
-
-    @staticmethod
-    def of(parameters: list[torch.Tensor], device_type: str) -> LogicalGradient:
-        """The gradient of ``parameters``, this rank's. Plain ones are the same on every rank."""
-        parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        device = parts[0].device if parts else torch.device(device_type)
-        logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
-        logical.parts = parts
-        logical.norm_weights = [1.0 / _num_copies(parameter) for parameter in parameters]
-        return logical
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        logical = args[0] if args else None
-        if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
-            norm_type = float(args[1]) if len(args) > 1 else 2.0
-            return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
-        if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
-            for part in logical.parts:
-                getattr(part, func.__name__)(*args[1:], **kwargs)
-            return logical
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
-"""The methods with which torch clips."""
-
-
-def _num_copies(parameter: torch.Tensor) -> int:
-    """How many ranks hold each element of ``parameter``. Fabric has no axis along which models differ."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if not isinstance(parameter, DTensor):
-        return world
-    sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
-    shards = 1
-    for size, placement in sizes:
-        shards *= 1 if isinstance(placement, Replicate) else size
-    return world // shards

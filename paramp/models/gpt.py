@@ -1,8 +1,8 @@
 """A decoder-only transformer of GPT-2's shape (Radford et al. 2019).
 
-:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. So a pipeline cuts it between any two of its
-modules, and :meth:`GPT.tensor_parallel_plan` says in one table how each layer is shared over the tensor axis. It is
-plain torch otherwise and runs without paramp around it.
+:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. Pipeline stages begin at any of its modules, and
+:meth:`GPT.tensor_parallel_plan` is one table of how each layer is sharded over the tensor axis. It is plain torch
+otherwise and runs without paramp around it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.loss import mask_tail
-from ..parallel.tensor_plan import Plan
 from .presets import choose
 from .transformer import Block, Linear, TransformerConfig
+
+if TYPE_CHECKING:
+    from ..parallel.tensor_plan import Plan
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -118,15 +120,6 @@ class GPT(nn.Sequential):
         """
         return cls(choose(PRESETS, name, **changes))
 
-    @staticmethod
-    def own_vocab_size(name: str) -> int:
-        """The vocabulary of the preset called ``name``.
-
-        Raises:
-            ConfigError: no such preset.
-        """
-        return choose(PRESETS, name).vocab_size
-
     def flops_per_token(self, seq_len: int) -> int:
         """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
 
@@ -147,7 +140,7 @@ class GPT(nn.Sequential):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How each layer is shared over ``tensor_size`` ranks.
+        """How each layer is sharded over ``tensor_size`` ranks.
 
         Raises:
             ConfigError: the heads do not divide evenly.

@@ -20,7 +20,7 @@ def is_count(value: object) -> bool:
 
 
 def check_counts(config: Any) -> None:
-    """Complain about a field of a configuration that is declared as ``int``, all of which count something.
+    """Check the fields of a configuration that are declared as ``int``, all of which count something.
 
     Raises:
         ConfigError: one is not an integer of 1 or more.

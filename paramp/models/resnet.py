@@ -9,7 +9,7 @@ order of sums: two layouts agree where the microbatches hold the same images. Ru
 are each data rank's own; ``engine.full_state_dict()`` returns those of the first. Keep microbatches at eight images or
 more.
 
-**Tensor parallelism** shares out the classifier by its inputs. Convolutions and norms, with nearly all of the
+**Tensor parallelism** shards the classifier by its inputs. Convolutions and norms, with nearly all of the
 arithmetic, stay whole on every tensor rank, which all compute the same: the layout is for a model that has more than
 a ResNet in it, and to get there without an exception. Use data and pipeline ranks to make a ResNet faster. On CUDA set
 ``torch.backends.cudnn.deterministic = True`` with it, since cuDNN may add up a weight's gradient in another order on
@@ -20,14 +20,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..parallel.tensor_plan import Plan
 from .presets import check_counts, choose, is_count
+
+if TYPE_CHECKING:
+    from ..parallel.tensor_plan import Plan
 
 __all__ = ["ResNet", "ResNetConfig", "resnet34"]
 
@@ -163,7 +166,7 @@ class ResNet(nn.Sequential):
 
 
 def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-34, in torchvision's spelling and with its shapes; 21,797,672 parameters at 1000 classes.
+    """ResNet-34, with the names and shapes of torchvision's; 21,797,672 parameters at 1000 classes.
 
     Args:
         in_channels: 3 for colour.

@@ -1,7 +1,7 @@
 """What the transformers here are made of (Vaswani et al. 2017): attention, MLP, and the block of the two.
 
 Tensors are (batch, sequence, features). Under tensor parallelism the attention and the MLP see their own heads
-and hidden features; under sequence parallelism everything between them sees its own piece of the sequence.
+and hidden features; under sequence parallelism everything between them sees its own slice of the sequence.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, require
 from ..distributed.rng import sharded_random
-from ..parallel.tensor_plan import Plan
 from .presets import check_counts
+
+if TYPE_CHECKING:
+    from ..parallel.tensor_plan import Plan
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "TransformerConfig"]
 
@@ -42,11 +44,13 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         check_counts(self)
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
+        require(0 <= self.init_std < math.inf, "init_std", self.init_std, "a finite number of 0 or more")
         if self.width % self.num_heads:
             raise ConfigError(f"width: got {self.width}, expected a multiple of num_heads {self.num_heads}")
 
     def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How the layers of ``blocks`` are shared over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al.
+        """How the layers of ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al.
         2022).
 
         Raises:

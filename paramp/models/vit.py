@@ -1,8 +1,8 @@
 """The Vision Transformer (Dosovitskiy et al. 2021, *An image is worth 16x16 words*).
 
-:class:`ViT` is an ``nn.Sequential``: embedding of patches, blocks, norm, pooling, head. A pipeline cuts it between any
-two of its modules; tensor parallelism shares out heads, MLPs and the head. Images are (batch, channels, side, side).
-In between tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
+:class:`ViT` is an ``nn.Sequential``: embedding of patches, blocks, norm, pooling, head. Pipeline stages begin at any of
+its modules; tensor parallelism shards attention heads, MLPs and the head. Images are (batch, channels, side, side). In
+between tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..parallel.tensor_plan import Plan
 from .presets import choose
 from .transformer import Block, Linear, TransformerConfig
+
+if TYPE_CHECKING:
+    from ..parallel.tensor_plan import Plan
 
 __all__ = ["ViT", "ViTConfig"]
 
@@ -142,7 +144,7 @@ class ViT(nn.Sequential):
         return F.cross_entropy(logits, targets)
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How each layer is shared over ``tensor_size`` ranks; the embedding is whole on every one.
+        """How each layer is sharded over ``tensor_size`` ranks; the embedding is replicated.
 
         Raises:
             ConfigError: the heads do not divide evenly, or under ``sequence_parallel`` the sequence does not.

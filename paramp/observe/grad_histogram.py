@@ -1,8 +1,8 @@
-"""Where gradients lie in the range of a dtype: how many underflow, and how far the largest is from overflowing.
+"""A histogram of gradients by binary exponent: how many underflow, and how far the largest is from overflowing.
 
 Elements are counted by their binary exponent e, with 2**e <= |g| < 2**(e + 1). A gradient is multiplied by the loss
-scale, so another scale moves the whole histogram: :meth:`GradientHistogram.at_scale`. What has become zero in half
-precision stays zero, however large the scale.
+scale, so another scale shifts the whole histogram: :meth:`GradientHistogram.at_scale`. What has underflowed to zero in
+half precision stays zero at any scale.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..optim.flat_params import FlatWeights
 __all__ = ["GradientHistogram", "histogram_of"]
 
 LOWEST, HIGHEST = -1074, 1023
-"""Exponents of the smallest and of the largest number of float64."""
+"""Exponents of the smallest and the largest float64."""
 ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2
-"""Where those are counted, after the exponents."""
+"""Their indices in the table of counts, after the exponents."""
 CHUNK = 2**22
-"""Elements that are widened at once."""
+"""Elements that are converted to float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GradientHistogram:
     """The scaled gradients of the logical model, each element counted once; over data ranks, their average."""
 
     counts: Mapping[int, float]
-    """By exponent; those without elements are left out."""
+    """Number of elements by exponent, without those that have none."""
     zeros: float
     non_finite: float
     largest: float
@@ -43,7 +43,7 @@ class GradientHistogram:
     scale: float
     """The loss scale that the gradients carry."""
     dtype: torch.dtype
-    """What the mode computes gradients in, whose range is meant below."""
+    """The mode's compute dtype, to whose range underflow and headroom refer."""
 
     @property
     def total(self) -> float:
@@ -52,18 +52,18 @@ class GradientHistogram:
 
     @property
     def underflow(self) -> float:
-        """The share that is zero or subnormal in :attr:`dtype`; elements that are zero by nature count too."""
+        """The fraction that is zero or subnormal in :attr:`dtype`; elements that are exactly zero count too."""
         lowest = math.frexp(torch.finfo(self.dtype).smallest_normal)[1] - 1
         low = sum(count for exponent, count in self.counts.items() if exponent < lowest)
         return (low + self.zeros) / self.total if self.total else 0.0
 
     @property
     def headroom(self) -> float:
-        """How many times the scale may be doubled before the largest element overflows; infinite if all are zero."""
+        """How often the scale can double before the largest element overflows, a log2; infinite if all are zero."""
         return math.log2(torch.finfo(self.dtype).max / self.largest) if self.largest else math.inf
 
     def at_scale(self, scale: float) -> GradientHistogram:
-        """What it would be at another loss scale, if nothing were rounded.
+        """The histogram at another loss scale, if nothing were rounded.
 
         Raises:
             ValueError: the scales differ by a factor that is no power of two.
@@ -84,7 +84,7 @@ class GradientHistogram:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers; what is not finite is None."""
+        """All values as plain numbers; None for those that are not finite."""
         return {
             "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
             "zeros": self.zeros,
@@ -103,33 +103,35 @@ class GradientHistogram:
 
 @torch.no_grad()
 def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> GradientHistogram:
-    """The histogram of the gradients that ``weights`` have now; a collective of the world.
+    """The histogram of the gradients of ``weights``. A world collective.
 
-    A gradient with other placements than its parameter counts as many elements as its parameter.
+    Args:
+        scale: the loss scale that the gradients carry.
+        dtype: the mode's compute dtype.
     """
     table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
     for gradient, norm_weight in weights.gradients.before_reduction():
         counts, most = _count(local(gradient).reshape(-1))
-        table += counts * norm_weight
+        table += counts * norm_weight  # so that each element of the logical model counts once
         largest = torch.maximum(largest, most)
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     *exponents, zeros, non_finite = table.tolist()
-    counts_by_exponent = {place + LOWEST: count for place, count in enumerate(exponents) if count}
+    counts_by_exponent = {index + LOWEST: count for index, count in enumerate(exponents) if count}
     return GradientHistogram(counts_by_exponent, zeros, non_finite, float(largest), scale, dtype)
 
 
 def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many elements of the plain 1-dim ``gradient`` fall to each place of a table, and the largest finite one."""
+    """Counts of the plain 1-dim ``gradient`` (1-dim float64), and its largest finite magnitude (0-dim float64)."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for chunk in gradient.split(CHUNK):
-        values = chunk.double()  # in which every number of the other dtypes is a normal one
-        places = values.frexp().exponent.long() - 1 - LOWEST
-        places = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), places, NON_FINITE))
-        table += torch.bincount(places, minlength=NON_FINITE + 1)
+        values = chunk.double()  # subnormals of all other dtypes are normal numbers in float64
+        indices = values.frexp().exponent.long() - 1 - LOWEST
+        indices = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), indices, NON_FINITE))
+        table += torch.bincount(indices, minlength=NON_FINITE + 1)
         if values.numel():
             largest = torch.maximum(largest, values.abs().nan_to_num(0.0, 0.0, 0.0).amax())
     return table.double(), largest

@@ -1,8 +1,8 @@
-"""How much of its devices a run uses: model FLOPs utilisation, after Chowdhery et al. 2022 (PaLM, appendix B).
+"""Model FLOPs utilisation (MFU), after Chowdhery et al. 2022 (PaLM, appendix B).
 
-The FLOPs that the *model* needs for the step's tokens, over the FLOPs that the devices could have done in the step's
-seconds. What a run computes on top (padding, recomputed activations) does not count as use, and neither does what it
-leaves out: attention counts whole though the causal half of it may be skipped, so that figures compare with others'.
+It is the FLOPs that the *model* needs for a step's tokens, over the FLOPs that the devices could do in the step's time.
+Padding and recomputed activations do not count. Attention counts in full, though its causal half may be skipped, so
+that figures are comparable with published ones.
 
 The peaks are those of dense matrix products in the vendors' data sheets, at boost clock, accumulating in fp32 as torch
 does. Data sheets that give only the rate "with sparsity" give twice that.
@@ -24,24 +24,24 @@ __all__ = ["Peak", "mfu", "peak_flops", "world_peak_flops"]
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense matrix products of one device, in 10**12 floating-point operations a second. None: not in hardware."""
+    """Peak rates of one device in dense matrix products, in 10**12 FLOPs a second. None: not in hardware."""
 
     fp32: float
-    """Of fp32 operands, where torch keeps them whole (its default)."""
+    """Of fp32 operands that are not rounded (torch's default)."""
     fp16: float
     bf16: float | None
     tf32: float | None = None
-    """Of fp32 operands, where torch may round them (``torch.set_float32_matmul_precision("high")``)."""
+    """Of fp32 operands that torch may round (``torch.set_float32_matmul_precision("high")``)."""
 
     def of(self, dtype: torch.dtype, tf32: bool) -> float | None:
-        """The rate of ``dtype``; None where it is not known."""
+        """The rate of ``dtype``; None if it is not known."""
         single = self.tf32 if tf32 and self.tf32 is not None else self.fp32
         rates = {torch.float32: single, torch.float16: self.fp16, torch.bfloat16: self.bf16}
         return rates.get(dtype)
 
 
-# Words that all occur in the name torch gives a device -> its peaks. The first row that fits counts, so that the more
-# special name stands above the more general one.
+# Words that all occur in torch's name of a device -> its peaks. The first row that matches counts, so specific names
+# stand above general ones.
 PEAKS: Mapping[tuple[str, ...], Peak] = {
     ("B200",): Peak(fp32=75.0, tf32=1125.0, fp16=2250.0, bf16=2250.0),
     ("H200", "NVL"): Peak(fp32=60.0, tf32=417.5, fp16=835.5, bf16=835.5),
@@ -66,12 +66,12 @@ PEAKS: Mapping[tuple[str, ...], Peak] = {
     ("MI250X",): Peak(fp32=47.85, fp16=191.5, bf16=191.5),  # torch sees each of the card's two dies as a device
 }
 
-# Other chips, or smaller cuts of these, whose names hold the words of a row.
+# Words in the names of other chips, or of reduced variants, that contain the words of a row too.
 OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX-Q", "MIG", "D", "TI", "SUPER"})
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The dense matrix FLOPs a second of the device that torch calls ``name``; None where they are not known.
+    """The peak of a device in dense matrix products, in FLOPs a second; None if it is not known.
 
     Args:
         name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA A100-SXM4-80GB"``.
@@ -89,9 +89,9 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
 
 
 def world_peak_flops(context: ParallelContext, per_device: float | None = None) -> float | None:
-    """The FLOPs a second of all devices of the world together; None if the rate of any is not known. A collective.
+    """The peak of all devices of the world, in FLOPs a second; None if that of any is not known. A world collective.
 
-    A GPU that several ranks share counts once. On CPUs there is no table; there each rank counts as a device.
+    A GPU that several ranks share counts once. There is no table of CPUs; on a CPU each rank counts as a device.
 
     Args:
         per_device: FLOPs a second of each device, instead of the table's.
@@ -109,9 +109,13 @@ def world_peak_flops(context: ParallelContext, per_device: float | None = None) 
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation of a step: ``flops`` of the model in ``seconds`` on devices of ``peak`` FLOPs a second.
+    """Model FLOPs utilisation of a step.
+
+    Args:
+        flops: that the model needs for the step.
+        peak: of all devices, in FLOPs a second.
 
     Returns:
-        A number from 0 to 1; None where the peak is not known.
+        A number from 0 to 1; None if the peak is not known.
     """
     return None if peak is None else flops / (seconds * peak)

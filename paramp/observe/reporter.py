@@ -1,6 +1,6 @@
-"""What a run tells, on the main rank: progress on the terminal, a plain log, ``metrics.jsonl`` and TensorBoard.
+"""A run's output on the main rank: progress on the terminal, a plain log, ``metrics.jsonl`` and TensorBoard.
 
-:class:`Reporter` hands every message and every step to a list of writers, one small class for each place.
+:class:`Reporter` passes every message and every step to a list of writers, one small class for each destination.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TAGS = {
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held so far: of the GPU's allocator, or resident on a CPU."""
+    """The peak memory of this process in bytes: of the GPU's allocator, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -47,10 +47,10 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def check_tensorboard() -> None:
-    """Complain if TensorBoard is not installed; for every rank to call, though only the main one writes.
+    """Check that TensorBoard is installed. Every rank calls it, though only the main one writes.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
@@ -60,20 +60,20 @@ def check_tensorboard() -> None:
 
 
 class Writer:
-    """One place that a run is told to. Each method does nothing here."""
+    """One destination. Each method does nothing here."""
 
     def say(self, text: str) -> None:
-        """One message."""
+        """Write a message."""
 
     def step(self, record: dict[str, Any], line: str) -> None:
-        """One step: its numbers, which may be None or not finite, and the same as a line of text."""
+        """Write a step: its numbers, which may be None or not finite, and the same as a line of text."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the output."""
 
 
 class Terminal(Writer):
-    """Plain lines: every message, and every ``every``-th step, the first, the last, and those skipped."""
+    """Plain lines: every message, every ``every``-th step, the first, the last, and skipped ones."""
 
     def __init__(self, total_steps: int, every: int) -> None:
         self._total = total_steps
@@ -88,7 +88,7 @@ class Terminal(Writer):
 
 
 class LiveTerminal(Writer):
-    """The current step as one line that renews itself, with messages above it; needs rich."""
+    """The current step as one line that is redrawn, with messages above it; needs rich."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -126,9 +126,9 @@ class TextLog(Writer):
 
 
 class JsonLines(Writer):
-    """``metrics.jsonl``: one JSON object a step; what is not finite is null.
+    """``metrics.jsonl``: one JSON object a step; a value that is not finite is null.
 
-    A resumed run's begins with the steps up to there; the file with those that are now made again is set aside.
+    That of a resumed run keeps the steps before it. The earlier file, with the steps that are repeated, is set aside.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
@@ -146,7 +146,7 @@ class JsonLines(Writer):
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the steps up to ``step``; not one that was cut short when the run ended."""
+    """The lines of the steps up to ``step``, without a line that was left incomplete when the run ended."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
         try:
@@ -158,7 +158,7 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 class TensorBoard(Writer):
-    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; what is not finite leaves a gap."""
+    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; a value that is not finite leaves a gap."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
         check_tensorboard()
@@ -186,15 +186,16 @@ def _is_finite(value: object) -> bool:
 
 
 class Reporter:
-    """Tells every writer what happens: the terminal and, with a log directory, files in it.
+    """Writes messages and steps to the terminal and, with a log directory, to files in it.
 
-    On a terminal with rich installed the current step is one line that renews itself; elsewhere every
-    ``every``-th step is a plain line. Files of an earlier run in the directory are set aside, not overwritten.
+    On a terminal, with rich installed, the current step is one line that is redrawn; elsewhere every ``every``-th step
+    is a plain line. Files of an earlier run in the directory are renamed, not overwritten.
 
     Args:
-        enabled: False on all ranks but the main one, where nothing is written.
+        log_dir: created if it does not exist. None: no files.
+        enabled: False writes nothing, on all ranks but the main one.
         tensorboard: write for TensorBoard too, into the log directory.
-        resumed_at: the last step of the run that goes on. Its files are then continued.
+        resumed_at: the last step of the run that is resumed, whose files are then continued.
 
     Raises:
         ConfigError: ``tensorboard`` without a log directory, or TensorBoard is not installed.
@@ -226,12 +227,12 @@ class Reporter:
         self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
 
     def say(self, text: str) -> None:
-        """One message, to the terminal and the log."""
+        """Write a message to the terminal and the log."""
         for writer in self._writers:
             writer.say(text)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step, to every writer."""
+        """Write a step's numbers to every writer; keys as in :func:`step_line` and :data:`TAGS`."""
         if not self._writers:
             return
         self._num_skipped += record["skipped"]
@@ -253,7 +254,7 @@ class Reporter:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks at ``stream``. mpirun gives each rank a terminal, of no width, that nobody looks at."""
+    """Whether ``stream`` is a terminal with a width; mpirun gives each rank one without, which nobody sees."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -261,7 +262,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """``path``, with a file that is there already renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
+    """Return ``path``, after renaming an existing file to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
     if path.exists():
         number = 1
         while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():

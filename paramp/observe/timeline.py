@@ -1,4 +1,4 @@
-"""Who did what when in a step: spans on every rank, a Chrome trace of them, and the bubble that was measured.
+"""A step's timeline: the spans of every rank, their Chrome trace, and the measured pipeline bubble.
 
 ::
 
@@ -8,8 +8,8 @@
     timeline.save("trace.json")              # for chrome://tracing or ui.perfetto.dev
     print(timeline.bubble, timeline.theoretical_bubble)
 
-Times on a CPU are those of the process's clock after an operation, on CUDA those of events on the stream. Ranks of one
-machine share a clock; the clocks of several machines are put together at a barrier, so they agree to its latency only.
+Times on a CPU are read from the process's clock, times on CUDA from events on the stream. Ranks of one machine share a
+clock. Clocks of several machines are aligned at a barrier, so they agree only to its latency.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.spans import STEP, Observer, Recorder, Span
+from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
-from ..distributed.context import ParallelContext
+from ..distributed.context import ROLES, ParallelContext
 
 __all__ = ["RankSpans", "Timeline", "recording"]
 
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank did."""
+    """The spans of one rank."""
 
     name: str
     spans: list[Span]
 
 
 class Timeline:
-    """The spans of all ranks. :meth:`paramp.Engine.recording` makes one, complete when it is left, on every rank.
+    """The spans of all ranks. :meth:`paramp.Engine.recording` returns one, filled in on every rank when it is left.
 
     Attributes:
-        title: the schedule and its sizes, in words.
-        ranks: by rank of the world.
-        pipelines: the ranks of each pipeline, in the order of its axis.
-        theoretical_bubble: that of the schedule (:mod:`paramp.config.schedules`); None with too few microbatches to say.
+        title: the schedule and its sizes.
+        ranks: the spans of each rank of the world.
+        pipelines: the ranks of each pipeline, in stage order.
+        theoretical_bubble: a fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The measured bubble: the share of their time that ranks of a pipeline wait or send, over all pipelines.
+        """The measured bubble: the fraction of time in which ranks of a pipeline wait or send, over all pipelines.
 
-        For each batch a pipeline's time begins with its first operation on any rank and ends with its last. The step of
-        the optimizer is no part of it. NaN if no batch ran.
+        The time of a batch runs from its first operation on any rank to its last. The optimizer's step does not
+        count. NaN if no batch ran.
         """
         busy = held = 0.0
         for pipeline in self.pipelines:
@@ -115,25 +116,25 @@ class Timeline:
         Path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
 
     def gather(self, recorder: Recorder, context: ParallelContext) -> None:
-        """Fill in what every rank's ``recorder`` noted; a collective of the whole world."""
-        places = f"pp {context.pp.rank}, dp {context.dp.rank}, tp {context.tp.rank}"
-        mine = (_machine(), recorder.origin, RankSpans(f"rank {context.rank} ({places})", recorder.spans()))
+        """Fill in the spans of every rank's ``recorder``; a collective of the world."""
+        mine = (_machine(), recorder.origin, RankSpans(context.name_of(context.rank), recorder.spans()))
         everyone = gather_objects(mine)
         starts: dict[str, float] = {}
         for machine, origin, _ in everyone:
+            # All ranks left the barrier at one time, so each machine's clock starts at its first rank's.
             starts[machine] = min(origin, starts.get(machine, origin))
         self.ranks = [
             RankSpans(own.name, [_shifted(item, starts[machine]) for item in own.spans]) for machine, _, own in everyone
         ]
-        self.pipelines = context.mesh.mesh.flatten(1).T.tolist()
+        self.pipelines = ranks_along(context, ROLES["stage"]).tolist()
 
 
 @contextmanager
 def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[Timeline]:
-    """Record what runs inside; every rank enters it and leaves it.
+    """Record what runs inside. Collective: every rank enters and leaves.
 
     Args:
-        observers: told what runs; a recorder is among them inside.
+        observers: those of the engine; a recorder is added for as long as the context is open.
     """
     pipeline = context.config.parallel.pipeline
     stages = f"{pipeline.num_local_stages} stage{'s' if pipeline.num_local_stages > 1 else ''} a rank"
@@ -152,7 +153,7 @@ def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[T
 
 
 def _machine() -> str:
-    """What ranks with one clock have in common."""
+    """An identifier of the machine, equal for ranks that share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.is_file() else ''}"
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
 
-__all__ = ["check_elementwise", "check_optimizer", "groups_by_name", "names_by_parameter", "repoint", "warn_of_eps"]
+__all__ = [
+    "StepGuard",
+    "check_elementwise",
+    "check_optimizer",
+    "groups_by_name",
+    "names_by_parameter",
+    "repoint",
+    "warn_of_eps",
+]
 
 
 class SteppedWeights(Protocol):
@@ -122,3 +130,26 @@ def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
                     "or use a mode with fp32 masters",
                     stacklevel=4,
                 )
+
+
+class StepGuard:
+    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``: its gradients are scaled, and this rank's own.
+
+    Args:
+        message: of the ``RuntimeError``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
+        self._message = message
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._check)
+
+    def __enter__(self) -> None:
+        self._stepping = True
+
+    def __exit__(self, *_: object) -> None:
+        self._stepping = False
+
+    def _check(self, *_: Any) -> None:
+        if not self._stepping:
+            raise RuntimeError(self._message)

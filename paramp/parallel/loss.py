@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    loss_parallel,
-)
 
-from ..base.dtensor import wrap
+from ..base.dtensor import is_dtensor, wrap
 
 __all__ = ["mask_tail", "vocab_parallel_loss"]
 
@@ -20,13 +16,15 @@ _loss_depth = 0
 
 @contextmanager
 def vocab_parallel_loss(enabled: bool = True) -> Iterator[None]:
-    """Cross-entropy of DTensor logits whose vocabulary is sharded, forward and backward, without gathering them.
+    """Compute cross-entropy of DTensor logits with a sharded vocabulary, forward and backward, without gathering them.
 
     torch's ``loss_parallel``, made to nest: torch's own switches itself off at the end of the innermost.
     """
     global _loss_depth
     with ExitStack() as stack:
         if enabled and _loss_depth == 0:
+            from torch.distributed.tensor.parallel import loss_parallel
+
             stack.enter_context(loss_parallel())
         _loss_depth += 1
         try:
@@ -38,18 +36,19 @@ def vocab_parallel_loss(enabled: bool = True) -> Iterator[None]:
 def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:
     """``logits`` with all but the first ``size`` entries of the last dim at the lowest finite value of the dtype.
 
-    A DTensor may be sharded over its last dim, as :class:`ColwiseParallel` leaves it.
+    Args:
+        logits: (..., vocabulary), floating point; a DTensor may be sharded over its last dim.
     """
     total = logits.shape[-1]
     if size == total:
         return logits
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         return _mask_from(logits, size)
     shard = next((axis for axis, kind in enumerate(logits.placements) if kind.is_shard(logits.ndim - 1)), None)
     offset = 0
     if shard is not None:
         mesh = logits.device_mesh
-        chunk = -(-total // mesh.size(shard))  # DTensor cuts like torch.chunk
+        chunk = -(-total // mesh.size(shard))  # DTensor shards as torch.chunk does
         offset = mesh.get_local_rank(shard) * chunk
     return wrap(_mask_from(logits.to_local(), max(0, size - offset)), logits)
 

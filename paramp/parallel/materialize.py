@@ -1,15 +1,15 @@
 """Building a model: in the dtype that its mode stores, and, where it is too large for one process, shard by shard.
 
-:func:`init_module` is a context in which a model's parameters are made in the mode's weight dtype, on the device, at
-once; without it they are made in fp32 on the CPU, and rounded and moved later.
+:func:`init_module` is a context in which a model's parameters are created directly in the mode's weight dtype, on the
+device; without it they are created in fp32 on the CPU, and rounded and moved later.
 
-A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are shared out
-there, and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed
-that its name decides, keeps this rank's part of it, and lets the rest go::
+A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are sharded there,
+and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed derived
+from its name, keeps this rank's shard, and frees the rest::
 
     outline   [embedding] [block 0] [block 1] [head]      whole, on meta
-    shards    [emb]       [blo]     [blo]     [hea]       cut, on meta
-                ▲ draw the whole submodule, keep this rank's part, go on to the next
+    shards    [emb]       [blo]     [blo]     [hea]       sharded, on meta
+                ▲ draw the whole submodule, keep this rank's shard, go on to the next
 
 A rank never holds more than its shards and one submodule, and has the same values in every layout.
 """
@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from ..base.dtensor import own_part, wrap
+from ..base.dtensor import is_dtensor, own_part, wrap
 from ..base.module_surgery import BATCH_NORMS, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import derive_seed
@@ -43,13 +42,13 @@ __all__ = ["check_materializable", "init_module", "materialize", "outline", "sto
 def init_module(
     precision: Precision | str | int | AMP_TYPE | Mapping[str, Any], device: torch.device | str | None = None
 ) -> Iterator[None]:
-    """A context in which ``Model()`` makes its parameters and buffers in the mode's weight dtype, on the device.
+    """A context in which ``Model()`` creates its parameters and buffers in the mode's weight dtype, on the device.
 
-    Tensors that a model makes with a dtype of its own keep that. Where the mode keeps batch norms in fp32 (O2), theirs
-    are made in fp32. Contexts nest; the innermost counts.
+    Tensors that a model creates with an explicit dtype keep that. Where the mode keeps batch norms in fp32 (O2), theirs
+    are created in fp32. Contexts nest; the innermost counts.
 
     With masters (the naive modes, O2) the masters of a model that was built here start from its half weights. Build it
-    outside, or on ``meta`` in fp32, for masters that start from fp32 ones.
+    outside, or on ``meta`` in fp32, for masters that start from fp32 weights.
 
     Args:
         precision: what :meth:`Precision.parse` takes.
@@ -91,15 +90,15 @@ def stored_as(mode: Precision) -> Iterator[None]:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Fill the parameters and buffers of ``module`` itself, as its class does it."""
+    """Fill the parameters and buffers of ``module`` itself by its class's ``reset_parameters``."""
     module.reset_parameters()  # type: ignore[operator]
 
 
 def check_materializable(module: nn.Module) -> None:
-    """Complain about a submodule that :func:`materialize` could not fill.
+    """Check that :func:`materialize` could fill each submodule.
 
     Raises:
-        ValueError: naming it.
+        ValueError: one has tensors on ``meta`` and no ``reset_parameters``.
     """
     for name, child in module.named_modules():
         if is_on_meta(child) and not hasattr(child, "reset_parameters"):
@@ -115,7 +114,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def outline(module: nn.Module) -> nn.Module:
-    """``module`` as it is now, sharing its tensors; it stays so when ``module`` is cut."""
+    """A copy of ``module`` that shares its tensors, and keeps them when those of ``module`` are sharded."""
     return _outline(module, {})
 
 
@@ -128,7 +127,7 @@ def _outline(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A module with the same tensors and modules, whose own may be replaced."""
+    """A module with the same tensors and children, in tables of its own."""
     copied = shallow_copy(module)
     for table in TABLES:
         setattr(copied, table, dict(getattr(module, table)))
@@ -151,14 +150,14 @@ def materialize(
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
     Each submodule with tensors on ``meta`` is filled in full on the CPU, with the random state seeded by ``seed`` and
-    the submodule's name; of what is a DTensor in ``module``, this rank's part is kept. Ties are kept: the first module
-    that has the parameter decides. The caller's random state is left as it was. No collective is used.
+    the submodule's name; of a DTensor in ``module``, this rank's shard is kept. Tied parameters stay tied: the first
+    module that has one fills it. The caller's random state is restored. No collective is used.
 
     Args:
-        whole: its :func:`outline` from before it was cut. None: it is not.
+        whole: the :func:`outline` of ``module`` from before it was sharded. None: it is not sharded.
         fill: fills the tensors of one module itself.
-        dtype: what floating-point tensors are stored in. None: what they have on ``meta``.
-        keep_batchnorm_fp32: those of batch norms are in fp32, whatever ``dtype`` says.
+        dtype: of floating-point tensors. None: the one that they have on ``meta``.
+        keep_batchnorm_fp32: those of batch norms are in fp32, whatever ``dtype`` is.
 
     Raises:
         ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them.
@@ -169,10 +168,8 @@ def materialize(
 
     def keep(child: nn.Module, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if like not in filled:  # by another name of it
-            stored = value.dtype
-            if dtype is not None:
-                stored = stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-            filled[like] = _part(value, like, stored, device)
+            stored = dtype and stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+            filled[like] = _shard(value, like, stored or value.dtype, device)
         return filled[like]
 
     with torch.random.fork_rng(devices=[]):
@@ -188,7 +185,7 @@ def _fill(
     fill: Callable[[nn.Module], None],
     keep: Callable[[nn.Module, str, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draw the module ``original`` in full on the CPU, and put what is kept of it into ``child``."""
+    """Draw the module ``original`` in full on the CPU, and put this rank's shards of it into ``child``."""
     drawn = _copy(original)
     for table in ("_parameters", "_buffers"):
         tensors = getattr(drawn, table)
@@ -200,35 +197,35 @@ def _fill(
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)
-    for name, value in drawn.__dict__.items():  # what filling it computed beside
+    for name, value in drawn.__dict__.items():  # attributes that filling it computed
         if name not in TABLES and value is not original.__dict__.get(name):
             child.__dict__[name] = value
 
 
 def _check_filled(drawn: nn.Module) -> None:
-    """Complain about tensors that still hold what :func:`_empty_on_cpu` put into them.
+    """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`.
 
     Raises:
-        ValueError: naming one.
+        ValueError: one does.
     """
     for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
         if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
             raise ValueError(
-                f"model: reset_parameters() of {type(drawn).__name__} leaves {name!r} without a value, which it has to "
-                "give it for a model on the meta device; fill it there, or build the model on the CPU"
+                f"model: reset_parameters() of {type(drawn).__name__} leaves {name!r} without a value; "
+                "fill it there, or build the model on the CPU instead of the meta device"
             )
 
 
 def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    nothing = math.nan if tensor.is_floating_point() else 0  # what was not filled is seen
+    nothing = math.nan if tensor.is_floating_point() else 0  # NaN shows what was not filled
     empty = torch.full_like(tensor, nothing, device="cpu", requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _part(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What this rank keeps of ``value`` where ``like``, on ``meta``, stands for it: of a shard, a copy."""
+def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's shard of ``value``, a copy, where ``like`` is a DTensor on ``meta``; else all of ``value``."""
     value = value.detach()
-    if isinstance(like, DTensor):
+    if is_dtensor(like):
         part = own_part(value.reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:

@@ -1,14 +1,15 @@
-"""How a model is cut into pipeline stages.
+"""How a model is partitioned into pipeline stages.
 
-A :class:`Partition` knows the units of a model in the order in which they are applied, and makes the stage that has some of
-them. There are three: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
-(:mod:`paramp.parallel.huggingface`); and that of any other model, which is traced (:mod:`paramp.parallel.partition_fx`). In every stage,
-modules and parameters have the names that they have in the whole model.
+A :class:`Partition` lists the units of a model in the order in which they are applied, and makes the stages of them.
+There are three: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
+(:mod:`paramp.parallel.huggingface.partition`); and that of any other model, which is traced
+(:mod:`paramp.parallel.partition_fx`). In every stage, modules and parameters have the names that they have in the whole
+model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -16,25 +17,33 @@ from torch import nn
 from ..base.errors import ConfigError, nearest
 from ..base.module_surgery import keep_only, names_outside
 
-__all__ = ["Partition", "SequentialPartition", "check_names", "is_sequential", "plan_stages", "units"]
+__all__ = [
+    "Partition",
+    "SequentialPartition",
+    "check_names",
+    "is_sequential",
+    "partition_model",
+    "plan_stages",
+    "units",
+]
 
 
 class Partition(Protocol):
-    """One model, ready to be cut."""
+    """One model, ready to be made into stages."""
 
     @property
     def units(self) -> list[tuple[str, nn.Module]]:
-        """What stages are made of, by name, in the order of their use."""
+        """The modules that stages are made of, by name, in the order of their calls."""
 
     @property
     def opened(self) -> frozenset[str]:
-        """Modules that are taken apart, so that they are not called as such in any stage."""
+        """Names of modules whose parts may be on several stages, so that no stage calls them as such."""
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         """The module of each stage, whose units are the names in ``plan``.
 
         The first takes the model's input, each other one what the one before returned. They share the model's
-        parameters, and between them have all of them.
+        parameters, and together have all of them.
         """
 
 
@@ -55,7 +64,7 @@ def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 class SequentialPartition:
-    """The cut of an ``nn.Sequential``, which may contain others: between any two of its modules."""
+    """The partition of an ``nn.Sequential``, which may contain others: between any two of its modules."""
 
     opened: frozenset[str] = frozenset()
 
@@ -68,17 +77,72 @@ class SequentialPartition:
         return [keep_only(self._model, [*stage, *(outside if stage is plan[0] else ())]) for stage in plan]
 
 
+def partition_model(
+    model: nn.Module, partition: Partition, num_stages: int, split: Sequence[str] | None
+) -> list[nn.Module]:
+    """The module of each pipeline stage of ``model``.
+
+    Args:
+        split: see :func:`plan_stages`.
+
+    Raises:
+        ConfigError: the stages would compute something else than the model, or there are fewer units than stages.
+    """
+    plan = plan_stages(partition.units, num_stages, split)
+    _check_hooks(model, plan, partition.opened)
+    stages = partition.stages(plan)
+    _check_statistics(model, stages)
+    return stages
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collection[str]) -> None:
+    """Refuse hooks on modules that are split: they would run once a stage, on parts, or not at all.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        num_stages = sum(any(unit.startswith(prefix) for unit in units) for units in plan)
+        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+        if hooks and (num_stages > 1 or name in opened):
+            what = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
+            raise ConfigError(
+                f"parallel.pipeline.size: {name or 'the model'} has hooks ({what}), but is split into stages, which "
+                "run in turn; put them on modules that are on one stage, or make them modules of their own"
+            )
+
+
+def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Refuse a module with running statistics that several stages call: each would update its own.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    held = [{id(module) for module in stage.modules()} for stage in stages]
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None and sum(id(module) in there for there in held) > 1:
+            raise ConfigError(
+                f"parallel.pipeline.split: {name!r} ({type(module).__name__}) is called on several stages, each of "
+                "which would have running statistics of its own; split so that one stage makes all its calls, or use "
+                "a module for each"
+            )
+
+
 def plan_stages(
     units: Sequence[tuple[str, nn.Module]], num_stages: int, split: Sequence[str] | None = None
 ) -> list[list[str]]:
     """The names of the units of each stage.
 
     Args:
-        split: the names at which the second and each later stage begins. None: the cut whose largest stage is
+        split: the names at which the second and each later stage begins. None: the partition whose largest stage is
             smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
 
     Raises:
-        ConfigError: there are fewer units than stages, or none of a name given.
+        ConfigError: there are fewer units than stages, or none of a name in ``split``.
     """
     names = [name for name, _ in units]
     if len(names) < num_stages:
@@ -107,10 +171,10 @@ def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
 
 
 def check_names(split: Sequence[str], names: Sequence[str]) -> None:
-    """Complain about an entry of ``split`` that is none of ``names`` nor contains one.
+    """Check that each entry of ``split`` is one of ``names``, or contains one.
 
     Raises:
-        ConfigError: naming the entry and the nearest of ``names``.
+        ConfigError: one is not; the message names the nearest of ``names``.
     """
     for name in split:
         if not any(known == name or known.startswith(f"{name}.") for known in names):

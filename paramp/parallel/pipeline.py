@@ -1,123 +1,47 @@
 """Pipeline parallelism: run the stages of a model in one of torch's schedules.
 
-A stage computes in the mode's precision and talks to its neighbours in the compute dtype:
-
-    x ─► to the compute dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
-                                                                   └─► fp32 ─► loss     (last stage)
-
-What crosses a cut may be any tree of tensors and numbers (:mod:`paramp.parallel.stage_io`).
+Stages exchange trees of tensors and numbers (:mod:`paramp.parallel.stage_io`); torch's schedules send flat tuples of
+tensors. Torch's schedules take seconds to import, so that only a :class:`Pipeline` that is made imports them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
-from ..base.dtensor import wrap
+from ..base.dtensor import is_dtensor, local, wrap
 from ..base.errors import ConfigError
-from ..base.module_surgery import Joined, keeping_buffers
+from ..base.module_surgery import keeping_buffers
 from ..base.spans import Observer, begin_call, span
-from ..config.schema import PipelineConfig
+from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
-from ..precision.autocast import computing, to_compute, to_outputs
-from ..precision.policy import Precision
+from .stage import Stage, Stages
 from .stage_io import StageOutput
 
-__all__ = ["Pipeline", "Stage", "Stages"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
+    from .recorded_stage import RecordedStage
 
-class Stage(nn.Module):
-    """The modules of one pipeline stage, computing in a mode's precision; the whole model without a pipeline."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        *,
-        is_first: bool,
-        is_last: bool,
-        random: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.precision = precision
-        self.device = device
-        self.is_first = is_first
-        self.is_last = is_last
-        self.link_device = device
-        """Where activations are handed over: the CPU where the transport cannot send from the device."""
-
-        self.random = random or nullcontext()
-        """Entered for the forward: dropout's own random stream."""
-        self.training = module.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_first:
-            args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
-        with self.random, computing(self.precision, self.device.type):
-            output = self.module(*args, **kwargs)
-        return tree_map_only(torch.Tensor, self._leave, output) if self.is_last else output
-
-    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_compute(tensor, self.precision, self.device)
-
-    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_outputs(tensor, self.precision)
-
-    def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The input of this stage, from what the stage before sent."""
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            # What was received is a leaf of the graph, which the module could not change in place.
-            return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
-
-        values = stage_output.unpack(tensors, self.device, self.precision.weights)
-        return tree_map_only(torch.Tensor, own, values)
-
-
-class Stages(nn.Module):
-    """The stages of one rank, in the model's order, with one mode of training or evaluation.
-
-    Attributes:
-        module: what all of them have, under the whole model's names (:class:`~paramp.base.module_surgery.Joined`).
-    """
-
-    def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
-        super().__init__()
-        self.module = joined.module
-        self.stages = nn.ModuleList(stages)
-        self.training = self.module.training
-        self._joined = joined
-
-    def __iter__(self) -> Iterator[Stage]:
-        return (cast(Stage, stage) for stage in self.stages)
-
-    def align_modes(self) -> None:
-        """Let every stage have the modes of training that the modules of :attr:`module` have."""
-        self._joined.align_modes()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the only stage, the whole model."""
-        (stage,) = self.stages
-        return stage(*args, **kwargs)
+__all__ = ["Pipeline"]
 
 
 class _LinkedStage(nn.Module):
-    """A stage as torch's schedules see it: from plain tensors to plain tensors, its layout remembered for the loss.
+    """A stage as torch's schedules see it: from plain tensors to plain tensors.
 
     Args:
-        without_views: whether what is sent must not be a view: torch detaches it in place where it splits the backward.
+        without_views: whether sent tensors must not be views: torch detaches them in place where it splits the
+            backward.
+
+    Attributes:
+        received, sent: what crosses the stage's two boundaries; None for the model's input and output.
+        layout: a DTensor like the model's output, if that is one.
     """
 
     def __init__(self, stage: Stage, without_views: bool) -> None:
@@ -136,13 +60,13 @@ class _LinkedStage(nn.Module):
             packed = self.sent.pack(output, self.stage.link_device)
             return tuple(tensor.clone() if self.without_views and tensor._is_view() else tensor for tensor in packed)
         output = _single(output)
-        if isinstance(output, DTensor):
-            self.layout = cast(DTensor, output.detach())
+        if is_dtensor(output):
+            self.layout = cast("DTensor", output.detach())
             return output.to_local()
         return output
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
-        """``output``, of one microbatch or of several put together, as the model returned it."""
+        """``output``, of one microbatch or of several concatenated, as the DTensor that the model returned, if any."""
         if self.layout is None:
             return output
         return wrap(output, self.layout, shape=torch.Size([output.shape[0], *self.layout.shape[1:]]))
@@ -154,39 +78,12 @@ def _single(output: Any) -> torch.Tensor:
     return output
 
 
-class _RecordedStage(PipelineStage):
-    """torch's stage, which tells the pipeline's observers of its forwards and backwards."""
-
-    pipeline: Pipeline
-
-    def _span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
-        return span(self.pipeline.observers, kind, self.stage_index, microbatch)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._span("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if last_backward and full_backward and self.pipeline.num_local_stages == 1:
-            self.pipeline.before_last_backward()
-        with self._span("backward" if full_backward else "backward input", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        without = [parameter for parameter in self.submod.parameters() if parameter.grad is None]
-        with self._span("backward weight", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            # torch keeps what autograd gives, which may be one tensor for two parameters, and adds to it in place.
-            for parameter in without:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
-
-
 @dataclass(frozen=True)
 class _Ready:
-    """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it."""
+    """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it.
+
+    None in place of a :class:`StageOutput`: the model's input or output.
+    """
 
     schedule: Any
     received: list[StageOutput | None]
@@ -194,21 +91,23 @@ class _Ready:
 
 
 MAX_SCHEDULES = 8
-"""Batch shapes that are kept ready."""
+"""Batch shapes whose schedules are kept."""
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
 class Pipeline:
-    """Runs a rank's stages in its schedule. Every rank of the model group calls it with the same shapes.
+    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes.
 
     Attributes:
         last_rank: the pipeline rank that has the last stage.
-        observers: told what runs.
+        observers: of each forward, loss and backward (:mod:`paramp.base.spans`).
     """
 
     def __init__(
         self, stages: Stages, context: ParallelContext, config: PipelineConfig, observers: Sequence[Observer] = ()
     ) -> None:
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         self._stages = stages
         self._linked = [_LinkedStage(stage, config.row.splits_backward) for stage in stages]
         self._places = config.stages_of(context.pp.rank)
@@ -228,7 +127,7 @@ class Pipeline:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
         self.failure: Exception | None = None
-        """What the loss of the last :meth:`run` raised, on the last stage; the schedule went on, so that none waits."""
+        """What the loss of the last :meth:`run` raised, on the last stage. The schedule goes on: no rank waits."""
 
     def run(
         self,
@@ -239,14 +138,16 @@ class Pipeline:
         backward: bool,
         before_last_backward: Callable[[], None] = lambda: None,
     ) -> torch.Tensor | None:
-        """Every microbatch forward, through ``loss`` and, if asked, backward.
+        """Run every microbatch forward, through ``loss`` and, if asked, backward.
 
         Args:
+            x, y: the local batch; dim 0 is split into microbatches.
+            loss: of a microbatch's output and target, a 0-dim tensor.
             before_last_backward: called on each rank before its last backward, where that has all of a microbatch's
                 gradients: where a rank has one stage.
 
         Returns:
-            The outputs of the whole local batch on the rank of the last stage without backward, else None.
+            Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
         """
         self._loss, self._num_losses, self.failure = loss, 0, None
         self.before_last_backward = before_last_backward
@@ -275,7 +176,7 @@ class Pipeline:
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward, self._stages.module.training)
         if key not in self._schedules:
-            if len(self._schedules) == MAX_SCHEDULES:  # each holds buffers for what it receives
+            if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = self._new_schedule(x, backward)
         ready = self._schedules[key]
@@ -300,13 +201,15 @@ class Pipeline:
             stages[0] if single else stages, self._num_microbatches, loss_fn=self._call_loss, scale_grads=False
         )
         if not backward and not single:
-            _leave_out_backwards(schedule)
+            _remove_backwards(schedule)
         return _Ready(schedule, received, [gives if isinstance(gives, StageOutput) else None for gives in sent])
 
     def _recorded_stage(
         self, linked: _LinkedStage, place: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
-    ) -> _RecordedStage:
-        stage = _RecordedStage(
+    ) -> RecordedStage:
+        from .recorded_stage import RecordedStage
+
+        stage = RecordedStage(
             linked,
             place,
             self._config.num_stages,
@@ -315,18 +218,25 @@ class Pipeline:
             output_args=outputs,
             group=self._context.pp.group,
         )
-        stage.pipeline = self
+        stage.observers = self.observers
+        stage.before_last_backward = self._before_last_backward
         return stage
+
+    def _before_last_backward(self) -> None:
+        if self.num_local_stages == 1:
+            self.before_last_backward()
 
     def _probe(self, part: torch.Tensor) -> tuple[list[StageOutput | None], list[StageOutput | torch.Tensor]]:
         """What each stage of this rank receives, None for the first, and returns, for one microbatch like ``part``.
 
-        Each stage of the model in turn runs once on zeros. torch's schedules can find this out themselves, but do it
-        with uninitialised values, draw random numbers and leave running statistics changed; here nothing is left
-        behind.
+        Each stage of the model in turn runs once on zeros. torch's schedules can infer shapes themselves, but do it
+        with uninitialised values, draw random numbers and change running statistics; this changes no state.
+
+        Args:
+            part: on ``meta``.
 
         Raises:
-            ConfigError: a stage handed on what cannot travel, or failed; on every rank of the pipeline.
+            ConfigError: a stage returned what cannot be sent, or failed; on every rank of the pipeline.
         """
         pp = self._context.pp
         received: list[StageOutput | None] = []
@@ -355,7 +265,7 @@ class Pipeline:
         return received, sent
 
     def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
-        """What ``stage`` returns, having received zeros; of the last one, the tensor on ``meta``."""
+        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``."""
         random, stage.random = stage.random, nullcontext()
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
@@ -371,17 +281,16 @@ class Pipeline:
                 output = stage(inputs)
                 if not stage.is_last:
                     return StageOutput.describe(output, stage.precision)
-                output = _single(output)
-                return (output.to_local() if isinstance(output, DTensor) else output).detach().to("meta")
+                return local(_single(output)).detach().to("meta")
         finally:
             stage.random = random
 
 
-def _leave_out_backwards(schedule: Any) -> None:
-    """Let one of torch's schedules run forwards only.
+def _remove_backwards(schedule: Any) -> None:
+    """Remove the backward actions from one of torch's schedules, for evaluation.
 
-    Without a backward its own ``eval`` walks through all of its actions, and fails where stages of one rank hand
-    gradients to each other. What is left of each rank's actions is still in an order in which sends and receives meet.
+    Its own ``eval`` runs through all actions, and fails where stages of one rank pass gradients to each other. The
+    forward actions keep their order, in which sends and receives meet.
     """
     order = schedule.pipeline_order_with_comms
     for rank, actions in order.items():

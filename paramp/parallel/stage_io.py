@@ -1,13 +1,13 @@
-"""What crosses a cut between two pipeline stages, and how it travels.
+"""What one pipeline stage sends to the next: hidden states, and whatever else its modules return.
 
-The values at a cut are a tree of tensors and other things. torch's schedules hand over floating-point tensors, each of
-which gets a gradient back; so
+A stage returns a tree of tensors and other values. torch's schedules send floating-point tensors, each of which gets a
+gradient back; so
 
-    a tensor that depends on weights            travels as it is, in the compute dtype
-    any other (tokens, masks, tables)           travels unchanged, the bytes of all in one tensor
-    numbers, shapes, None, tuples of those      do not travel: for one shape of the batch they are the same each time
+    a tensor that depends on weights            is sent as it is, in the compute dtype
+    any other (tokens, masks, tables)           is sent unchanged, the bytes of all in one tensor
+    numbers, shapes, None, tuples of those      are not sent: for one shape of the batch they are the same each time
 
-A :class:`StageOutput` says which is which, for one cut and one shape of the batch.
+A :class:`StageOutput` describes such a tree, for one stage and one shape of the batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..precision.policy import Precision
 
@@ -30,8 +30,8 @@ KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
-class Moving:
-    """A floating-point tensor that gradients come back for."""
+class Differentiable:
+    """A floating-point tensor whose gradient is sent back."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A tensor without gradients."""
+    """A tensor without a gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Constant:
 
 
 class _Together(torch.autograd.Function):
-    """Copies of tensors, each of which gets a gradient as soon as one of them has one: zeros if it is not used."""
+    """Copies of tensors. Each gets a gradient as soon as one of them has one: zeros if it is not used."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -70,21 +70,21 @@ class _Together(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StageOutput:
-    """The values at one cut."""
+    """What a stage sends to the next."""
 
     tree: Any
-    """The values, each replaced by what is known of it: :class:`Moving`, :class:`Fixed` or :class:`Constant`."""
+    """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
 
     @property
-    def leaves(self) -> list[Moving | Fixed | Constant]:
+    def leaves(self) -> list[Differentiable | Fixed | Constant]:
         return tree_leaves(self.tree)
 
     @staticmethod
     def describe(values: Any, precision: Precision) -> StageOutput:
-        """The parcel for ``values``, which were computed with gradients enabled.
+        """Describe ``values``, a stage's output that was computed with gradients enabled.
 
         Raises:
-            ConfigError: something among them cannot travel.
+            ConfigError: one of them cannot be sent.
         """
         return StageOutput(tree_map(lambda value: _describe(value, precision), values))
 
@@ -92,42 +92,42 @@ class StageOutput:
         """The tensors to send for ``values``, on ``device``.
 
         Raises:
-            ConfigError: ``values`` are not what the parcel was made for.
+            ConfigError: ``values`` are not as described.
         """
         given, spec = tree_flatten(values)
         leaves, expected = tree_flatten(self.tree)
         if spec != expected or not all(map(_fits, leaves, given)):
             raise ConfigError(
-                "pipeline: what a stage hands on changed between two batches of one shape, from "
-                f"{self.tree} to {values}; numbers and shapes at a cut may depend on the shape of the batch only, so "
-                "pass what depends on its values as tensors, or cut elsewhere"
+                "pipeline: what a stage returns changed between two batches of one shape, from "
+                f"{self.tree} to {values}; numbers and shapes there may depend on the shape of the batch only, so "
+                "return what depends on its values as tensors, or split elsewhere"
             )
-        moving = [
+        differentiable = [
             _plain(value).to(device, leaf.dtype).contiguous()
             for leaf, value in zip(leaves, given, strict=True)
-            if isinstance(leaf, Moving)
+            if isinstance(leaf, Differentiable)
         ]
         fixed = [
             _plain(value).detach().to(device)
             for leaf, value in zip(leaves, given, strict=True)
             if isinstance(leaf, Fixed)
         ]
-        if fixed or not moving:
+        if fixed or not differentiable:
             carrier = torch.zeros(self._carrier_size, device=device)
             _write(fixed, carrier)
-            moving.append(carrier.requires_grad_(torch.is_grad_enabled()))
-        return tuple(moving)
+            differentiable.append(carrier.requires_grad_(torch.is_grad_enabled()))
+        return tuple(differentiable)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, weights: torch.dtype) -> Any:
-        """The values in what :meth:`pack` gave, on ``device``, moving ones in the dtype ``weights``."""
+        """The values in what :meth:`pack` returned, on ``device``; differentiable ones in the dtype ``weights``."""
         if len(tensors) > 1:
             tensors = _Together.apply(*tensors)
-        moving = iter(tensors)
+        differentiable = iter(tensors)
         fixed = _read(tensors[-1].detach(), [leaf for leaf in self.leaves if isinstance(leaf, Fixed)])
 
-        def value(leaf: Moving | Fixed | Constant) -> Any:
-            if isinstance(leaf, Moving):
-                return next(moving).to(device, weights)
+        def value(leaf: Differentiable | Fixed | Constant) -> Any:
+            if isinstance(leaf, Differentiable):
+                return next(differentiable).to(device, weights)
             if isinstance(leaf, Fixed):
                 return next(fixed).to(device)
             return device if isinstance(leaf.value, torch.device) else leaf.value
@@ -135,11 +135,11 @@ class StageOutput:
         return tree_map(value, self.tree)
 
     def metas(self, requires_grad: bool) -> tuple[torch.Tensor, ...]:
-        """What :meth:`pack` gives, on ``meta``."""
+        """Tensors on ``meta`` like those that :meth:`pack` returns."""
         metas = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=requires_grad)
             for leaf in self.leaves
-            if isinstance(leaf, Moving)
+            if isinstance(leaf, Differentiable)
         ]
         if len(metas) < sum(not isinstance(leaf, Constant) for leaf in self.leaves) or not metas:
             metas.append(torch.empty(self._carrier_size, device="meta", requires_grad=requires_grad))
@@ -147,28 +147,29 @@ class StageOutput:
 
     @property
     def _carrier_size(self) -> int:
-        """In fp32 numbers."""
+        """The number of fp32 elements of the tensor that carries the fixed tensors' bytes."""
         return -(-sum(leaf.num_bytes for leaf in self.leaves if isinstance(leaf, Fixed)) // 4) or 1
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """``tensor`` without its mesh, differentiably."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _describe(value: Any, precision: Precision) -> Moving | Fixed | Constant:
+def _describe(value: Any, precision: Precision) -> Differentiable | Fixed | Constant:
     if isinstance(value, torch.Tensor):
         shape = _plain(value).shape
-        moves = value.requires_grad and value.is_floating_point()
-        return Moving(shape, precision.compute) if moves else Fixed(shape, value.dtype)
+        differentiable = value.requires_grad and value.is_floating_point()
+        return Differentiable(shape, precision.compute) if differentiable else Fixed(shape, value.dtype)
     if isinstance(value, (*NUMBERS, *KINDS)):
         return Constant(value)
     raise ConfigError(
-        f"pipeline: a stage hands on {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, "
-        "lists and dicts of them; return those, or cut elsewhere (parallel.pipeline.split)"
+        f"pipeline: a stage returns {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, "
+        "lists and dicts of them; return those, or split elsewhere (parallel.pipeline.split)"
     )
 
 
-def _fits(leaf: Moving | Fixed | Constant, value: Any) -> bool:
+def _fits(leaf: Differentiable | Fixed | Constant, value: Any) -> bool:
     if isinstance(leaf, Constant):
         return isinstance(value, torch.device) or bool(value == leaf.value)
     if not isinstance(value, torch.Tensor) or _plain(value).shape != leaf.shape:

@@ -1,72 +1,27 @@
 """Tensor parallelism by plan: ``{name of modules: style}``, on DTensor.
 
 A plan is data. Names are globs over the model's module names, ``*`` standing for one part between dots; styles are
-the keys of :data:`STYLES` or any ``ParallelStyle`` of torch's own. Activations between layers stay plain tensors.
+the keys of :data:`paramp.parallel.tensor_styles.STYLES` or any ``ParallelStyle`` of torch's own. Activations between
+layers stay plain tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
 from ..base.module_surgery import PassThrough, keeping_ties
-from .tensor_styles import (
-    SEQUENCE,
-    PackedColwise,
-    PackedRowwise,
-    PartialGradient,
-    ReplicatedRandom,
-    ScatterSequence,
-    ShardedRandom,
-)
+from .tensor_styles import STYLES, PackedColwise, sharded_dim
 
-__all__ = ["STYLES", "Plan", "apply_plan", "check_divisible", "resolve_plan", "sharded_dim"]
+__all__ = ["Plan", "apply_plan", "check_divisible", "resolve_plan", "sharded_dims"]
 
-Plan = dict[str, str | ParallelStyle]
-
-
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    # A Linear whose outputs are shared out, and one whose inputs are: a pair needs one all-reduce each way.
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    # A colwise Linear whose output is gathered, for a last layer without a partner.
-    "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
-    # An Embedding whose rows, the vocabulary, are shared out.
-    "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A Linear to logits whose vocabulary stays shared out, as a DTensor: the loss reduces it.
-    "vocab_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    # Between pairs, each rank keeps a piece of the sequence.
-    "sequence": lambda: SequenceParallel(use_local_output=True),
-    "scatter_sequence": ScatterSequence,
-    # A module without weights whose input is gathered, to a whole sequence on every rank.
-    "gather_sequence": lambda: PrepareModuleInput(
-        input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
-    ),
-    "sequence_colwise": lambda: ColwiseParallel(input_layouts=SEQUENCE),
-    "sequence_rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
-    "sequence_vocab_logits": lambda: ColwiseParallel(
-        input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False
-    ),
-    "sharded_random": ShardedRandom,
-    "replicated_random": ReplicatedRandom,
-    # A rowwise Linear whose input is whole.
-    "rowwise_scatter": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A module with weights that works on each rank's own part of an activation.
-    "partial_gradient": PartialGradient,
-}
+Plan: TypeAlias = dict[str, str | ParallelStyle]
 
 
 def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) -> dict[str, ParallelStyle]:
@@ -96,18 +51,17 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
     return resolved
 
 
-def sharded_dim(style: ParallelStyle | None) -> int | None:
-    """The dim of a Linear's weight (outputs, inputs) that ``style`` shares out; None for one that leaves it whole."""
-    if isinstance(style, (RowwiseParallel, PackedRowwise)):
-        return 1
-    return 0 if isinstance(style, (ColwiseParallel, PackedColwise)) else None
+def sharded_dims(styles: Mapping[str, ParallelStyle]) -> dict[str, int]:
+    """The dim of the weight (outputs, inputs) that ``styles`` shard, by module."""
+    dims = {name: sharded_dim(style) for name, style in styles.items()}
+    return {name: dim for name, dim in dims.items() if dim is not None}
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Complain, on every rank alike, about a layer that its style does not take or cannot share out evenly.
+    """Check that each layer is one that its style takes, and divides over ``size`` ranks.
 
     Raises:
-        ConfigError: naming the layer.
+        ConfigError: one is not, or does not; the same on every rank.
     """
     for name, style in styles.items():
         layer = module.get_submodule(name)
@@ -131,12 +85,15 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
 
 
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Apply each of ``styles`` to the submodule of its name, where ``module`` has it. Ties between weights are kept.
+    """Apply each of ``styles`` to the submodule of its name, where ``module`` has one. Tied weights stay tied.
+
+    Args:
+        mesh: 1-dim, the tensor axis.
 
     Raises:
-        ConfigError: modules that share a weight are sharded differently.
+        ConfigError: modules that share a weight are sharded differently, or a style does not take its module.
     """
-    with keeping_ties(module) as shared:
+    with keeping_ties(module) as ties:
         done: set[int] = set()
         for name, submodule in list(module.named_modules(remove_duplicate=False)):
             if name in styles and id(submodule) not in done and not isinstance(submodule, PassThrough):
@@ -145,7 +102,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                     parallelize_module(submodule, mesh, styles[name])
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
-        for names in shared:
+        for names in ties:
             layouts = [getattr(module.get_parameter(name), "placements", None) for name in names]
             if any(layout != layouts[0] for layout in layouts):
                 raise ConfigError(

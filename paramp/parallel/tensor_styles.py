@@ -1,4 +1,7 @@
-"""Tensor-parallel styles: how one module is sharded over the tensor axis."""
+"""Tensor-parallel styles: how one module is sharded over the tensor axis.
+
+A style is a class, torch's own or one below, and a row of :data:`STYLES`, by which plans name it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
 )
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..distributed.rng import replicated_random, sharded_random
 
-__all__ = ["LocalHeads", "PackedColwise", "PackedRowwise", "PartialGradient"]
+__all__ = ["STYLES", "LocalHeads", "PackedColwise", "PackedRowwise", "PartialGradient", "sharded_dim"]
 
+SEQUENCE = Shard(1)
+"""Activations are (batch, sequence, features)."""
 Forward = Callable[[torch.Tensor], Any]
 
 
@@ -31,17 +40,7 @@ class ShardedRandom(ParallelStyle):
     random = staticmethod(sharded_random)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        contexts: list[Any] = []
-
-        def enter(_module: nn.Module, _inputs: Any) -> None:
-            contexts.append(self.random())
-            contexts[-1].__enter__()
-
-        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            contexts.pop().__exit__(None, None, None)
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        run_within(module, lambda _: self.random())
         return module
 
 
@@ -52,10 +51,10 @@ class ReplicatedRandom(ShardedRandom):
 
 
 class LocalHeads(ShardedRandom):
-    """An attention module that computes a rank's own heads, and drops out their weights by itself.
+    """An attention module that computes the heads of its rank, with dropout of its own on their weights.
 
     Args:
-        sizes: its attributes that count features of all heads; they are divided by the size of the axis.
+        sizes: its attributes that count features of all heads. They are divided by the size of the axis.
     """
 
     def __init__(self, *sizes: str) -> None:
@@ -69,9 +68,9 @@ class LocalHeads(ShardedRandom):
 
 
 class PartialGradient(ParallelStyle):
-    """A module that every rank has whole and applies to its own part of an activation, such as a norm of each head.
+    """A replicated module that each rank applies to its own slice of an activation, such as a norm of each head.
 
-    Its gradients are the sums of what the ranks find.
+    Its gradients are the sums over the ranks: partial on each, reduced as DTensors are.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -82,12 +81,12 @@ class PartialGradient(ParallelStyle):
 
 
 def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
-    return _holding(module, {name: _with_partial_gradient(value) for name, value in module._parameters.items()})
+    return _with_parameters(module, {name: _with_partial_gradient(value) for name, value in module._parameters.items()})
 
 
 @contextmanager
-def _holding(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Inside, the parameters of ``module`` are these tensors."""
+def _with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """Inside, the parameters of ``module`` are ``values``."""
     own = module._parameters
     module._parameters = {**own, **values}  # type: ignore[dict-item]
     try:
@@ -103,11 +102,11 @@ def _with_partial_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
 class PackedColwise(ParallelStyle):
     """``ColwiseParallel`` for a layer whose outputs are several of one size side by side, such as query, key and value.
 
-    Each rank has its share of every one. The weight of a Linear, (outputs, inputs), is a DTensor (parts, outputs /
+    Each rank has a shard of every one. The weight of a Linear, (outputs, inputs), is a DTensor (parts, outputs /
     parts, inputs) that is sharded over its dim 1; that of a Hugging Face ``Conv1D`` is stored the other way around.
 
     Args:
-        parts: how many.
+        parts: how many lie side by side.
     """
 
     what = "outputs"
@@ -117,14 +116,14 @@ class PackedColwise(ParallelStyle):
         self.parts = parts
 
     def dim(self, module: nn.Module) -> int:
-        """The dim of the weight of ``module`` that is shared out."""
+        """The dim of the weight of ``module`` that is sharded."""
         return 1 if _is_conv1d(module) else 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Complain about a ``module`` that does not share out over ``size`` ranks.
+        """Check that ``module`` divides over ``size`` ranks.
 
         Raises:
-            ConfigError: naming it.
+            ConfigError: it does not, or is no linear layer.
         """
         if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
@@ -135,7 +134,7 @@ class PackedColwise(ParallelStyle):
                 f"parallel.tensor.size {size}"
             )
 
-    def _share(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+    def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
         parameter = module._parameters[name]
         if parameter is None:
             return
@@ -146,7 +145,7 @@ class PackedColwise(ParallelStyle):
         _distribute(module, name, parameter, mesh, Shard(dim))
 
     def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
-        """A rank's part of a parameter, packed."""
+        """This rank's shard of a parameter, packed."""
         value = module.get_parameter(name)
         assert isinstance(value, DTensor)
         part: torch.Tensor = value.to_local()
@@ -156,23 +155,23 @@ class PackedColwise(ParallelStyle):
         weight = self._own(module, "weight", self.dim(module))
         return weight.t() if _is_conv1d(module) else weight
 
-    def _as_whole(
+    def _run_on_dtensors(
         self, module: nn.Module, own: Forward, x: DTensor, placement: Shard, bias: torch.Tensor | None = None
     ) -> DTensor:
-        """What ``own`` computes, a forward that ``module`` was given (float8), of its packed parameters as DTensors.
+        """Compute ``own``, a forward that ``module`` was given (float8), with its packed parameters as DTensors.
 
-        What such a forward asks of a whole tensor, the largest element for instance, is then that of all ranks.
+        What such a forward asks of a whole tensor, such as its largest element, is then that of all ranks.
         """
         shards = {
             name: None if value is None else DTensor.from_local(value, x.device_mesh, [placement], run_check=False)
             for name, value in (("weight", self._weight(module)), ("bias", bias))
         }
-        with _holding(module, shards):
+        with _with_parameters(module, shards):
             return own(x)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._share(module, "weight", self.dim(module), device_mesh)
-        self._share(module, "bias", 0, device_mesh)
+        self._shard(module, "weight", self.dim(module), device_mesh)
+        self._shard(module, "bias", 0, device_mesh)
 
         own = module.__dict__.get("forward")
 
@@ -180,7 +179,7 @@ class PackedColwise(ParallelStyle):
             whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
             bias = None if module._parameters["bias"] is None else self._own(module, "bias", 0)
             if own is not None:
-                return self._as_whole(module, own, whole, Shard(0), bias).to_local()
+                return self._run_on_dtensors(module, own, whole, Shard(0), bias).to_local()
             return F.linear(whole.to_local(grad_placements=[Partial()]), self._weight(module), bias)
 
         module.__dict__["forward"] = forward
@@ -196,13 +195,13 @@ class PackedRowwise(PackedColwise):
         return 0 if _is_conv1d(module) else 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._share(module, "weight", self.dim(module), device_mesh)
+        self._shard(module, "weight", self.dim(module), device_mesh)
         own = module.__dict__.get("forward")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if own is not None:
                 parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
-                part = self._as_whole(module, own, parts, Shard(1))
+                part = self._run_on_dtensors(module, own, parts, Shard(1))
             else:
                 part = DTensor.from_local(F.linear(x, self._weight(module)), device_mesh, [Partial()], run_check=False)
             output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
@@ -219,16 +218,12 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> None:
-    shared = distribute_tensor(parameter.detach(), mesh, [placement])
-    module.register_parameter(name, nn.Parameter(shared, parameter.requires_grad))
-
-
-SEQUENCE = Shard(1)
-"""Activations are (batch, sequence, features)."""
+    distributed = distribute_tensor(parameter.detach(), mesh, [placement])
+    module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
 
 class ScatterSequence(PrepareModuleOutput):
-    """The module's output (batch, sequence, ...), whole on every rank, is cut along the sequence."""
+    """The module's output (batch, sequence, ...), replicated, is sharded along the sequence."""
 
     def __init__(self) -> None:
         super().__init__(output_layouts=Replicate(), desired_output_layouts=SEQUENCE, use_local_output=True)
@@ -243,3 +238,42 @@ class ScatterSequence(PrepareModuleOutput):
 
         module.register_forward_hook(check)
         return super()._apply(module, device_mesh)
+
+
+def sharded_dim(style: ParallelStyle | None) -> int | None:
+    """The dim of a Linear's weight (outputs, inputs) that ``style`` shards; None for one that leaves it whole."""
+    if isinstance(style, (RowwiseParallel, PackedRowwise)):
+        return 1
+    return 0 if isinstance(style, (ColwiseParallel, PackedColwise)) else None
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    # A Linear whose outputs are sharded, and one whose inputs are: a pair needs one all-reduce each way.
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A colwise Linear whose output is gathered, for a last layer without a partner.
+    "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+    # An Embedding whose rows, the vocabulary, are sharded.
+    "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # A Linear to logits whose vocabulary stays sharded, as a DTensor: the loss reduces it.
+    "vocab_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    # Between pairs, each rank keeps a slice of the sequence.
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+    "scatter_sequence": ScatterSequence,
+    # A module without weights whose input is gathered: the whole sequence on every rank.
+    "gather_sequence": lambda: PrepareModuleInput(
+        input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
+    ),
+    "sequence_colwise": lambda: ColwiseParallel(input_layouts=SEQUENCE),
+    "sequence_rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
+    "sequence_vocab_logits": lambda: ColwiseParallel(
+        input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+    ),
+    "sharded_random": ShardedRandom,
+    "replicated_random": ReplicatedRandom,
+    # A rowwise Linear whose input is replicated.
+    "rowwise_scatter": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # A replicated module that works on each rank's own slice of an activation.
+    "partial_gradient": PartialGradient,
+}
+"""The styles that plans name."""

@@ -35,13 +35,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.dtensor import local
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
+from ..base.module_surgery import run_within
 from ..base.optional_packages import find_torchao, find_transformer_engine
-from ..parallel.tensor_plan import sharded_dim
 from .policy import Float8, Precision
 
 __all__ = ["Choice", "Library", "choose_layers", "convert", "find_library", "transformer_engine_recipe"]
@@ -115,7 +114,7 @@ class Choice:
 def choose_layers(
     model: nn.Module,
     float8: Float8,
-    styles: Mapping[str, ParallelStyle] | None = None,
+    sharded_dims: Mapping[str, int] | None = None,
     tensor_size: int = 1,
 ) -> Choice:
     """Which layers of the whole ``model`` compute in float8, the same on every rank.
@@ -124,7 +123,7 @@ def choose_layers(
     16, here or on a rank's shard; the layer computes something of its own; an embedding uses its weight.
 
     Args:
-        styles: of a tensor-parallel plan, by module (:func:`paramp.parallel.tensor_plan.resolve_plan`).
+        sharded_dims: the dim of the weight (outputs, inputs) that a tensor-parallel plan shards, by module.
 
     Raises:
         ConfigError: a glob of the user's that matches no module.
@@ -150,7 +149,7 @@ def choose_layers(
             norms.append(name)
         if not isinstance(module, nn.Linear):
             continue
-        dim = sharded_dim((styles or {}).get(name))
+        dim = (sharded_dims or {}).get(name)
         why = "named in skip" if skipped else _why_left(module, tables, dim, tensor_size)
         if why:
             left.setdefault(why, []).append(name)
@@ -224,7 +223,7 @@ def convert(
     if library.name == "transformer_engine":
         recipe = transformer_engine_recipe(float8.te_recipe)
         module = _replace(module, {*choice.linear, *choice.norms}, lambda old: _engine_layer(old, precision.weights))
-        _compute_within(module, lambda: _engine_autocast(recipe, group))
+        run_within(module, lambda _: _engine_autocast(recipe, group))
     else:
         module = _with_torchao(module, choice, float8, library.emulated)
     for name, layer in module.named_modules():
@@ -376,21 +375,6 @@ def _engine_autocast(recipe: Any, group: dist.ProcessGroup | None) -> Any:
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group)  # before Transformer Engine 2.9
-
-
-def _compute_within(module: nn.Module, context: Callable[[], Any]) -> None:
-    """Let each forward of ``module`` run within a new ``context()``."""
-    entered: list[Any] = []
-
-    def enter(_module: nn.Module, _inputs: Any) -> None:
-        entered.append(context())
-        entered[-1].__enter__()
-
-    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
 
 
 # ---------------------------------------------------------------------------------------------------- overflow

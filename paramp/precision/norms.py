@@ -34,8 +34,8 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import replace_class
 from ..base.optional_packages import find_apex
+from ..base.replace_class import replace_class
 from .policy import AMP_TYPE, Precision
 
 __all__ = [
@@ -253,8 +253,8 @@ def replace_norms(
 ) -> int:
     """Make the norms of ``model`` that are ``plain`` ones compute as ``replacement``, in place.
 
-    Modules and parameters stay the objects that they are (:func:`paramp.base.module_surgery.replace_class`), so that optimizers,
-    made before or after, and their state hold.
+    Modules and parameters stay the objects that they are (:func:`~paramp.base.replace_class.replace_class`), so that
+    optimizers, made before or after, and their state hold.
 
     Args:
         precision: a name of Composer's or of a mode; in one that has no low-precision autocast nothing changes, with a

@@ -1,116 +1,49 @@
-"""One picture of a run, or of several for comparison, from their ``metrics.jsonl``.
+"""A figure of a run, or of several for comparison, from their ``metrics.jsonl``; and one of a gradient histogram.
 
-Four panels share the axis of steps: the loss in training and validation, the loss scale with the steps that were
-skipped, the gradient's norm, and the tokens a second with the share of the time spent waiting for data.
+Four panels share the axis of steps: the training and validation loss, the loss scale with the skipped steps, the
+gradient norm, and the tokens a second with the percentage of time spent waiting for data.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
-from ..base.spans import Span
 from ..observe.grad_histogram import GradientHistogram
-from ..observe.timeline import Timeline
+from .run_log import LoggedRun, read_run
 
 __all__ = [
-    "LoggedRun",
     "check_matplotlib",
     "draw",
     "draw_histogram",
-    "draw_timeline",
     "plot",
     "plot_histogram",
-    "plot_timeline",
-    "read_run",
 ]
 
 # Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SECOND = "#D55E00"
-"""What a single run's second line in a panel takes."""
+"""The colour of a single run's second line in a panel."""
 SKIPPED = "#000000"
 FORMATS = (".png", ".svg", ".pdf")
 RUN = "run"
-"""Marks the one line of each run that the legend shows."""
+"""The ``gid`` of the one line of each run that the legend lists."""
 LINES = ("-", "--", ":", "-.")
 """Runs beyond the colours repeat them with the next kind of line."""
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """The steps of one run, oldest first."""
-
-    name: str
-    records: list[dict[str, Any]]
-
-    def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The steps that have ``key``, and its values there; NaN for null."""
-        found = [(record["step"], record[key]) for record in self.records if key in record]
-        table = np.array([(step, math.nan if value is None else value) for step, value in found], dtype=np.float64)
-        return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
-
-
-def read_run(log_dir: str | Path) -> LoggedRun:
-    """The run in ``log_dir``. A last line that is cut off, as of a run that goes on or was killed, is left out.
-
-    Raises:
-        ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is not a step's.
-    """
-    folder = Path(log_dir)
-    if not folder.is_dir():
-        raise ConfigError(f"plot: no folder {str(log_dir)!r}; expected the --log-dir of a run")
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"plot: no metrics.jsonl in {str(log_dir)!r}; expected the --log-dir of a run")
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(_record(line))
-        except ValueError as error:
-            if number < len(lines):  # the last one, with no newline after it, may still be being written
-                raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
-    if not records:
-        raise ConfigError(f"plot: {str(path)!r} holds no step yet")
-    return LoggedRun(folder.name or str(folder), records)
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    """A step's record, every value of it a number or None.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise ValueError(f"not JSON: {line[:40].decode(errors='replace')!r}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError('expected an object with a whole number as its "step"')
-    for key, value in record.items():
-        if not isinstance(value, (int, float, type(None))):
-            raise ValueError(f"{key}: got {value!r}, expected a number or null")
-    return record
 
 
 def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Draw the runs in ``log_dirs`` into one file.
 
     Args:
-        out: the file; its ending says the format, one of :data:`FORMATS`. None: ``metrics.png`` in the first folder.
+        out: the file, in the format of its suffix, one of :data:`FORMATS`. None: ``metrics.png`` in the first folder.
 
     Returns:
         The file's path.
@@ -119,7 +52,7 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
         ConfigError: matplotlib is not installed, a run cannot be read, or the format or folder of ``out`` is wrong.
     """
     check_matplotlib("plot")
-    figure = draw(_with_names_apart([read_run(folder) for folder in log_dirs], log_dirs))
+    figure = draw(_distinctly_named([read_run(folder) for folder in log_dirs], log_dirs))
     path = Path(log_dirs[0]) / "metrics.png" if out is None else Path(out)
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --out: got {str(path)!r}, expected a name that ends in {' or '.join(FORMATS)}")
@@ -130,20 +63,20 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
 
 
 def check_matplotlib(name: str) -> None:
-    """Complain if matplotlib is not installed.
+    """Check that matplotlib is installed.
 
     Args:
-        name: what needs it, for the message.
+        name: of what needs it, for the message.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f'{name}: matplotlib is not installed; run pip install "paramp[plot]"')
 
 
-def _with_names_apart(runs: list[LoggedRun], log_dirs: Sequence[str | Path]) -> list[LoggedRun]:
-    """The runs under their folders' names, or under whole paths where two names are the same."""
+def _distinctly_named(runs: list[LoggedRun], log_dirs: Sequence[str | Path]) -> list[LoggedRun]:
+    """The runs, named by whole paths if two folders have the same name."""
     if len({run.name for run in runs}) == len(runs):
         return runs
     return [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
@@ -191,12 +124,12 @@ def _legend(axes: Any, *more: Any) -> None:
     parts = [panel.get_legend_handles_labels() for panel in (axes, *more)]
     handles, names = ([item for part in parts for item in part[index]] for index in (0, 1))
     if handles:
-        # Above an axes of its own on the right, which would draw over it.
+        # On the last axes, because those on the right are drawn over the others.
         (more or (axes,))[-1].legend(handles, names, fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
 
 
 def _log_scale(axes: Any, runs: Sequence[LoggedRun], key: str, base: int) -> None:
-    """A logarithmic axis, if there is anything to show on it."""
+    """A logarithmic axis, if any value is positive."""
     if any((run.series(key)[1] > 0).any() for run in runs):
         axes.set_yscale("log", base=base, nonpositive="mask")
 
@@ -252,7 +185,7 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     axes.margins(y=0.25)  # room for the legend
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    waits = [_waiting(run) for run in runs]
+    waits = [run.waiting() for run in runs]
     if not any(len(steps) for steps, _ in waits):
         return
     right = axes.twinx()
@@ -260,89 +193,13 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     right.set_ylim(0, 100)
     right.set_ylabel("waiting for data")
     right.yaxis.set_major_formatter(PercentFormatter())
-    for index, (steps, norm_weights) in enumerate(waits):
+    for index, (steps, percentages) in enumerate(waits):
         style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if len(runs) == 1 else {})
-        right.plot(steps, norm_weights, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
+        right.plot(steps, percentages, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
     if len(runs) == 1:
         _legend(axes, right)
     else:
         right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
-
-
-def _waiting(run: LoggedRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Steps, and the percentage of each that went into waiting for data."""
-    records = [record for record in run.records if record.get("step_seconds") and "data_seconds" in record]
-    steps = np.array([record["step"] for record in records], dtype=np.float64)
-    norm_weights = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
-    return steps, np.array(norm_weights, dtype=np.float64)
-
-
-# ------------------------------------------------------------------------------------------------------ a timeline
-
-KINDS = {
-    "forward": "#0072B2",
-    "loss": "#E69F00",
-    "backward": "#009E73",
-    "backward input": "#009E73",
-    "backward weight": "#56B4E9",
-    "step": "#CC79A7",
-}
-"""The colour of each kind of span; the backward has one whether it is whole or only that of activations."""
-NARROW = 0.012
-"""Spans below this share of the width have no number in them."""
-
-
-def plot_timeline(timeline: Timeline, out: str | Path) -> None:
-    """Draw ``timeline`` into the file ``out``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    check_matplotlib("timeline")
-    draw_timeline(timeline).savefig(out, dpi=150)
-
-
-def draw_timeline(timeline: Timeline) -> Any:
-    """The ``matplotlib`` figure of a timeline: a row for each rank, a bar for each span, with its microbatch in it.
-
-    Later stages of a rank are lighter. What is white is the bubble.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 1.8 + 0.5 * len(timeline.ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    spans = [item for own in timeline.ranks for item in own.spans]
-    first = min((item.begin for item in spans), default=0.0)
-    width = max((item.end for item in spans), default=1.0) - first
-    for row, own in enumerate(timeline.ranks):
-        stages = sorted({item.stage for item in own.spans if item.stage is not None})
-        for item in own.spans:
-            _draw_span(axes, row, item, first, width, stages)
-    axes.set_title(timeline.describe(), loc="left", fontsize=11, fontweight="bold")
-    axes.set_yticks(range(len(timeline.ranks)), [own.name for own in timeline.ranks], fontsize=9)
-    axes.set_ylim(len(timeline.ranks) - 0.45, -0.55)
-    axes.set_xlim(0, width * 1000)
-    axes.set_xlabel("ms")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    found = {item.kind for item in spans}
-    handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in found]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
-    return figure
-
-
-def _draw_span(axes: Any, row: int, item: Span, first: float, width: float, stages: Sequence[int]) -> None:
-    lightness = 0.0 if item.stage is None else 0.45 * stages.index(item.stage) / max(1, len(stages) - 1)
-    length = item.end - item.begin
-    begin = (item.begin - first) * 1000
-    red, green, blue = (int(KINDS[item.kind][place : place + 2], 16) / 255 for place in (1, 3, 5))
-    colour = tuple(part + (1 - part) * lightness for part in (red, green, blue))
-    axes.barh(row, length * 1000, left=begin, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
-    if item.microbatch is not None and length > NARROW * width:
-        axes.text(begin + length * 500, row, str(item.microbatch), ha="center", va="center", fontsize=8, color="white")
 
 
 # ------------------------------------------------------------------------------------------- gradients by exponent
@@ -372,8 +229,8 @@ def draw_histogram(histogram: GradientHistogram) -> Any:
     limits["largest"] = info.max
     total = histogram.total or 1.0
     exponents = np.array(sorted(histogram.counts), dtype=np.float64)
-    norm_weights = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
-    axes.bar(exponents, norm_weights, width=1.0, align="edge", color=COLOURS[0], edgecolor="white", linewidth=0.4)
+    fractions = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
+    axes.bar(exponents, fractions, width=1.0, align="edge", color=COLOURS[0], edgecolor="white", linewidth=0.4)
     places = [math.log2(limit) for limit in limits.values()]
     left = min([*exponents, places[0] if histogram.dtype is torch.float16 else places[2]]) - 3
     axes.bar([left], [histogram.zeros / total], width=1.0, align="edge", color=SECOND, label="zeros")
@@ -382,7 +239,7 @@ def draw_histogram(histogram: GradientHistogram) -> Any:
             axes.axvline(place, color=SKIPPED, linewidth=1, linestyle=line, label=f"{name} ({limit:.3g})")
     axes.set_title(histogram.describe(), loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("exponent of 2 of the scaled gradient")
-    axes.set_ylabel("share of the elements")
+    axes.set_ylabel("fraction of the elements")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=9, frameon=False)

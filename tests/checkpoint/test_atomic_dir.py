@@ -13,9 +13,9 @@ from reference import batches, small_gpt
 
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
-from paramp.checkpoint import atomic_dir as manifest
-from paramp.checkpoint.dcp_storage import problems
-from paramp.checkpoint.safetensors_io import Written
+from paramp.checkpoint import atomic_dir
+from paramp.checkpoint.atomic_dir import Written, problems
+from paramp.checkpoint.step_folders import checkpoints_in
 from paramp.engine.checkpoint_manager import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
@@ -135,29 +135,29 @@ def test_what_was_not_finished_is_no_checkpoint(pair, tmp_path):
 def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monkeypatch):
     path = shutil.copytree(pair / "step-00000001", tmp_path / "step-00000001")
     partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-1")
-    files = manifest.listed(partial)
+    files = atomic_dir.listed(partial)
 
-    class Partition(Exception):
+    class Interrupted(Exception):
         pass
 
     rename, renamed = type(path).rename, []
 
-    def cut_short(self, target):
+    def interrupt(self, target):
         renamed.append(self)
         if len(renamed) == 2:
-            raise Partition
+            raise Interrupted
         return rename(self, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(path), "rename", cut_short)
-        with pytest.raises(Partition):
-            manifest.publish(partial, path, files)
+        patched.setattr(type(path), "rename", interrupt)
+        with pytest.raises(Interrupted):
+            atomic_dir.publish(partial, path, files)
     assert not path.exists()
-    assert manifest.checkpoints_in(tmp_path) == [(1, path)]
+    assert checkpoints_in(tmp_path) == [(1, path)]
     assert not problems(path)
-    assert manifest.listed(path) == manifest.listed(pair / "step-00000001")
-    manifest.publish(partial, path, files)
-    assert manifest.listed(path) == manifest.listed(pair / "step-00000002")
+    assert atomic_dir.listed(path) == atomic_dir.listed(pair / "step-00000001")
+    atomic_dir.publish(partial, path, files)
+    assert atomic_dir.listed(path) == atomic_dir.listed(pair / "step-00000002")
     assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -238,16 +238,16 @@ def test_a_folder_with_another_manifest_is_not_replaced(tmp_path):
     (alone / "manifest.json").write_text('{"name": "a web page"}')
     for folder in (tmp_path, alone):
         with pytest.raises(CheckpointError, match="is there already and no checkpoint"):
-            manifest.new_partial(folder)
+            atomic_dir.new_partial(folder)
 
 
 def rewrite(path, change):
     """Change a checkpoint's header, and give it a manifest that fits."""
     header = json.loads((path / "checkpoint.json").read_text())
     change(header)
-    files = manifest.listed(path)
-    files["checkpoint.json"] = manifest.write_json(path / "checkpoint.json", header)
-    (path / "manifest.json").write_bytes(manifest._manifest(files))
+    files = atomic_dir.listed(path)
+    files["checkpoint.json"] = atomic_dir.write_json(path / "checkpoint.json", header)
+    (path / "manifest.json").write_bytes(atomic_dir._manifest(files))
 
 
 def some_tensor(header):
@@ -281,8 +281,8 @@ def test_what_a_forged_checkpoint_says_is_refused(pair, tmp_path, name):
 @pytest.mark.parametrize("name", ["../other", "/dev/zero", ".hidden", "a/b", ""])
 def test_a_manifest_names_files_of_its_folder_only(pair, tmp_path, name):
     path = shutil.copytree(pair / "step-00000002", tmp_path / "forged")
-    files = manifest.listed(path) | {name: Written(0, "0" * 64)}
-    (path / "manifest.json").write_bytes(manifest._manifest(files))
+    files = atomic_dir.listed(path) | {name: Written(0, "0" * 64)}
+    (path / "manifest.json").write_bytes(atomic_dir._manifest(files))
     (found,) = problems(path)
     assert "manifest.json' is damaged" in found
 

@@ -1,4 +1,4 @@
-"""Boxes of tensors: a stretch of a flattened tensor, cut up and put together again."""
+"""Slices of tensors: ranges of a flattened tensor, split into rectangles and joined again."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from paramp.checkpoint.chunks import chunk_of, flat_slices
 
 
-def test_every_stretch_of_a_tensor_is_its_boxes():
+def test_every_range_of_elements_is_its_slices():
     for shape in [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1), (2, 1, 3, 2)]:
         whole = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
         for start, stop in itertools.combinations(range(whole.numel() + 1), 2):
@@ -20,7 +20,7 @@ def test_every_stretch_of_a_tensor_is_its_boxes():
             assert found == list(range(start, stop)), (shape, start, stop)
 
 
-def test_a_stretch_has_few_boxes():
+def test_a_range_of_elements_has_few_slices():
     assert len(list(flat_slices((10, 10, 10), 11, 989))) == 5
     assert list(flat_slices((4, 4), 5, 14)) == [((1, 1), (1, 3)), ((2, 0), (1, 4)), ((3, 0), (1, 2))]
 

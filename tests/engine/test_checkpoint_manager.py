@@ -15,7 +15,7 @@ from victims import FULL, TINY, Run, torchrun_command
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.checkpoint.dcp_storage import problems
+from paramp.checkpoint.atomic_dir import problems
 from paramp.distributed.rendezvous import free_port
 from paramp.engine.checkpoint_manager import accumulation_for
 from paramp.engine.signals import StopRequest
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     command = [*WHOLE, "--checkpoint-dir", str(folder)]
     result = python(*command, "--log-dir", str(log))
     assert result.returncode == 0, result.stderr
-    assert "resume: passed over: " in result.stdout
+    assert "resume: skipped: " in result.stdout
     assert "rank-00000.safetensors' has 1000 bytes, of" in result.stdout
     assert f"resumed from {folder / 'step-00000018'}, after step 18" in result.stdout
     assert losses(log) == whole[1]
@@ -137,7 +137,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
         text = run.log.read_text()
     stopped = max(folder.iterdir())
     assert f"saved {stopped}" in text
-    assert "by signal 15; --resume auto goes on from there" in text
+    assert "by signal 15; --resume auto continues from there" in text
     assert not problems(stopped)
     result = python(*WHOLE, *options)
     assert result.returncode == 0, result.stderr

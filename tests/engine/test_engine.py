@@ -65,7 +65,7 @@ def cleared(parameter):
 
 
 def test_gradients_of_a_past_step_never_leak_into_the_next():
-    """zero_grad may be forgotten; and masters' and weights' gradients are cleared together (peers' bug 3)."""
+    """zero_grad may be forgotten; and masters' and weights' gradients are cleared together."""
     for precision in ("32-true", "16-naive"):
         results = []
         for forget in (False, True):
@@ -83,7 +83,7 @@ def test_gradients_of_a_past_step_never_leak_into_the_next():
 
 
 def test_gradients_are_unscaled_by_the_scale_of_their_backward():
-    """Not by the scale after its growth, which would halve every growth step (peers' bug 1)."""
+    """Not by the scale after its growth, which would halve every growth step."""
     for growth in (1, 1000):
         fp16 = {"mode": AMP_TYPE.TORCH, "init_scale": 1024.0, "growth_interval": growth}
         with paramp.launch_from_torch({"fp16": fp16}) as context:
@@ -503,7 +503,7 @@ def test_optimizers_that_need_whole_matrices_refuse_shards(world, name):
 
 
 @on_ranks(2)
-def test_shapes_that_do_not_share_out_are_an_error_on_every_rank(world):
+def test_shapes_that_do_not_shard_are_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
         model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
         with pytest.raises(paramp.ConfigError, match="'0' has out_features 5, expected a multiple of"):
@@ -537,7 +537,7 @@ def test_running_statistics_are_those_of_the_first_data_rank(world):
 
 
 @on_ranks(2)
-def test_algorithms_change_the_model_before_it_is_cut(world):
+def test_algorithms_change_the_model_before_it_is_partitioned(world):
     class Wider:
         def apply(self, model, precision):
             assert precision.name == "32-true"
@@ -551,7 +551,7 @@ def test_algorithms_change_the_model_before_it_is_cut(world):
         assert engine.full_state_dict()["1.weight"].shape == (5, 3)
 
 
-def test_the_scale_is_told_when_verbose(capsys):
+def test_changes_of_the_scale_are_printed_when_verbose(capsys):
     fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 8.0, "hysteresis": 1, "verbose": True}
     with paramp.launch_from_torch({"fp16": fp16}) as context:
         engine, *_ = engine_for(context)
@@ -579,7 +579,7 @@ def test_criteria_that_cannot_be_learned_from(criterion, message):
 
 
 @on_ranks(2)
-def test_ranks_that_were_given_different_things_are_told_so(world):
+def test_ranks_that_were_given_different_things_raise_on_every_rank(world):
     other = {"precision": "16-mixed"} if world.rank else {}
     with pytest.raises(paramp.ConfigError, match="precision: rank 0 has '32-true', but rank 1 has '16-mixed'"):
         paramp.launch_from_torch({"parallel": {"data": 2}, **other})

@@ -85,7 +85,7 @@ SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 3, 0.5
 
 
 class MLP(nn.Module):
-    """Two layers that tensor parallelism shares out, and a norm that stays a plain module."""
+    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def batch(step, rank=0, size=1):
     return x.chunk(size)[rank], y.chunk(size)[rank]
 
 
-def share_out(model, mesh):
+def shard(model, mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -216,16 +216,16 @@ def test_fabric_with_the_plugin(world):
     scaled = {"mode": "16-mixed", "init_scale": SCALE}
 
     def parallelize(model, mesh):
-        return share_out(model, mesh["tensor_parallel"])
+        return shard(model, mesh["tensor_parallel"])
 
     for mode, rounding in ((scaled, 2.0**-11), ("bf16-mixed", 2.0**-8)):
         strategy = ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=2)
         setup = start(mode, strategy, 2, build())
         check_training(train(*setup, world, 1), expected, rounding)
 
-    # A model that is shared out already, in a process that Fabric takes for a single device.
+    # A model that is sharded already, in a process that Fabric takes for a single device.
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    setup = start(scaled, "auto", 1, share_out(build(), mesh))
+    setup = start(scaled, "auto", 1, shard(build(), mesh))
     check_training(train(*setup, world, 1), expected, 2.0**-11)
     state = setup[1].state_dict()
     again = paramp.FabricPrecision(scaled)

@@ -38,7 +38,7 @@ class Plant:
 
     def __init__(self, engine, name, microbatch, backward, value):
         self.calls, self.microbatch = 0, microbatch
-        self.period = engine._num_microbatches * engine._accumulation
+        self.period = engine._runner.num_microbatches * engine._losses._accumulation
         self.backward, self.value = backward, value
         self.handle = engine.module.get_submodule(name).register_forward_hook(self)
 
@@ -103,7 +103,7 @@ def gpt_engine(**changes):
 
 def window(engine, seed=3):
     """One window of accumulation; its step's result."""
-    for x, y in batches(engine._accumulation, seed=seed):
+    for x, y in batches(engine._losses._accumulation, seed=seed):
         engine.zero_grad()
         dp = engine.context.dp
         engine.forward_backward(rank_slice(x, dp.rank, dp.size), rank_slice(y, dp.rank, dp.size))
@@ -123,13 +123,13 @@ def find_planted(layout):
             origin = engine.diagnose_overflow().origin
             if plant is not None:
                 plant.handle.remove()
-            call, microbatch = divmod(index, engine._num_microbatches)
+            call, microbatch = divmod(index, engine._runner.num_microbatches)
             found = (origin.module, origin.place.rank, origin.call, origin.microbatch, origin.during, origin.kind)
             during, kind = "backward" if backward else "forward", "NaN" if value != value else "inf"
             assert found == (name, rank, call, microbatch, during, kind), found
-            here = (context.pp.rank, context.dp.rank, context.tp.rank)
-            assert context.rank != rank or (origin.place.pp, origin.place.dp, origin.place.tp) == here
-            assert origin.place.stage in context.config.parallel.pipeline.stages_of(origin.place.pp)
+            axes = dict(origin.place.axes)
+            assert context.rank != rank or axes == context.coordinates
+            assert origin.place.stage in context.config.parallel.pipeline.stages_of(axes["pp"])
             assert window(engine).stepped
 
 
@@ -314,7 +314,7 @@ def plant_in_weight(engine, name, microbatch):
 
     def hook(gradient):
         calls.append(None)
-        return gradient * NAN if (len(calls) - 1) % engine._num_microbatches == microbatch else None
+        return gradient * NAN if (len(calls) - 1) % engine._runner.num_microbatches == microbatch else None
 
     return engine.module.get_parameter(name).register_hook(hook)
 
@@ -411,7 +411,7 @@ def train_with(config, diagnosed):
         engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), F.mse_loss)
         results = []
         for index in range(5):
-            for _ in range(engine._accumulation):
+            for _ in range(engine._losses._accumulation):
                 generator = torch.Generator().manual_seed(10 * index + context.dp.rank)
                 x = torch.randn(8, 8, generator=generator)
                 engine.zero_grad()
@@ -537,7 +537,7 @@ def test_training_stops_at_the_floor_of_the_scale(scaling, most, expected):
 def test_counts_go_on_from_those_that_were_loaded():
     with paramp.launch_from_torch({"precision": SCALED, "max_skipped_in_a_row": 3}):
         engine = gpt_engine(num_layers=1)
-        engine._tally.load([7, 4, 2])
+        engine._counters.load([7, 4, 2])
         assert (engine.num_steps, engine.num_skipped, engine.num_skipped_in_a_row) == (7, 4, 2)
         Plant(engine, "norm", 0, False, NAN)
         assert train_until_stopped(engine)[0] == 1

@@ -7,7 +7,7 @@ from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 
 import paramp
-from paramp.observe.replica_check import BLOCK, _multipliers, hash_bits
+from paramp.observe.bit_hash import CHUNK_WORDS, _multipliers, hash_bits
 
 CONFIG = {"clip_grad_norm": 1.0}
 
@@ -69,8 +69,8 @@ def test_a_hash_sees_each_single_bit(dtype):
 
 
 def test_a_hash_is_what_its_description_says(monkeypatch):
-    """In blocks as in one, in Python's integers."""
-    monkeypatch.setitem(BLOCK, "cpu", 4)
+    """In chunks as in one, in Python's integers."""
+    monkeypatch.setitem(CHUNK_WORDS, "cpu", 4)
     _multipliers.cache_clear()
     try:
         values = torch.randn(10, generator=torch.Generator().manual_seed(1))

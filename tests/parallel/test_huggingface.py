@@ -174,12 +174,12 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
             engine, *_ = paramp.initialize(model, adamw, loss_of)
             seen = {}
 
-            def note(_module, inputs, output, seen=seen, out=out):
+            def record(_module, inputs, output, seen=seen, out=out):
                 key, value = ("mixed", inputs) if _module is out else ("output", output)
                 seen[key] = value[0].detach()
 
-            out.register_forward_hook(note)
-            attention.register_forward_hook(note)
+            out.register_forward_hook(record)
+            attention.register_forward_hook(record)
             x, y = next(batches(1))
             engine.forward_backward(x, y)
             for key, equal in (("mixed", False), ("output", True)):
@@ -198,7 +198,7 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
     ],
 )
 def test_sizes_that_do_not_divide(name, changes, message):
-    from paramp.parallel.huggingface import pretrained_plan
+    from paramp.parallel.huggingface.plan import pretrained_plan
     from paramp.parallel.tensor_plan import check_divisible, resolve_plan
 
     model = build(name, **changes)
@@ -212,7 +212,7 @@ def test_sizes_that_do_not_divide(name, changes, message):
 
 
 def test_plans_that_are_not_known():
-    from paramp.parallel.huggingface import pretrained_plan
+    from paramp.parallel.huggingface.plan import pretrained_plan
 
     model = build("llama")
     model._tp_plan = {"model.layers.*.mlp": "moe_tp_experts"}
@@ -225,9 +225,9 @@ def test_plans_that_are_not_known():
         pretrained_plan(model, 2, True)
 
 
-def test_parameters_that_the_plan_leaves_among_shared_out_layers():
-    """Each rank would give them its own heads or features, and nobody would sum their gradients."""
-    from paramp.parallel.huggingface import pretrained_plan
+def test_parameters_that_the_plan_lacks_among_sharded_layers():
+    """Each rank would apply them to its own heads or features, and no rank would sum their gradients."""
+    from paramp.parallel.huggingface.plan import pretrained_plan
 
     model = build("llama")
     for layer in model.model.layers:
@@ -243,15 +243,15 @@ def test_parameters_that_the_plan_leaves_among_shared_out_layers():
         pretrained_plan(model, 2, False)
 
 
-def test_vocabularies_that_do_not_divide_stay_whole():
-    from paramp.parallel.huggingface import pretrained_plan
+def test_vocabularies_that_do_not_divide_are_replicated():
+    from paramp.parallel.huggingface.plan import pretrained_plan
 
     even, odd = (pretrained_plan(build("gpt2", vocab_size=size), 2, False) for size in (120, 121))
     assert even.keys() - odd.keys() == {"transformer.wte", "lm_head"}
 
 
-def test_models_that_cannot_be_cut():
-    from paramp.parallel.huggingface import PretrainedPartition
+def test_models_that_cannot_be_partitioned():
+    from paramp.parallel.huggingface.partition import PretrainedPartition
 
     model = build("llama")
     model.model.extra = torch.nn.Linear(2, 2)
@@ -273,7 +273,8 @@ def test_models_that_cannot_be_cut():
 
 
 def test_the_output_is_the_logits():
-    from paramp.parallel.huggingface import PretrainedPartition, returning_logits
+    from paramp.parallel.huggingface.output import returning_logits
+    from paramp.parallel.huggingface.partition import PretrainedPartition
 
     x = torch.arange(8).reshape(2, 4)
     for name in ("llama", "gpt2"):
@@ -291,7 +292,7 @@ def test_the_output_is_the_logits():
 
 def test_units_are_in_the_order_of_their_calls():
     """Phi registers the dropout of its embeddings after its layers."""
-    from paramp.parallel.huggingface import PretrainedPartition
+    from paramp.parallel.huggingface.partition import PretrainedPartition
     from paramp.parallel.partition import plan_stages
 
     phi = pytest.importorskip("transformers.models.phi")
@@ -321,7 +322,7 @@ def test_units_are_in_the_order_of_their_calls():
 
 def test_layers_keep_their_places():
     """Qwen's layers look up their kind of attention by their index in the configuration."""
-    from paramp.parallel.huggingface import PretrainedPartition
+    from paramp.parallel.huggingface.partition import PretrainedPartition
     from paramp.parallel.partition import plan_stages
 
     qwen = pytest.importorskip("transformers.models.qwen3")
@@ -357,11 +358,11 @@ def on_meta(name):
 
 @on_ranks(2)
 def test_a_model_on_meta_is_filled_shard_by_shard_by_its_own_init_weights(world):
-    from paramp.parallel.huggingface import pretrained_filling
+    from paramp.parallel.huggingface.initial_weights import pretrained_filler
     from paramp.parallel.materialize import materialize
 
     expected = on_meta("llama-tied")
-    materialize(expected, 5, torch.device("cpu"), fill=pretrained_filling(expected))
+    materialize(expected, 5, torch.device("cpu"), fill=pretrained_filler(expected))
     assert expected.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     built = build("llama-tied").model.rotary_emb
     assert torch.equal(expected.model.rotary_emb.inv_freq, built.inv_freq)

@@ -127,11 +127,11 @@ def test_dropout_draws_from_the_stages_streams(world):
         x = torch.ones(2, 8)
         outputs = []
 
-        def note(output, target):
+        def record(output, target):
             outputs.append(output.detach().clone())
             return output.mean()
 
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), note)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), record)
         before = torch.get_rng_state()
         engine.forward_backward(x, x)
         assert torch.equal(before, torch.get_rng_state())
@@ -193,7 +193,11 @@ class TwoInputs(Branching):
 @pytest.mark.parametrize(
     ("model", "split", "message"),
     [
-        (Branching(), None, r"Branching is no nn\.Sequential.*test_tracing\.py:\d+ .*control flow.*module of its own"),
+        (
+            Branching(),
+            None,
+            r"Branching is no nn\.Sequential.*test_partition_fx\.py:\d+ .*control flow.*module of its own",
+        ),
         (Silent(), None, r"inside torch\.no_grad"),
         (TwoInputs(), None, "missing 1 required positional argument: 'y'"),
         (Drawing(random.random), None, "random numbers from Python's random between"),
@@ -205,7 +209,7 @@ class TwoInputs(Branching):
         (Straight(), ["two", "one"], "leaves the stage before it empty"),
     ],
 )
-def test_models_and_names_that_cannot_be_cut(model, split, message):
+def test_models_and_names_that_cannot_be_split(model, split, message):
     with pytest.raises(paramp.ConfigError, match=message):
         plan_stages(TracedPartition(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
@@ -293,31 +297,31 @@ class Opaque(Branching):
 @on_ranks(4)
 def test_what_cannot_travel_is_an_error(world):
     config = {"parallel": {"pipeline": {"size": 2, "split": ["two"]}, "data": 2}}
-    for model, message in ((Opaque(), "a stage hands on set, expected tensors"), (Counting(), "what a stage hands on")):
+    for model, message in ((Opaque(), "a stage returns set, expected tensors"), (Counting(), "what a stage returns")):
         with paramp.launch_from_torch(config) as context:
             engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
             if isinstance(model, Opaque):
                 with pytest.raises(paramp.ConfigError, match=message):  # on every rank
                     engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
             elif context.is_first_stage:
-                _, (stage_output,) = engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                _, (stage_output,) = engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
                 with pytest.raises(paramp.ConfigError, match=message):
                     stage_output.pack(engine.module(torch.ones(2, 4)), torch.device("cpu"))
             else:
-                engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+                engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
 
 
 @on_ranks(4)
 def test_a_style_for_a_module_that_is_opened_is_an_error(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
         model = build(Nested)
-        with pytest.raises(paramp.ConfigError, match=r"plan: 'inside' is opened by the pipeline's cut"):
+        with pytest.raises(paramp.ConfigError, match=r"plan: 'inside' is split by the pipeline"):
             paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"inside": "sharded_random"})
 
 
 @on_ranks(4)
 def test_fixed_values_travel_unchanged_and_in_half_modes(world):
-    """Tokens beyond fp16's integers, fp32 tables and masks cross a cut exactly, whatever the compute dtype."""
+    """Tokens beyond fp16's integers, fp32 tables and masks reach the next stage exactly, in every compute dtype."""
 
     class Passing(nn.Module):
         def __init__(self):

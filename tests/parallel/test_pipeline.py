@@ -46,8 +46,8 @@ def test_the_heaviest_stage_is_as_light_as_can_be(widths, stages, expected):
     assert all(plan)
     weight = {str(i): layer.weight.numel() + 1 for i, layer in enumerate(model)}
 
-    def heaviest(cut_):
-        return max(sum(weight[name] for name in stage) for stage in cut_)
+    def heaviest(stages):
+        return max(sum(weight[name] for name in stage) for stage in stages)
 
     assert heaviest(plan) == heaviest(expected)
 
@@ -57,7 +57,7 @@ def test_looking_up_an_embedding_costs_nothing():
     assert [len(stage) for stage in plan_stages(list(units(model)), 3)] == [2, 1, 1]
 
 
-def test_names_choose_the_cut():
+def test_names_choose_the_stages():
     found = list(units(small_gpt(num_layers=3)))
     assert plan_stages(found, 2, ["blocks.2"]) == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "norm", "head"]]
     assert plan_stages(found, 2, ["blocks"])[0] == ["embedding"]
@@ -70,7 +70,7 @@ def test_names_choose_the_cut():
         (["embedding"], "leaves the stage before it empty"),
     ],
 )
-def test_names_that_do_not_cut(split, message):
+def test_names_that_begin_no_stage(split, message):
     with pytest.raises(paramp.ConfigError, match=message):
         plan_stages(list(units(small_gpt(num_layers=3))), 2, split)
 
@@ -290,7 +290,7 @@ def test_stages_may_change_what_they_receive_and_grow_buffers(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["1"]}}}):
         model = build()
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        engine._pipeline._probe(torch.empty(2, 4, device="meta"))
+        engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
         assert not any(len(buffer) for buffer in engine.module.buffers())
         assert engine.forward_backward(x, x).item() == pytest.approx(loss.item(), abs=1e-6)
         for name, parameter in engine.named_parameters():
@@ -307,7 +307,7 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
 
 
 @on_ranks(2)
-def test_models_that_a_cut_would_change_are_an_error_on_every_rank(world):
+def test_models_that_a_partition_would_change_are_an_error_on_every_rank(world):
     def hooked(name):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.1,))
@@ -318,7 +318,7 @@ def test_models_that_a_cut_would_change_are_an_error_on_every_rank(world):
     with torch.device("meta"):
         absent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Adding())
     for model, message in (
-        (hooked(""), r"the model has hooks \(.*<lambda>\), but is cut into stages"),
+        (hooked(""), r"the model has hooks \(.*<lambda>\), but is split into stages"),
         (hooked("1"), r"1 has hooks \(.*<lambda>\)"),
         (hooked("1.0"), None),
         (twice, r"'1' \(BatchNorm1d\) is called on several stages"),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import paramp
 from paramp.base.optional_packages import PackageStatus, find_transformer_engine
 from paramp.models import GPT
-from paramp.parallel.tensor_plan import apply_plan, resolve_plan
+from paramp.parallel.tensor_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
 from paramp.precision.autocast import computing
 from paramp.precision.float8 import choose_layers, convert, find_library, transformer_engine_recipe
@@ -83,9 +83,10 @@ def test_globs_say_which(options, expected):
 def test_a_shard_has_to_have_a_size_that_the_hardware_takes():
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
     for style, expected in (("colwise", ("1",)), ("rowwise", ("0", "1"))):
-        styles = resolve_plan({"0": style}, ["0", "1"])
-        assert choose_layers(model, Float8(), styles, 2).linear == expected
-    assert choose_layers(model, Float8(), resolve_plan({"1": PackedRowwise(3)}, ["0", "1"]), 2).linear == ("0",)
+        dims = sharded_dims(resolve_plan({"0": style}, ["0", "1"]))
+        assert choose_layers(model, Float8(), dims, 2).linear == expected
+    dims = sharded_dims(resolve_plan({"1": PackedRowwise(3)}, ["0", "1"]))
+    assert choose_layers(model, Float8(), dims, 2).linear == ("0",)
 
 
 @pytest.mark.parametrize("option", ["modules", "skip"])

@@ -93,7 +93,7 @@ class Decoder(nn.Module):
 
 
 class Nested(nn.Module):
-    """All of it in one module of the user's, which has to be opened to be cut."""
+    """All of it in one module of the user's, which has to be opened to be split."""
 
     def __init__(self):
         super().__init__()

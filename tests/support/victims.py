@@ -11,7 +11,8 @@ from pathlib import Path
 
 from commands import ROOT, TORCHRUN, environment
 
-from paramp.checkpoint.dcp_storage import read_header_of, read_tensor
+from paramp.checkpoint.dcp_storage import read_tensor
+from paramp.checkpoint.header import read_header
 from paramp.distributed.rendezvous import free_port
 
 FULL = bool(os.environ.get("PARAMP_FULL"))
@@ -120,7 +121,7 @@ def torchrun_command(processes: int, *arguments: str, restarts: int = 0) -> list
 
 def weights_at(checkpoint: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a checkpoint but the default random streams, which hold Python's own."""
-    header = read_header_of(checkpoint)
+    header = read_header(checkpoint)
     return {
         name: read_tensor(checkpoint, header, name).numpy().tobytes()
         for name in header.tensors

@@ -314,7 +314,7 @@ def test_comparing_replicas_is_held_against_a_step(world):
         if world.rank == 0:
             (row,) = json.loads(path.read_text())["rows"]
             assert row["layout"] == "tensor 1 x data 2"
-            assert row["share"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
+            assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
 
 
 def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):

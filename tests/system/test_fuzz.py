@@ -10,13 +10,11 @@ import json
 import math
 import os
 import re
-import runpy
 import typing
 from pathlib import Path
 
 import numpy as np
 import torch
-from commands import ROOT
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pool import World, run_on_ranks
@@ -25,14 +23,17 @@ from reference import batches, rank_slice, small_gpt
 import paramp
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.config.files import load
+from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
-from paramp.config.schema import Config, ParallelConfig, PipelineConfig, TensorConfig, TrainConfig, flatten
+from paramp.config.schema import Config, flatten
+from paramp.config.training import TrainConfig
 from paramp.models import GPT
 from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
+from paramp.tools.flags import FLAGS
+from paramp.tools.train_config import configure
 
 FULL = os.environ.get("PARAMP_FULL") == "1"
-TRAIN_SCRIPT = runpy.run_path(str(ROOT / "launch/train.py"), run_name="train")
 
 
 def fuzz(short: int, full: int):
@@ -202,15 +203,14 @@ SETTINGS = st.builds(
 
 def flag_words():
     """A flag and its value, or something like it."""
-    flags = sorted(TRAIN_SCRIPT["FLAGS"])
+    flags = sorted(flag.name for flag in FLAGS)
     good = {
         int: st.integers(1, 4).map(str),
         float: st.floats(1e-4, 10).map(str),
         str: st.sampled_from(["16-mixed", "bf16", "zbv", "1f1b", "fused", "plain", "tiny", "stdlib", "runs"]),
     }
-    fitting = st.sampled_from(
-        sorted(key for key, (_, kind) in TRAIN_SCRIPT["FLAGS"].items() if kind is not bool)
-    ).flatmap(lambda flag: st.tuples(st.just(flag), good[TRAIN_SCRIPT["FLAGS"][flag][1]]))
+    kinds = {flag.name: flag.kind for flag in FLAGS if flag.kind is not bool}
+    fitting = st.sampled_from(sorted(kinds)).flatmap(lambda flag: st.tuples(st.just(flag), good[kinds[flag]]))
     numbers = st.one_of(st.integers(-2, 70), INTEGERS.filter(lambda value: abs(value) < 10**1000), NUMBERS).map(str)
     value = st.one_of(numbers, numbers, LINE_TEXTS)
     known = st.sampled_from(flags)
@@ -256,7 +256,7 @@ NAMES = {"fp16", "precision", "config", "set", "user", "mode", "emulate-fp16"} |
     part for key in KEYS for part in key.split(".")
 }
 NAMES |= set(SPELLED) | {name for names in _OPTIONS.values() for name in names} | {"dp", "tp", "pp"}
-NAMES |= {flag.strip("-") for flag in TRAIN_SCRIPT["FLAGS"]}
+NAMES |= {flag.name.strip("-") for flag in FLAGS}
 
 
 def check_accepted(config):
@@ -293,7 +293,7 @@ def test_a_configuration_is_accepted_or_refused_in_one_line(tree):
 @given(words=LINES)
 def test_a_command_line_is_accepted_or_refused_in_one_line(words):
     try:
-        config = TRAIN_SCRIPT["configure"](words)
+        config = configure(words)
     except (paramp.ConfigError, FileNotFoundError) as error:
         check_complaint(error, NAMES)
     else:

@@ -26,7 +26,7 @@ ALLOWED = {
 }
 """The root's own modules are facades."""
 
-CORE = {"torch", "numpy"}
+CORE = {"torch", "numpy", "safetensors"}
 EXTRAS = {
     *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn"),
@@ -87,7 +87,7 @@ def test_imports_have_an_order():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_core_needs_torch_and_numpy_only():
+def test_the_core_needs_torch_numpy_and_safetensors_only():
     import sys
 
     for path in PACKAGE.rglob("*.py"):

@@ -1,11 +1,12 @@
-"""``python -m paramp plot``: what the figure shows, and what it says of what it cannot read."""
+"""``python -m paramp plot``: the contents of the figure, and the errors for files that cannot be read."""
 
 import json
 
 import numpy as np
 
 from paramp.tools.cli import main
-from paramp.tools.plot import draw, plot, read_run
+from paramp.tools.plot import draw, plot
+from paramp.tools.run_log import read_run
 
 RECORDS = [
     {"step": 1, "loss": None, "grad_norm": None, "loss_scale": 8.0, "skipped": 1, "tokens_per_second": 10.0},
@@ -42,7 +43,7 @@ def test_the_four_panels_show_the_numbers(tmp_path):
     assert data(waiting.lines[0]) == ([2], [25])
 
 
-def test_a_file_that_opens_and_runs_side_by_side(tmp_path):
+def test_an_incomplete_line_and_several_runs(tmp_path):
     from PIL import Image
 
     cut_off = folder_of(tmp_path / "a", tail='{"step": 4, "lo')
@@ -71,7 +72,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
         ([str(folder_of(tmp_path / "word", [{"step": 1, "loss": "low"}]))], "line 1: loss: got 'low', expected a num"),
         ([good, "--out", "picture.doc"], "ends in .png or .svg or .pdf"),
         ([good, "--out", str(tmp_path / "none" / "a.png")], "no folder"),
-        ([], "the following arguments are required: LOGDIR"),
+        ([], "the following arguments are required: DIR"),
     ]
     for arguments, message in cases:
         assert main(["plot", *arguments]) == 2

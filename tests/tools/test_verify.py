@@ -16,12 +16,15 @@ from pool import World, run_on_ranks
 from torch import nn
 
 import paramp
-import paramp.tools.verify.report
+import paramp.tools.verify.launch
 from paramp import ConfigError, Precision
 from paramp.tools.cli import main
 from paramp.tools.verify import run as verify_run
-from paramp.tools.verify.report import _joined, _relative, compare, rounding
-from paramp.tools.verify.run import Options, Seen, configure, load_attribute, train
+from paramp.tools.verify.compare import compare, rounding
+from paramp.tools.verify.distances import joined, relative
+from paramp.tools.verify.options import Options, configure
+from paramp.tools.verify.run import RankRecord, train
+from paramp.tools.verify.user_code import load_attribute
 
 
 def see(world, options, run):
@@ -65,7 +68,7 @@ def test_a_gpt_follows(layout, precision):
         assert None not in (layers[name].forward, layers[name].gradient, layers[name].weights), name
     assert layers["head"].forward is not None
     assert all(layer.problem is None for layer in report.layers)
-    assert ("blocks" in layers) == ("pp" not in layout)  # what is cut returns something else in each stage
+    assert ("blocks" in layers) == ("pp" not in layout)  # a module that spans stages returns something else in each
     if "tp" in layout:  # else every sum is made in the same order
         assert 0 < max(layer.forward for layer in report.layers) < report.tolerance
         assert 0 < layers["norm"].gradient < report.tolerance
@@ -188,7 +191,7 @@ def zero_dim_batches(step):
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "verdict"),
+    ("model", "precision", "conclusion"),
     [
         (
             "overflowing",
@@ -203,19 +206,19 @@ def zero_dim_batches(step):
         ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
     ],
 )
-def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, precision, verdict):
+def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, precision, conclusion):
     own = Options(
         model=f"{__name__}:{model}",
         batches=f"{__name__}:wide_batches",
         criterion="torch.nn.functional:mse_loss",
         settings={"precision": precision},
     )
-    seen = see(World(0, 1, "cpu"), own, "single")
-    report = compare(seen, [seen], configure(own, "sharded"))
+    records = see(World(0, 1, "cpu"), own, "single")
+    report = compare(records, [records], configure(own, "sharded"))
     lines = [*report.lines()]
     assert not report.ok
     assert report.first is None
-    assert re.match(verdict, lines[-1]), lines[-1]
+    assert re.match(conclusion, lines[-1]), lines[-1]
     assert "DIVERGES" not in "\n".join(lines)
 
 
@@ -240,7 +243,7 @@ def test_a_step_that_one_run_alone_skips_fails(skipped, ok):
         assert [*report.lines()][-1].startswith(f"nothing was compared: the first step overflows in the {run} run; ")
 
 
-def test_a_forward_that_draws_random_numbers_is_said_so():
+def test_a_forward_that_draws_random_numbers_is_reported():
     report = of_blocks("noisy", layout={"tensor": 2}, size=2)
     assert not report.ok
     assert report.random_in == "block0.activation"
@@ -277,7 +280,7 @@ def test_runs_that_cannot_be_compared(changes, message):
         ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
     ],
 )
-def test_what_the_single_run_complains_of(changes, message):
+def test_mistakes_that_the_single_run_reports(changes, message):
     own = {"model": "verified:blocks", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
     with pytest.raises(ConfigError, match=message):
         see(World(0, 1, "cpu"), Options(**(own | changes)), "single")
@@ -312,7 +315,7 @@ def test_bad_input_ends_with_2(arguments, message, capsys):
 
 def verify(*arguments):
     own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--tp", "2"]
-    return python("-m", "paramp", "verify", *arguments, *own, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    return python("-m", "paramp", "verify", *arguments, *own, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'support'}")
 
 
 def test_the_command_names_the_layer_and_ends_with_1(tmp_path):
@@ -332,10 +335,10 @@ def test_the_command_names_the_layer_and_ends_with_1(tmp_path):
 
 
 def run_in(world, folder, run):
-    """The exit code of a rank, and what it says."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        return verify_run.main(folder, run), said.getvalue()
+    """The exit code of a rank, and its error output."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        return verify_run.main(folder, run), output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +348,7 @@ def run_in(world, folder, run):
         ("RIGHT", 2, "error: model: 'verified:RIGHT' is dict"),
     ],
 )
-def test_a_run_that_fails_is_named_and_its_error_is_told_once(model, code, message, monkeypatch, capfd):
+def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, message, monkeypatch, capfd):
     def start(command, size):
         folder, run = Path(command[-2]), command[-1]
         if size == 1:
@@ -357,7 +360,7 @@ def test_a_run_that_fails_is_named_and_its_error_is_told_once(model, code, messa
         print(said, file=sys.stderr)
         return max(codes)
 
-    monkeypatch.setattr(paramp.tools.verify.report, "start_processes", start)
+    monkeypatch.setattr(paramp.tools.verify.launch, "start_processes", start)
     own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--plan", "verified:RIGHT"]
     assert main(["verify", f"verified:{model}", "--tp", "2", *own]) == code
     said = capfd.readouterr()
@@ -369,41 +372,42 @@ def test_a_run_that_fails_is_named_and_its_error_is_told_once(model, code, messa
 
 def test_distances():
     expected = torch.tensor([3.0, 4.0])
-    assert _relative(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
-    assert _relative(torch.tensor([3.0, 4.5]), expected, least=10.0) == pytest.approx(0.05)
-    assert _relative(torch.tensor([0.0]), torch.tensor([0.0])) == 0.0
-    assert _relative(torch.tensor([1.0]), torch.tensor([0.0])) == math.inf
-    assert _relative(torch.tensor([math.nan, 4.0]), expected) == math.inf
+    assert relative(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
+    assert relative(torch.tensor([3.0, 4.5]), expected, least=10.0) == pytest.approx(0.05)
+    assert relative(torch.tensor([0.0]), torch.tensor([0.0])) == 0.0
+    assert relative(torch.tensor([1.0]), torch.tensor([0.0])) == math.inf
+    assert relative(torch.tensor([math.nan, 4.0]), expected) == math.inf
     lowest = torch.finfo(torch.float16).min
     masked = torch.tensor([3.0, 4.0, lowest, -math.inf], dtype=torch.float16)
     other = torch.tensor([3.0, 4.5, lowest, -math.inf], dtype=torch.float16)
-    assert _relative(other, masked) == pytest.approx(0.1)
+    assert relative(other, masked) == pytest.approx(0.1)
     assert rounding(Precision.parse("bf16-mixed")) == 2.0**-8
     assert rounding(Precision.parse("fp8-mixed")) == 2.0**-4
 
 
-def test_shares_are_put_together():
+def test_shards_are_joined():
     whole = torch.arange(2 * 12.0).view(2, 12)
     plain = whole.chunk(2, dim=1)
-    assert torch.equal(next(_joined(plain, whole, [])), whole)
+    assert torch.equal(next(joined(plain, whole, [])), whole)
     packed = [torch.cat([part.chunk(2, dim=1)[rank] for part in whole.chunk(3, dim=1)], dim=1) for rank in range(2)]
-    assert [torch.equal(joined, whole) for joined in _joined(packed, whole, [3])] == [False, True]
+    assert [torch.equal(joined, whole) for joined in joined(packed, whole, [3])] == [False, True]
     heads = torch.arange(24.0).view(2, 4, 3)  # samples, heads, features
     merged = [part.flatten(0, 1) for part in heads.chunk(2, dim=1)]
-    assert [torch.equal(joined, heads.flatten(0, 1)) for joined in _joined(merged, heads.flatten(0, 1), [2])] == [
+    assert [torch.equal(joined, heads.flatten(0, 1)) for joined in joined(merged, heads.flatten(0, 1), [2])] == [
         False,
         True,
     ]
-    assert not [*_joined([whole[:, :5], whole[:, 5:11]], whole, [])]
-    assert not [*_joined([whole[:1, :6], whole[:1, 6:]], whole, [])]
+    assert not [*joined([whole[:, :5], whole[:, 5:11]], whole, [])]
+    assert not [*joined([whole[:1, :6], whole[:1, 6:]], whole, [])]
 
 
 def test_an_attention_keys_bias_is_not_compared_with_its_own_noise():
     """Its gradient is zero but for what cancelled out badly."""
     noise = torch.tensor([1e-9, -2e-9])
-    seen = {
-        name: Seen(
-            {"pp": 0, "dp": 0, "tp": 0},
+    records = {
+        name: RankRecord(
+            batch_rank=0,
+            tensor_rank=0,
             losses=[1.0],
             grad_norms=[1.0],
             skipped=[False],
@@ -416,6 +420,6 @@ def test_an_attention_keys_bias_is_not_compared_with_its_own_noise():
         for name, sign in (("single", 1.0), ("sharded", -1.0))
     }
     options = Options(model="a:b", settings={"parallel": {"tensor": 2}, "precision": "16-mixed"})
-    report = compare(seen["single"], [seen["sharded"]], configure(options, "sharded"))
+    report = compare(records["single"], [records["sharded"]], configure(options, "sharded"))
     assert report.ok
     assert 0 < report.layers[0].gradient < 1e-3

@@ -1,7 +1,7 @@
-"""What one rank computes in a batch, module by module, and what its first step's gradient was.
+"""Recording the output of every module on one rank, and the gradient of the first step.
 
-:class:`ActivationRecorder` sits among an engine's observers, which tell it which microbatch a forward belongs to, and hooks the
-modules. :func:`first_gradient` reads the whole model's gradient off an optimizer that keeps it.
+:class:`ActivationRecorder` hooks the modules, and is an observer of the engine, which passes it each forward's
+microbatch. :func:`first_gradient` takes the whole model's gradient from the optimizer's momentum.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from ...base.dtensor import local
+from ...base.dtensor import is_dtensor, local
 from ...base.module_surgery import PassThrough
 from ...engine.engine import Engine
 
 __all__ = ["ActivationRecord", "ActivationRecorder", "first_gradient"]
 
 BUDGET = 2**30
-"""Bytes of outputs from which on no further microbatch is noted; the first one is in any case."""
+"""Bytes of recorded outputs beyond which only the first microbatch is recorded."""
 
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """What one call of a module returned."""
+    """The output of one call of a module."""
 
     module: str
     """Its first name in the whole model."""
     microbatch: int
     call: int
-    """Which call of the module in this microbatch, from 0."""
+    """The index of the call among those of the module in this microbatch."""
     tensors: list[torch.Tensor]
-    """This rank's part of the floating-point tensors in its output, on the CPU."""
+    """The local parts of the floating-point tensors in it, on the CPU."""
 
 
 class ActivationRecorder:
-    """Notes what the modules of an engine return, in the forwards of :meth:`~paramp.Engine.forward_backward`.
+    """Records the outputs of an engine's modules, in the forwards of :meth:`~paramp.Engine.forward_backward`.
+
+    A context manager, and an :class:`~paramp.base.spans.Observer` of the engine inside.
 
     Attributes:
-        notes: in the order in which the calls ended.
-        modules: every name of every module that this rank has.
-        packed: in how many parts the outputs of layers lie side by side, each of which is shared out
+        records: in the order in which the calls ended.
+        modules: every name of every module of this rank.
+        packed: the numbers of blocks side by side in outputs of layers, each of which is sharded
             (:class:`paramp.parallel.tensor_styles.PackedColwise`).
-        random_in: the first module after whose call torch's random state was another than at the beginning of the
-            forward; None if there is none.
+        random_in: the first module that drew random numbers, by torch's random state after its call; None if none did.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.notes: list[ActivationRecord] = []
+        self.records: list[ActivationRecord] = []
         own = [(name, module) for name, module in engine.module.named_modules() if not isinstance(module, PassThrough)]
         every = engine.module.named_modules(remove_duplicate=False)
         self.modules = [name for name, module in every if not isinstance(module, PassThrough)]
-        self.packed = sorted({parts for _, module in own if (parts := _packed_parts(module)) > 1})
+        self.packed = sorted({parts for _, module in own if (parts := _num_packed(module)) > 1})
         self.random_in: str | None = None
         self._device = engine.context.device
         self._observers = engine.observers
@@ -66,22 +66,24 @@ class ActivationRecorder:
         self._calls: Counter[str] = Counter()
         self._random: list[torch.Tensor] | None = None
         self._bytes = 0
-        self._hooks = [module.register_forward_hook(functools.partial(self._note, name)) for name, module in own]
+        self._hooks = [module.register_forward_hook(functools.partial(self._record, name)) for name, module in own]
         self._hooks.append(engine.module.register_forward_pre_hook(self._begin))
         self._observers.append(self)
 
-    def close(self) -> None:
-        """ActivationRecord nothing any more."""
+    def __enter__(self) -> ActivationRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._observers.remove(self)
         for hook in self._hooks:
             hook.remove()
 
     def begin_call(self) -> None:
-        """A batch begins (:class:`paramp.base.spans.Observer`)."""
+        """A call of ``forward_backward`` begins."""
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
-        """What runs inside is one operation on one microbatch."""
+        """Record what runs inside if it is a forward, of one microbatch."""
         if kind != "forward" or (microbatch and self._bytes > BUDGET):
             yield
             return
@@ -95,7 +97,7 @@ class ActivationRecorder:
     def _begin(self, _module: nn.Module, _inputs: Any) -> None:
         self._random = self._random_state()
 
-    def _note(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._microbatch is None:
             return
         if self._random is not None and self.random_in is None and self._has_drawn(self._random):
@@ -103,7 +105,7 @@ class ActivationRecorder:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in tensors]
         self._bytes += sum(copy.nbytes for copy in copies)
-        self.notes.append(ActivationRecord(name, self._microbatch, self._calls[name], copies))
+        self.records.append(ActivationRecord(name, self._microbatch, self._calls[name], copies))
         self._calls[name] += 1
 
     def _random_state(self) -> list[torch.Tensor]:
@@ -114,22 +116,24 @@ class ActivationRecorder:
         return not all(torch.equal(old, new) for old, new in zip(before, self._random_state(), strict=True))
 
 
-def _packed_parts(module: nn.Module) -> int:
-    """How many parts the weight of ``module`` has that are shared out each: a dim more than the layer's own two."""
+def _num_packed(module: nn.Module) -> int:
+    """The number of blocks in the weight of ``module`` that are sharded each; they have a dim of their own."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if not linear or not isinstance(weight, DTensor) or weight.ndim != 3:
+    if not linear or weight is None or not is_dtensor(weight) or weight.ndim != 3:
         return 1
+    from torch.distributed.tensor import Shard
+
     placement = weight.placements[0]
     return weight.shape[placement.dim - 1] if isinstance(placement, Shard) else 1
 
 
 @torch.no_grad()
 def first_gradient(engine: Engine) -> dict[str, torch.Tensor]:
-    """The gradient of the first step, as :meth:`~paramp.Engine.full_state_dict` gives weights: whole and unscaled.
+    """The unscaled gradient of the first step by parameter name, in the form of :meth:`~paramp.Engine.full_state_dict`.
 
-    Right after that step it is the momentum of an SGD that has one. It stands in the place of the weights for a moment,
-    so that it is put together from shards, stages and data ranks as they are. Every rank has to call it.
+    Right after that step it equals SGD's momentum buffer. That is written over the weights for a moment, so that it is
+    gathered from shards, stages and data ranks as they are. A collective of the world.
     """
     optimizer = engine.optimizer
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

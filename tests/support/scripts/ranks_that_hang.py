@@ -62,7 +62,7 @@ def backward(context):
 
 
 def step(context):
-    train(context, lambda engine: context.rank == 2 and engine.before_step(stop))
+    train(context, lambda engine: context.rank == 2 and engine.before_step.append(stop))
 
 
 def checkpoint(context):

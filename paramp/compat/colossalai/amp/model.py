@@ -9,7 +9,7 @@ from torch import nn
 
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
-from ....parallel.pipeline import Stage
+from ....parallel.stage import Stage
 
 __all__ = ["AmpCriterion", "AmpModel"]
 

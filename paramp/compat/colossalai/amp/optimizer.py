@@ -25,6 +25,7 @@ from ....optim.grad_norm import (
 )
 from ....optim.loss_scaler import DistributedGradScaler
 from ....optim.master_weights import Weights
+from ....optim.user_optimizer import StepGuard
 from ....precision.policy import LossScaling
 
 __all__ = ["AmpOptimizer"]
@@ -53,11 +54,14 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.num_skipped = 0
         self._weights = weights
         self._compute = compute
-        self._stepping = False
         self._spent = False  # the gradients have been stepped with
         self._found_inf: torch.Tensor | None = None  # of the gradients, once they are unscaled
         self._norm: float | None = None
-        optim.register_step_pre_hook(self._check_caller)
+        self._guard = StepGuard(
+            optim,
+            "optimizer.step(): the optimizer was converted; call step() of what convert_to_amp returned, which first "
+            "unscales and checks the gradients",
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet
@@ -159,11 +163,8 @@ class AmpOptimizer(torch.optim.Optimizer):
             zeros = round(_summed(count_zeros(gradients, self._present(norm_weights), found_inf.device)))
         overflow = bool(found_inf)
         if not overflow:
-            self._stepping = True
-            try:
+            with self._guard:
                 self.optim.step()
-            finally:
-                self._stepping = False
             self._weights.write_back()
         self.optim._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
         self._weights.drop_master_gradients()
@@ -212,13 +213,6 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.optim.load_state_dict(state_dict["optimizer"])
         self.scaler.load_state_dict(state_dict["scaler"])
         self.zero_grad()
-
-    def _check_caller(self, *_: Any) -> None:
-        if not self._stepping:
-            raise RuntimeError(
-                "optimizer.step(): the optimizer was converted; call step() of what convert_to_amp returned, which "
-                "first unscales and checks the gradients"
-            )
 
     def _unscaled(self) -> list[torch.Tensor]:
         """The gradients of the stepped tensors, plain and unscaled; the first call agrees on whether all are finite."""

@@ -1,0 +1,105 @@
+"""Giving modules another class in place, such as that of a norm in low precision."""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+__all__ = ["replace_class"]
+
+
+def replace_class(
+    model: nn.Module,
+    old: type[nn.Module],
+    new: type[nn.Module],
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> list[str]:
+    """Make the modules of ``model`` that compute as ``old`` does compute as ``new``, a subclass of it, in place.
+
+    Each stays the object that it is, with another class: its parameters, buffers, hooks, attributes, mode, names and
+    all references to it hold, optimizers and their states too, and one that has several names is changed once. So it
+    works on DTensor parameters, and after a plan has put hooks on a module. A module of a subclass of ``old`` gets a
+    class made of ``new`` and that subclass. Modules with a forward of their own, from a subclass or set on the
+    instance, are left alone.
+
+    Args:
+        new: it adds nothing to an instance that ``old`` does not have.
+        filter_fn: ``(module, its first name) -> bool``, which modules to change. None: all.
+
+    Returns:
+        The first name of each module changed.
+
+    Raises:
+        TypeError: ``model`` is no module, or it or a module in it is wrapped in DDP or FSDP.
+    """
+    _check_bare(model)
+    assert issubclass(new, old)
+    names = []
+    for name, module in model.named_modules():
+        if _computes_as(module, old) and (filter_fn is None or filter_fn(module, name)):
+            _change_class(module, old, new)
+            names.append(name)
+    return names
+
+
+def _change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    kind = type(module)
+    # torch's parametrizations give a module a class of its own, derived from its real one, to which they return.
+    own = kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+    changed = new if own is old else _combined(new, own, old)
+    if own is kind:
+        module.__class__ = changed
+    else:
+        kind.__bases__ = (changed,)
+
+
+def _check_bare(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected an nn.Module")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import; what is not imported wraps nothing
+    wrappers = (DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            raise TypeError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, which has recorded the modules as "
+                "they are; change the model (wrapper.module) before it is wrapped"
+            )
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    own = "forward" in module.__dict__
+    return isinstance(module, kind) and type(module).forward is kind.forward and not own
+
+
+_COMBINED: dict[tuple[type, type, type], type] = {}
+
+
+def _combined(new: type, own: type, old: type) -> type:
+    """``own``, a subclass of ``old``, with what ``new`` overrides of ``old``; the same class each time."""
+    if (new, own, old) in _COMBINED:
+        return _COMBINED[new, own, old]
+    name = new.__name__.replace(old.__name__, own.__name__)
+    namespace = {"__reduce_ex__": _reduce_combined, "_combined_from": (new, own, old), "__module__": own.__module__}
+    _COMBINED[new, own, old] = types.new_class(name, (new, own), exec_body=lambda body: body.update(namespace))
+    return _COMBINED[new, own, old]
+
+
+def _reduce_combined(module: nn.Module, protocol: int) -> Any:
+    """For pickle and copy, which look a class up by its name; a combined one has none in any module."""
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    constructor, arguments, *state = reduced
+    if constructor is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced  # the user's class has a way of its own
+    return _new_combined, (module._combined_from, *arguments[1:]), *state
+
+
+def _new_combined(made_from: tuple[type, type, type], *arguments: Any) -> Any:
+    kind = _combined(*made_from)
+    return kind.__new__(kind, *arguments)

@@ -1,0 +1,172 @@
+"""The layout: how many ranks each axis has, and how the pipeline runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..base.errors import ConfigError, nearest, require
+from .schedules import SCHEDULES, Schedule, canonical_name
+
+__all__ = ["ParallelConfig", "PipelineConfig", "TensorConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """The tensor axis: each layer's weights are sharded over its ranks."""
+
+    size: int = 1
+    """Ranks that shard each layer."""
+    mode: Literal["1d"] = "1d"
+    """How weight matrices are sharded: ``1d`` is Megatron's column and row parallelism."""
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The pipeline axis: the layers are partitioned into stages, and each rank runs one or more of them."""
+
+    size: int = 1
+    """Ranks that the layers are partitioned over."""
+    schedule: str = "1f1b"
+    """The order of forwards and backwards (:mod:`paramp.config.schedules`): ``gpipe``, ``1f1b``, ``interleaved-1f1b``,
+    ``looped-bfs``, ``interleaved-zero-bubble``, ``zbv`` or ``dualpipev``. torch's names are accepted, too."""
+    microbatches: int | None = None
+    """Microbatches that each rank's batch is split into. None: one for each pipeline rank, or the fewest that the
+    schedule allows."""
+    stages_per_rank: int | None = None
+    """Stages on each rank. None: one for ``gpipe`` and ``1f1b``, two for the others."""
+    split: tuple[str, ...] | None = None
+    """Names of the modules that begin the second and each later stage. None: balanced by parameters."""
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+        object.__setattr__(self, "schedule", canonical_name(self.schedule))
+        names = f"one of {', '.join(SCHEDULES)}{nearest(self.schedule, SCHEDULES)}"
+        require(self.schedule in SCHEDULES, "schedule", self.schedule, names)
+        self._check_stages()
+        self._check_microbatches()
+        self._check_split()
+
+    def _check_stages(self) -> None:
+        given = self.stages_per_rank
+        if self.row.any_stages:
+            require(given is None or given >= 1, "stages_per_rank", given, "an integer of 1 or more")
+        else:
+            exact = self.row.stages_per_rank
+            require(given in (None, exact), "stages_per_rank", given, f"{exact} for the schedule {self.schedule!r}")
+
+    def _check_microbatches(self) -> None:
+        given = self.microbatches
+        if given is None:
+            return
+        require(given >= 1, "microbatches", given, "an integer of 1 or more")
+        if self.size == 1:
+            return
+        least = self.row.least_microbatches(self.size)
+        per_rank = "one" if least == self.size else f"{least // self.size}"
+        enough = f"at least {least}, {per_rank} for each of the {self.size} ranks, for the schedule {self.schedule!r}"
+        require(given >= least, "microbatches", given, enough)
+        rounds = max(1, given // self.size)
+        multiple = (
+            f"a multiple of {rounds}, such as {given - given % rounds}, because the schedule {self.schedule!r} runs "
+            f"them in {rounds} rounds of {self.size} or more"
+        )
+        require(not self.row.in_rounds or given % rounds == 0, "microbatches", given, multiple)
+
+    def _check_split(self) -> None:
+        if self.split is None:
+            return
+        per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
+        needed = self.num_stages - 1
+        names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
+        require(len(self.split) == needed, "split", list(self.split), names)
+
+    @property
+    def row(self) -> Schedule:
+        """The schedule's row in :data:`~paramp.config.schedules.SCHEDULES`."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def num_local_stages(self) -> int:
+        """Stages on each rank; 1 without a pipeline."""
+        return 1 if self.size == 1 else self.stages_per_rank or self.row.stages_per_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.size * self.num_local_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that each rank's batch is split into."""
+        return self.microbatches or (1 if self.size == 1 else max(self.size, self.row.least_microbatches(self.size)))
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs ``stage``."""
+        return self.row.rank_of(stage, self.size)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, in the model's order."""
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+    @property
+    def theoretical_bubble(self) -> float | None:
+        """The fraction of a step that ranks idle (:mod:`paramp.config.schedules`); None if there are too few
+        microbatches to fill the pipeline."""
+        return self.row.bubble(self.size, self.num_local_stages, self.num_microbatches) if self.size > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout: the sizes of the three axes and how they are used."""
+
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The tensor axis. A number is its size."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """The pipeline axis. A number is its size."""
+    data: int | Literal["auto"] = "auto"
+    """Replicas of the model. ``auto``: the world divided by tensor x pipeline."""
+    zero: int = 0
+    """ZeRO stage: 0 replicates masters and optimizer state over the data axis, 1 shards them."""
+    sequence_parallel: bool = False
+    """Shard the sequence over the tensor axis in the norms and dropout between tensor-parallel layers."""
+
+    def __post_init__(self) -> None:
+        require(self.data == "auto" or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")
+        require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
+        require(
+            not self.sequence_parallel or self.tensor.size > 1,
+            "sequence_parallel",
+            self.sequence_parallel,
+            f"False, because tensor.size is {self.tensor.size} and there is nothing to shard the sequence over",
+        )
+
+    def data_size(self, world_size: int) -> int:
+        """The size of the data axis in a world of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: the three sizes do not multiply to the world's.
+        """
+        model = self.tensor.size * self.pipeline.size
+        sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size}"
+        if self.data == "auto":
+            if world_size % model:
+                raise ConfigError(
+                    f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; "
+                    f"start a multiple of {model} processes, or change the sizes"
+                )
+            return world_size // model
+        if self.data * model != world_size:
+            raise ConfigError(
+                f"parallel: {sizes} x data {self.data} = {self.data * model}, but the world has {world_size} ranks; "
+                f"start {self.data * model} processes, or set parallel.data to 'auto'"
+            )
+        return self.data
+
+    @property
+    def least_world_size(self) -> int:
+        """The smallest world that the layout fits."""
+        return self.tensor.size * self.pipeline.size * (1 if self.data == "auto" else self.data)

@@ -1,0 +1,116 @@
+"""What the train script trains, on which data, and what it writes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..base.errors import require
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What ``launch/train.py`` trains. The library itself does not read it."""
+
+    model: str = "tiny"
+    """A preset of :class:`paramp.models.GPT`. The table ``model`` of the configuration replaces fields of it."""
+    data: str = "stdlib"
+    """``stdlib``: the source of Python's standard library on this machine, as bytes. Else the path of a text file or a
+    folder of text, a ``.bin`` of tokens or a folder with ``train.bin`` and ``val.bin``, Megatron's ``.bin`` and
+    ``.idx``, or a folder that ``datasets`` has saved (:func:`paramp.data.corpus.load_corpus`)."""
+    validation_data: str | None = None
+    """Data to evaluate on, a path of the same kinds. None: a part of ``data`` is held out."""
+    tokenizer: str | None = None
+    """The path of a Hugging Face ``tokenizer.json``, or of a folder with one. None: text is read as bytes."""
+    vocab_size: int | None = None
+    """Tokens that exist. None: as the tokenizer or the data says, else the model's own."""
+    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """The dtype of a ``.bin``. ``auto``: that of a ``meta.json`` beside it, else uint16."""
+    norms: Literal["plain", "low-precision", "fused"] = "plain"
+    """``low-precision``: norms take and return autocast's dtype. ``fused``: the same, with Apex's kernels where they
+    are installed (:mod:`paramp.precision.norms`)."""
+    seq_len: int = 256
+    """Tokens of a sequence."""
+    batch_size: int = 32
+    """Sequences of an optimizer step over all ranks, accumulation included."""
+    steps: int = 300
+    """Optimizer steps to train."""
+    lr: float = 2e-3
+    """The highest learning rate: linear warm-up over 5 % of the steps, then a cosine down to a tenth of it."""
+    weight_decay: float = 0.1
+    """AdamW's decay of the weight matrices."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    eval_sequences: int = 64
+    """Held-out sequences of an evaluation; always the same ones."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go, a folder each (:mod:`paramp.engine.checkpoint_manager`). The last step is always saved."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints. None: only after the last step and before a requested stop."""
+    checkpoint_keep_last: int = 3
+    """How many of the newest checkpoints are kept."""
+    checkpoint_keep_every: int | None = None
+    """Checkpoints of steps that are multiples of this are never deleted."""
+    resume: str | None = None
+    """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
+    Else the path of a checkpoint."""
+    log_dir: str | None = None
+    """Where ``metrics.jsonl``, ``train.log`` and ``config.json`` go. None: nowhere."""
+    tensorboard: bool = False
+    """Also write scalars for TensorBoard, to the folder ``tensorboard`` in ``log_dir``."""
+    trace: int | None = None
+    """A step whose timeline is written to ``log_dir`` as ``trace.json``, for ``ui.perfetto.dev``."""
+    histogram: int | None = None
+    """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
+    ``log_dir``."""
+    peak_tflops: float | None = None
+    """One device's peak in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
+    (:mod:`paramp.observe.mfu`); no utilisation for a device that is not in it."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size", "steps", "eval_every", "eval_sequences", "vocab_size"):
+            self._require_count(name)
+        require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
+        require(
+            self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
+            "peak_tflops",
+            self.peak_tflops,
+            "a finite number above 0, or None",
+        )
+        self._check_checkpoints()
+        self._check_logs()
+
+    def _require_count(self, name: str) -> None:
+        value = getattr(self, name)
+        require(value is None or value >= 1, name, value, "an integer of 1 or more")
+
+    def _check_checkpoints(self) -> None:
+        for name in ("checkpoint_every", "checkpoint_keep_last", "checkpoint_keep_every"):
+            self._require_count(name)
+        require(
+            self.checkpoint_every is None or self.checkpoint_dir is not None,
+            "checkpoint_every",
+            self.checkpoint_every,
+            "nothing, because there is no checkpoint_dir to write to; set it with --checkpoint-dir DIR",
+        )
+        for name in ("checkpoint_dir", "resume"):
+            require(getattr(self, name) != "", name, getattr(self, name), "a path")
+        require(
+            self.resume != "auto" or self.checkpoint_dir is not None,
+            "resume",
+            self.resume,
+            "the path of a checkpoint, because there is no checkpoint_dir to look in; set it with --checkpoint-dir DIR",
+        )
+
+    def _check_logs(self) -> None:
+        no_log_dir = "because there is no log_dir to write to; set it with --log-dir DIR"
+        has_log_dir = self.log_dir is not None
+        require(has_log_dir or not self.tensorboard, "tensorboard", self.tensorboard, f"False, {no_log_dir}")
+        for name in ("trace", "histogram"):
+            step = getattr(self, name)
+            require(step is None or 1 <= step <= self.steps, name, step, f"a step from 1 to {self.steps}")
+            require(has_log_dir or step is None, name, step, f"nothing, {no_log_dir}")

@@ -1,0 +1,219 @@
+"""An accumulation window: its losses, what the backward of each begins at, and their mean over all ranks.
+
+A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
+(microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
+``(sum, count)`` is divided by a fixed power of two near its count instead, and the step corrects for the true total
+count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ..base.dtensor import full_tensor
+from ..base.errors import CheckpointError
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+from ..observe.replay import Window
+from ..optim.loss_scaler import DistributedGradScaler
+from .batch_runner import BatchRunner, failure_message
+from .compute_context import ComputeContext
+from .step_decision import StepGradients
+
+__all__ = ["CheckedCriterion", "Criterion", "Loss", "LossWindow"]
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The mean over a microbatch, or ``(sum, count)``."""
+Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]
+
+
+class CheckedCriterion:
+    """The user's criterion, if there is one, with its losses checked."""
+
+    def __init__(self, criterion: Criterion | None, compute: ComputeContext) -> None:
+        self._criterion = criterion
+        self._compute = compute
+
+    def require(self) -> Criterion:
+        """The criterion itself.
+
+        Raises:
+            ValueError: ``initialize`` got none.
+        """
+        if self._criterion is None:
+            raise ValueError("criterion: initialize got none; pass one as its third argument")
+        return self._criterion
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> Loss:
+        """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
+
+        Raises:
+            ValueError: there is no criterion, or it returned neither one element nor two.
+        """
+        criterion = self.require()
+        with self._compute.sharded_loss():
+            loss = criterion(output, target.to(self._compute.device))
+        parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
+        if len(parts) == 2:
+            parts[1] = torch.as_tensor(parts[1])  # a count may be a number of Python's
+        single = all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
+        if not single or len(parts) != expected:
+            raise ValueError(
+                "criterion: expected a tensor of one element, or (sum, count) of two, got "
+                + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
+            )
+        plain = [full_tensor(part).reshape(()) for part in parts]
+        return (plain[0], plain[1]) if expected == 2 else plain[0]
+
+
+class LossWindow:
+    """The current accumulation window on this rank: its losses, and where its gradients begin and end.
+
+    Attributes:
+        size: microbatches in a window, over all data ranks.
+        totals: 1-dim float64, on the device: the sum of the losses, of their weights, and of those weights that are
+            counts. A mean over a microbatch has weight 1.
+        count_unit: sums and counts are divided by it. None before the first backward.
+        gradients: those of the window's losses.
+        batches: those of the window, to find out why its step was skipped.
+    """
+
+    def __init__(
+        self,
+        scaler: DistributedGradScaler,
+        runner: BatchRunner,
+        gradients: StepGradients,
+        batches: Window,
+        context: ParallelContext,
+    ) -> None:
+        self._accumulation = context.config.gradient_accumulation
+        self._scaler = scaler
+        self._runner = runner
+        self._context = context
+        self._num_calls = 0  # of step() in this window
+        self._ended = False  # by the last call of step(): the gradients are those of a past step
+        self.gradients = gradients
+        self.batches = batches
+        self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
+        self.totals = self.no_losses()
+        self.count_unit: float | None = None
+
+    def no_losses(self) -> torch.Tensor:
+        """What :attr:`totals` begins as; for losses that do not belong to the window."""
+        return torch.zeros(3, dtype=torch.float64, device=self._context.device)
+
+    # ------------------------------------------------------------------------------------------------ begin and end
+
+    def begin_backward(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Before a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
+
+        Args:
+            count: elements in a microbatch's target.
+            batch: None if it is not known.
+        """
+        if self._ended:
+            self.drop()
+        self.batches.add(batch)
+        self.gradients.begin()
+        if self.count_unit is None:
+            # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
+            largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self._context.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self.count_unit = 2.0 ** round(math.log2(float(largest)))
+
+    @property
+    def in_last_call(self) -> bool:
+        """Whether the next call of ``step()`` ends the window."""
+        return self._num_calls == self._accumulation - 1
+
+    def end_call(self, scale: torch.Tensor) -> bool:
+        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim)."""
+        self._num_calls += 1
+        if self._num_calls < self._accumulation:
+            return False
+        self._num_calls, self._ended = 0, True
+        self.batches.end(scale)
+        return True
+
+    def drop(self) -> None:
+        """Drop losses and gradients, but not those of an unfinished window, which a plain loop accumulates."""
+        if self._num_calls == 0:
+            self.gradients.drop()
+            self.totals.zero_()
+            self.batches.drop()
+            self._ended = False
+
+    def restart(self) -> None:
+        """Drop losses and gradients, those of an unfinished window too."""
+        self._num_calls = 0
+        self.drop()
+
+    def check_ended(self) -> None:
+        """Check that no gradients wait for a step.
+
+        Raises:
+            CheckpointError: there are some.
+        """
+        if self._num_calls or self.batches.is_open:
+            raise CheckpointError(
+                f"save: got a call with gradients that wait for a step, after {self._num_calls} of "
+                f"{self._accumulation} accumulation steps; they are not saved: save after the step that takes them"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- losses
+
+    def scaled(self, loss: Loss) -> torch.Tensor:
+        """Add ``loss`` to the window.
+
+        Returns:
+            What its backward begins at, 0-dim: scaled, and divided so that gradients are summed over the window.
+
+        Raises:
+            ValueError: it does not depend on the model's output.
+        """
+        value, parts = self.split(loss)
+        if not value.requires_grad:
+            raise ValueError(
+                "criterion: its loss does not depend on the model's output, so nothing can be learned from it; "
+                "do not detach it, and compute it in torch"
+            )
+        self.totals += parts
+        return self._scaler.scale(value) / self.size
+
+    def added(self, loss: Loss, totals: torch.Tensor) -> torch.Tensor:
+        """What of ``loss`` is differentiated, 0-dim, after adding it to ``totals``."""
+        value, parts = self.split(loss)
+        totals += parts
+        return value
+
+    def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of ``loss`` is differentiated, 0-dim, and what it adds to totals. Sums and counts are over the unit."""
+        if not isinstance(loss, tuple):
+            one = torch.ones((), dtype=torch.float64, device=self._context.device)
+            return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one)])
+        unit = self.count_unit or 1.0
+        value, count = loss[0] / unit, loss[1].detach().double().to(self._context.device) / unit
+        return value, torch.stack([value.detach().double(), count, count])
+
+    def counted(self, totals: torch.Tensor) -> torch.Tensor:
+        """``totals`` on the one rank of each model group whose losses count; zeros on the others."""
+        return totals if self._context.counts_loss else torch.zeros_like(totals)
+
+    def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
+        """The mean loss in ``totals`` of all ranks, 0-dim float32; by default that of the window so far.
+
+        Raises:
+            ValueError: the criterion failed on the last stage of a pipeline; on every rank.
+        """
+        failure = self._runner.failure
+        totals = self.totals if totals is None else totals
+        summed = torch.cat([self.counted(totals), totals.new_full((1,), float(failure is not None))])
+        dist.all_reduce(summed)
+        if self._runner.pipeline is not None and summed[3]:
+            messages = gather_objects(failure and failure_message(failure))
+            raise ValueError(next(message for message in messages if message is not None)) from failure
+        return (summed[0] / summed[1]).float()

@@ -1,0 +1,294 @@
+"""The steps of :func:`paramp.initialize`, in the order in which it takes them.
+
+The order matters. Names and ties are read off the whole model; only then is it partitioned into stages. Weights are
+sharded over the tensor axis in full precision, masters are copied from that, and only then are weights rounded to half.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import named_tensors
+from ..distributed.axes import broadcast_replicas, tensor_mesh
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext, TiedParameter
+from ..optim.flat_params import FlatWeights
+from ..optim.user_optimizer import (
+    check_elementwise,
+    check_optimizer,
+    groups_by_name,
+    names_by_parameter,
+    repoint,
+    warn_of_eps,
+)
+from ..parallel.adapters import ModelAdapter
+from ..parallel.materialize import materialize, outline
+from ..parallel.partition import partition_model
+from ..parallel.stage import Joined, Stage, Stages
+from ..precision.float8 import choose_layers, convert, find_library
+from ..precision.policy import Precision
+from .engine import Engine
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = [
+    "apply_algorithms",
+    "build_model",
+    "build_optimizer",
+    "check_libraries",
+    "flatten_weights",
+    "float8_conversion",
+    "make_stages",
+    "partition",
+    "plan_layers",
+    "prepare_criterion",
+    "read_names",
+    "shard",
+    "track",
+]
+
+Parameters: TypeAlias = Iterable[nn.Parameter]
+
+
+def check_libraries(context: ParallelContext) -> None:
+    """Check that what the mode computes with is installed, before anything is built.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if context.config.precision.float8 is not None:
+        find_library(context.config.precision.float8, context.device, context.tensor_axis.size)
+
+
+# ------------------------------------------------------------------------------------------------ what the user gave
+
+
+def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> nn.Module:
+    """``model``, called if it is a callable that builds one."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "optimizer: got a finished optimizer for a model that is yet to be built; "
+            "pass a callable, such as lambda parameters: torch.optim.AdamW(parameters)"
+        )
+    return model()
+
+
+def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:
+    """Let each of ``algorithms`` change the modules of ``model``, in place."""
+    valid = isinstance(algorithms, Iterable) and not isinstance(algorithms, str)
+    if not valid or any(isinstance(one, type) or not callable(getattr(one, "apply", None)) for one in algorithms):
+        raise ConfigError(
+            f"algorithms: got {algorithms!r}, expected a list of objects with apply(model, precision), such as "
+            "[paramp.algorithms.LowPrecisionLayerNorm()]"
+        )
+    for algorithm in algorithms:
+        algorithm.apply(model, precision)
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer], model: nn.Module
+) -> torch.optim.Optimizer:
+    """``optimizer``, made from the parameters of ``model`` if it is a callable that makes one."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that makes one")
+    return optimizer(model.parameters())
+
+
+def prepare_criterion(criterion: Any, device: torch.device) -> None:
+    """Check that ``criterion`` is None or callable; move a module to ``device``."""
+    if criterion is not None and not callable(criterion):
+        raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
+    if isinstance(criterion, nn.Module):
+        criterion.to(device)
+
+
+# --------------------------------------------------------------------------------------------------- the whole model
+
+
+def read_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter of the whole model, after checks. A collective of the world.
+
+    Raises:
+        ConfigError: ranks have built different models, or ``optimizer`` is not a fresh one over the parameters.
+    """
+    names_of = names_by_parameter(model)
+    _check_same_model(model)
+    check_optimizer(optimizer, names_of)
+    return names_of
+
+
+def _check_same_model(model: nn.Module) -> None:
+    """Check that every rank has built the same parameters; else raise, on every rank, with the first difference."""
+    own = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
+    # In a world of thousands a list of parameters from every rank takes seconds to read, so that it is gathered only if
+    # the lists' digests, which every rank sees, differ.
+    digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    models = gather_objects(own)
+    for rank, theirs in enumerate(models):
+        if theirs != models[0]:
+            pairs = itertools.zip_longest(models[0], theirs, fillvalue="no parameter")
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(f"model: rank 0 has {first}, where rank {rank} has {other}; build the same on every rank")
+
+
+def plan_layers(
+    adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle] | None, context: ParallelContext
+) -> dict[str, ParallelStyle]:
+    """The tensor-parallel style of each module: of the user's ``plan``, else of the model's own.
+
+    Raises:
+        ConfigError: there is none where the layout needs one, or it does not fit the model.
+    """
+    size = context.tensor_axis.size
+    if plan is None and size > 1:
+        plan = adapter.plan(size, context.config.parallel.sequence_parallel)
+    if not plan:
+        return {}
+    from ..parallel.tensor_plan import check_divisible, resolve_plan
+
+    styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
+    check_divisible(adapter.model, styles, size)
+    return styles
+
+
+def float8_conversion(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], overflow: torch.Tensor, context: ParallelContext
+) -> Callable[[nn.Module], nn.Module]:
+    """A function that lets the layers of a stage compute in float8, those that are chosen of the whole ``model``.
+
+    Where the mode has no such layers it returns the stage unchanged.
+
+    Args:
+        overflow: 0-dim, on the device; raised by these layers when they are given a gradient that is not finite.
+    """
+    precision, size = context.config.precision, context.tensor_axis.size
+    if precision.float8 is None:
+        return lambda module: module
+    dims: dict[str, int] = {}
+    if styles:
+        from ..parallel.tensor_plan import sharded_dims
+
+        dims = sharded_dims(styles)
+    return functools.partial(
+        convert,
+        precision=precision,
+        device=context.device,
+        choice=choose_layers(model, precision.float8, dims, size),
+        tensor_size=size,
+        overflow=overflow,
+        group=context.batch_axis.group,
+        verbose=context.is_main,
+    )
+
+
+def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
+    """The module of each pipeline stage, those of other ranks too; the model where there is one stage only.
+
+    Raises:
+        ConfigError: the model cannot be partitioned, or a style is for a module that would be split.
+    """
+    pipeline = context.config.parallel.pipeline
+    if pipeline.num_stages == 1:
+        return [adapter.single_stage()]
+    split = adapter.split(pipeline.num_stages) if pipeline.split is None else pipeline.split
+    units = adapter.partition(pipeline.num_stages, split)
+    for name in units.opened & styles.keys():
+        raise ConfigError(
+            f"plan: {name!r} is split by the pipeline, so that a style for it would not run; split around it "
+            "(parallel.pipeline.split), or give styles to the modules in it"
+        )
+    return partition_model(adapter.model, units, pipeline.num_stages, split)
+
+
+# ------------------------------------------------------------------------------------------------- this rank's stages
+
+
+def shard(
+    stages: Joined,
+    styles: Mapping[str, ParallelStyle],
+    fill: Callable[[nn.Module], None],
+    to_float8: Callable[[nn.Module], nn.Module],
+    context: ParallelContext,
+) -> None:
+    """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; those on ``meta`` are filled.
+
+    Every rank that has a replica gets the values of the first such rank, whatever it was built with.
+    """
+    precision, module = context.config.precision, stages.module
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))
+    broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
+    whole = outline(module)  # with the layers' own classes, which know how they are filled
+    module = to_float8(module)
+    if styles and context.tensor_axis.size > 1:
+        from ..parallel.tensor_plan import apply_plan
+
+        apply_plan(module, styles, tensor_mesh(context))
+    on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
+    materialize(
+        module,
+        context.config.seed,
+        context.device,
+        whole=whole,
+        fill=fill,
+        dtype=None if precision.masters else precision.weights,  # masters are made from the values drawn
+        keep_batchnorm_fp32=precision.keep_batchnorm_fp32,
+    )
+    filled = dict(named_tensors(module))
+    broadcast_replicas([filled[name] for name in on_meta], context)
+    stages.take_over(module)
+
+
+def flatten_weights(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names_of: Mapping[nn.Parameter, list[str]],
+    ties: Sequence[TiedParameter],
+    context: ParallelContext,
+) -> FlatWeights:
+    """Move the parameters of ``module`` into flat buffers, make masters, and give the optimizer what it steps."""
+    weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
+    weights.follow_loads(module)
+    check_elementwise(optimizer, weights)
+    repoint(optimizer, names_of, weights)
+    if not context.config.precision.masters:
+        warn_of_eps(optimizer)
+    return weights
+
+
+def make_stages(stages: Joined, context: ParallelContext) -> Stages:
+    """This rank's modules as stages that compute in the mode's precision, with random streams of their own."""
+    last = context.config.parallel.pipeline.num_stages - 1
+    computing = [
+        Stage(
+            part,
+            context.config.precision,
+            context.device,
+            is_first=index == 0,
+            is_last=index == last,
+            random=context.activation_stream(index),
+        )
+        for index, part in zip(context.local_stages, stages.parts, strict=True)
+    ]
+    return Stages(stages, computing)
+
+
+def track(engine: Engine, **parts: Any) -> None:
+    """Let the engine's checkpoints hold the state of each of ``parts`` that has one."""
+    for name, part in parts.items():
+        if hasattr(part, "state_dict"):
+            engine.track(name, part)

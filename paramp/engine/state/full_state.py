@@ -1,0 +1,67 @@
+"""The whole model, put together on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...base.dtensor import full_tensor
+from ...distributed.context import ParallelContext
+from ...optim.flat_params import FlatWeights
+
+__all__ = ["full_state_dict"]
+
+
+@torch.no_grad()
+def full_state_dict(
+    module: nn.Module, weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """The whole model: full tensors on the CPU, floating-point ones in fp32 at least. A collective of the world.
+
+    Where the mode has masters, their values. Buffers are those of the first data rank.
+
+    Args:
+        module: the modules of this rank's stages.
+        shapes: of parameters in the whole model, where a tensor-parallel style keeps another one.
+    """
+    own = _local_stages(module, weights, shapes, context)
+    stage_axis = context.stage_axis
+    whole: dict[str, torch.Tensor] = {}
+    for rank in range(stage_axis.size):
+        description: list[Any] = [[(name, value.shape, value.dtype) for name, value in own.items()]]
+        if stage_axis.size > 1:
+            dist.broadcast_object_list(description, group=stage_axis.group, group_src=rank)
+        for name, shape, dtype in description[0]:
+            if rank == stage_axis.rank:
+                value = own[name].contiguous()
+            else:
+                value = torch.empty(shape, dtype=dtype, device=context.device)
+            if stage_axis.size > 1:
+                dist.broadcast(value, group=stage_axis.group, group_src=rank)
+            whole[name] = value.cpu().clone()
+    return whole
+
+
+def _local_stages(
+    module: nn.Module, weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext
+) -> dict[str, torch.Tensor]:
+    """Full tensors of this rank's stages, on the device."""
+    masters = weights.full_precision()
+    by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
+    batch_axis = context.batch_axis
+    own: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # Transformer Engine's scales
+            continue
+        if batch_axis.size > 1 and not isinstance(value, nn.Parameter):  # running statistics differ: the first's
+            value = value.clone()
+            dist.broadcast(value, group=batch_axis.group, group_src=0)
+        value = full_tensor(by_parameter.get(id(value), value).detach())
+        value = value.reshape(shapes.get(name, value.shape))
+        wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+        own[name] = value.to(wide)
+    return own

@@ -1,0 +1,180 @@
+"""What the optimizer keeps as chunks of a checkpoint, and its param groups' options as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import CheckpointError
+from ...checkpoint.chunks import Chunk, whole_chunk
+from ...checkpoint.header import Header
+from ...optim.flat_params import NO_GROUP
+from ...optim.param_buffer import FlatParam
+from .param_chunks import ParamChunks
+
+__all__ = ["OptimizerState"]
+
+OPTIMIZER = "optimizer."
+"""What the names of state begin with."""
+IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Options of a param group that select an implementation, not what a step computes. They are not saved."""
+STATE_OPTIONS = ("amsgrad", "momentum", "nesterov", "centered")
+"""Options of a param group on which depends what state there is."""
+PYTHON_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""As which dtype, exactly, a Python number is saved: a checkpoint's state is tensors."""
+
+
+class OptimizerState:
+    """The optimizer's state of the weights that this rank steps, and its param groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: ParamChunks) -> None:
+        self._optimizer = optimizer
+        self._params = params
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of each param group."""
+        return [
+            {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+            for group in self._optimizer.param_groups
+        ]
+
+    def numbers(self) -> dict[str, str]:
+        """The name of the type of each state that the optimizer keeps as a Python number, by the state's key."""
+        return {
+            key: type(value).__name__
+            for _, stepped in self._with_state()
+            for key, value in self._optimizer.state.get(stepped, {}).items()
+            if type(value) in PYTHON_NUMBERS
+        }
+
+    def chunks(self) -> Iterator[Chunk]:
+        """What the optimizer keeps on this rank. Of what several ranks keep alike, one writes.
+
+        Raises:
+            CheckpointError: something is neither a tensor nor a number, or a tensor of unknown layout.
+        """
+        for param, stepped in self._with_state():
+            for key, value in self._optimizer.state.get(stepped, {}).items():
+                yield self._chunk(param, stepped, key, value)
+
+    def _with_state(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
+        """The parameters of which the optimizer steps a part here, and what it steps for them."""
+        for param, stepped, _ in self._params.weights.pairs():
+            if param.own[0] < param.own[1] and param.group != NO_GROUP:
+                yield param, stepped
+
+    def _name(self, param: FlatParam, key: str) -> str:
+        return f"{OPTIMIZER}{self._params.first_names[param.name]}.{key}"
+
+    def _chunk(self, param: FlatParam, stepped: nn.Parameter, key: str, value: Any) -> Chunk:
+        name = self._name(param, key)
+        if type(value) in PYTHON_NUMBERS:
+            value = torch.tensor(value, dtype=PYTHON_NUMBERS[type(value)])
+        if not isinstance(value, torch.Tensor) or "." in key:
+            raise CheckpointError(
+                f"{name}: the optimizer keeps a {type(value).__name__} there, which a checkpoint does not hold; "
+                "expected tensors and numbers, under names without a dot"
+            )
+        if value.shape == stepped.shape:  # elementwise, such as a moment: sliced as the weight is
+            return self._params.trained(param, name, value)
+        whole = param.own == (0, math.prod(self._params.shapes[param.name]))
+        if value.ndim and not whole:
+            raise CheckpointError(
+                f"{name}: a tensor of {tuple(value.shape)} for a part of a weight, of {tuple(stepped.shape)}: how it "
+                "is made up of several ranks' is not known; use an elementwise optimizer"
+            )
+        # One for the whole weight, such as a step count: equal on all ranks that step a part of it.
+        return whole_chunk(name, value, written=self._params.writes(param) and param.own[0] == 0)
+
+    def check(self, header: Header) -> None:
+        """Compare the checkpoint's optimizer with this one.
+
+        Raises:
+            CheckpointError: it is another kind, has other groups, or keeps other state.
+        """
+        groups, kind = header.values["groups"], type(self._optimizer).__name__
+        if kind != header.values["optimizer"]:
+            raise CheckpointError(
+                f"optimizer: got {kind}, expected the checkpoint's {header.values['optimizer']}; make the same, or "
+                "load with weights_only=True"
+            )
+        if len(groups) != len(self._optimizer.param_groups):
+            raise CheckpointError(
+                f"optimizer: it has {len(self._optimizer.param_groups)} param groups, the checkpoint's had "
+                f"{len(groups)}; make the same groups, or load with weights_only=True"
+            )
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            for key in STATE_OPTIONS:
+                if bool(saved.get(key)) != bool(group.get(key)):
+                    raise CheckpointError(
+                        f"optimizer: got {key}={group.get(key)!r}, expected the checkpoint's {saved.get(key)!r}: "
+                        "other state is kept for it; set the same, or load with weights_only=True"
+                    )
+
+    def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: bool) -> None:
+        """Fill the optimizer's state, and set its groups' options. Every rank calls this.
+
+        Args:
+            read: fills chunks from the checkpoint; a collective.
+            begins_at_zero: whether state that the checkpoint does not have is set to zero; else it is deleted, and the
+                optimizer makes it at its next step.
+        """
+        self._set_options(header)
+        keys = _stored_keys(header)
+        types = {kind.__name__: kind for kind in PYTHON_NUMBERS}
+        python = {key: types[name] for key, name in header.values.get("numbers", {}).items()}
+        chunks: list[Chunk] = []
+        numbers: list[tuple[dict[str, Any], str]] = []
+        for param, stepped in self._with_state():
+            state = self._optimizer.state[stepped]
+            stored = keys.get(self._params.first_names[param.name], [])
+            for key in set(state).difference(stored):  # it was saved before its first step
+                if begins_at_zero:
+                    state[key].zero_()
+                else:
+                    del state[key]
+            for key in stored:
+                if not isinstance(state.get(key), torch.Tensor):
+                    state[key] = self._allocate(param, stepped, key, header)
+                chunks.append(self._chunk(param, stepped, key, state[key]))
+            numbers += [(state, key) for key in stored if key in python]
+        read(chunks)
+        for state, key in numbers:
+            state[key] = python[key](state[key].item())
+
+    def _set_options(self, header: Header) -> None:
+        for group, saved in zip(self._optimizer.param_groups, header.values["groups"], strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), torch.Tensor):  # such as a learning rate that a compiled step reads
+                    group[key].fill_(value)
+                elif key not in IMPLEMENTATION:
+                    group[key] = value
+
+    def _allocate(self, param: FlatParam, stepped: nn.Parameter, key: str, header: Header) -> torch.Tensor:
+        """Where to load a state that the optimizer does not have yet, as it would have made it."""
+        stored = header.tensors[self._name(param, key)]
+        if stored.shape == tuple(self._params.shapes[param.name]) and stored.shape:
+            # An optimizer keeps state in the dtype of what it steps, which another mode may have changed.
+            weight = header.tensors[self._params.model_name(param.name)]
+            same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point
+            return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
+        group = next(
+            group for group in self._optimizer.param_groups if any(member is stepped for member in group["params"])
+        )
+        # torch's optimizers keep ``step`` on the CPU unless their kernels read it on the device.
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        return torch.zeros(stored.shape, dtype=stored.dtype, device=stepped.device if on_device else "cpu")
+
+
+def _stored_keys(header: Header) -> dict[str, list[str]]:
+    """The keys of the state in a checkpoint, by the parameter's first name."""
+    keys: dict[str, list[str]] = {}
+    for name in header.tensors:
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            keys.setdefault(parameter, []).append(key)
+    return keys

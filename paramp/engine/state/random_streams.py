@@ -1,0 +1,114 @@
+"""Random streams as chunks of a checkpoint: those of the stages, and each rank's default ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import numpy as np
+import torch
+
+from ...checkpoint.chunks import Chunk, whole_chunk
+from ...checkpoint.header import Header
+from ...checkpoint.json_codec import decode, encode
+from ...distributed.context import ParallelContext
+from ...distributed.rng import RandomStream, derive_seed, random_states, set_random_states
+from ...parallel.stage import Stages
+
+__all__ = ["RandomStreams", "saved_layout"]
+
+STAGE, RANK = "random.stage.", "random.rank."
+PYTHON_STATE = 2**15
+"""Bytes for the states of Python's and NumPy's streams, as JSON: two times 624 numbers of 32 bits."""
+
+
+def saved_layout(context: ParallelContext) -> dict[str, int]:
+    """The sizes on which depends what each rank holds, under the names that checkpoints have."""
+    pipeline = context.config.parallel.pipeline
+    return {
+        "pp": context.stage_axis.size,
+        "dp": context.batch_axis.size,
+        "tp": context.tensor_axis.size,
+        "stages": pipeline.num_stages,
+        "zero": context.config.parallel.zero,
+    }
+
+
+class RandomStreams:
+    """The states of the random streams of this rank, uint8 tensors."""
+
+    def __init__(self, stages: Stages, context: ParallelContext) -> None:
+        self._stages = stages
+        self._context = context
+        self._device = context.device
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All states. A stage's stream is equal over the tensor axis, whose first rank writes it."""
+        first = self._context.tensor_axis.rank == 0
+        for stage, stream in self._streams():
+            for name, state in zip(self._stage_names(stage, stream), stream.states, strict=True):
+                yield whole_chunk(name, state, written=first)
+        for index, state in enumerate(_default_states(self._device)):
+            yield whole_chunk(f"{self._rank_prefix}{index}", state)
+
+    def _streams(self) -> Iterator[tuple[int, RandomStream]]:
+        """The stream of each of this rank's stages, by the stage's index."""
+        for index, stage in zip(self._context.local_stages, self._stages, strict=True):
+            yield index, cast(RandomStream, stage.random)
+
+    def _stage_names(self, stage: int, stream: RandomStream) -> list[str]:
+        data_rank = self._context.batch_axis.rank
+        return [f"{STAGE}{stage}.{data_rank}.{index}" for index in range(len(stream.states))]
+
+    @property
+    def _rank_prefix(self) -> str:
+        axes = self._context.stage_axis, self._context.batch_axis, self._context.tensor_axis
+        return RANK + "".join(f"{axis.rank}." for axis in axes)
+
+    def load(self, read: Callable[[list[Chunk]], None], header: Header, num_steps: int) -> None:
+        """Set the streams to where they were; in another layout, to a seed that depends on the steps made.
+
+        Every rank calls this.
+
+        Args:
+            read: fills chunks from the checkpoint; a collective.
+        """
+        own = list(self.chunks())
+        stored = [
+            # Copies: a stream's states are never changed in place.
+            whole_chunk(chunk.name, chunk.slices[0].values.clone())
+            for chunk in own
+            if chunk.name in header.tensors and header.tensors[chunk.name].shape == chunk.shape
+        ]
+        read(stored)
+        loaded = {chunk.name: chunk.slices[0].values for chunk in stored}
+        layout, own_layout = header.values["layout"], saved_layout(self._context)
+        seed, data_rank = self._context.config.seed, self._context.batch_axis.rank
+        for stage, stream in self._streams():
+            names = self._stage_names(stage, stream)
+            if layout["stages"] == own_layout["stages"] and all(name in loaded for name in names):
+                stream.states = [loaded[name] for name in names]
+            else:
+                stage_seed = derive_seed(seed, "activations", stage, data_rank, num_steps)
+                stream.states = RandomStream(stage_seed, self._device).states
+        names = [chunk.name for chunk in own if chunk.name.startswith(self._rank_prefix)]
+        if layout == own_layout and all(name in loaded for name in names):
+            _set_default_states(self._device, [loaded[name] for name in names])
+        else:
+            torch.manual_seed(derive_seed(seed, "resumed", num_steps))
+
+
+def _default_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the default streams, 1-dim uint8: torch's, and Python's and NumPy's as JSON, padded."""
+    text = json.dumps(encode([random.getstate(), list(np.random.get_state())])).encode()
+    # Padded, because a tensor in a checkpoint has to have the shape that is expected.
+    return [*random_states(device), torch.frombuffer(bytearray(text.ljust(PYTHON_STATE)), dtype=torch.uint8)]
+
+
+def _set_default_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    set_random_states(states[:-1], device)
+    python, numpy = decode(json.loads(states[-1].numpy().tobytes()))
+    random.setstate(python)
+    np.random.set_state(tuple(numpy))

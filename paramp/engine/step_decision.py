@@ -1,0 +1,137 @@
+"""The decision of a step, the same on every rank: whether to skip it, and what to divide the gradients by.
+
+Each rank makes one pass over its gradients. One small all-reduce over the world adds up what they found, and everything
+that follows from it stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.context import ParallelContext, TiedParameter
+from ..optim.flat_gradients import FlatGradients
+from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
+from ..optim.param_buffer import FlatParam
+
+__all__ = ["StepDecision", "StepGradients", "decide_step"]
+
+
+class StepGradients:
+    """The gradients of this rank's weights, from their backward to the step.
+
+    Args:
+        overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
+    """
+
+    def __init__(self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
+        self._gradients = gradients
+        self._ties = ties
+        self._overflow = overflow
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self._gradients.begin_window()
+
+    def complete(self) -> torch.Tensor:
+        """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
+
+        Returns:
+            0-dim float32, this rank's: 1 if a gradient was not finite that was then sharded, or cast to float8, so that
+            the finite check cannot find it any more; else 0.
+        """
+        found_inf = self._overflow.clone()
+        self._overflow.zero_()
+        self._gradients.collect(found_inf)
+        self._gradients.reduce()
+        return found_inf
+
+    def drop(self) -> None:
+        """Make all gradients zero."""
+        self._gradients.zero_grad()
+        for tie in self._ties:
+            tie.summed = None
+        self._overflow.zero_()
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What all ranks do in a step, on the device."""
+
+    overflow: torch.Tensor
+    """0-dim bool: a gradient is not finite on some rank, so the step is skipped on all."""
+    divisor: torch.Tensor
+    """0-dim float64: the gradients are divided by it: unscaled, averaged and clipped in one."""
+    absent: list[FlatParam]
+    """Parameters for which no data rank has a gradient; they are not stepped."""
+    values: torch.Tensor
+    """1-dim float64, what :class:`~paramp.engine.step_result.StepResult` reports."""
+
+
+def decide_step(
+    found_inf: torch.Tensor,
+    scale: torch.Tensor,
+    gradients: FlatGradients,
+    losses: torch.Tensor,
+    window_size: int,
+    names: Sequence[str],
+    context: ParallelContext,
+) -> StepDecision:
+    """Decide with all ranks on the step that ``gradients`` are for; a collective of the world.
+
+    Args:
+        found_inf: 0-dim float32, what :meth:`StepGradients.complete` returned.
+        scale: 0-dim float32, the loss scale that the gradients carry.
+        losses: 1-dim float64, of the losses that count on this rank: their sum, the sum of their weights, and of those
+            weights that are counts.
+        window_size: microbatches in the accumulation window, over all data ranks.
+        names: of all parameters of the whole model.
+    """
+    # Ranks differ in which parameters have gradients only where they have parts of the batch.
+    differ = context.batch_axis.size > 1
+    presence = [gradients.presence(names)] if differ else []
+    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
+    if context.world_size > 1:
+        dist.all_reduce(control)
+    found_any, squares, zeros, loss, weight, count = control[:6].unbind()
+    scale = scale.double()
+    overflow = (found_any > 0) | ~squares.isfinite()
+    # Means were divided by their number beforehand; sums are divided by their counts only here.
+    factor = torch.where(count > 0, window_size / count, 1.0)
+    norm = squares.sqrt() / scale * factor
+    if context.config.clip_grad_norm is not None:
+        factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
+    return StepDecision(
+        overflow,
+        divisor=scale / torch.where(overflow, 1.0, factor),
+        absent=_absent(gradients, names, control[6:] if differ else None),
+        values=torch.stack([scale, overflow.double(), norm, zeros, loss / weight]),
+    )
+
+
+def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: ParallelContext) -> torch.Tensor:
+    """This rank's part of: the flag, the sum of squares and the number of zeros of the logical model's gradient.
+
+    Returns:
+        1-dim float64, 3 elements.
+    """
+    zeros = torch.zeros((), dtype=torch.float64, device=context.device)
+    if context.config.precision.log_num_zeros:
+        zeros = count_zeros(*gradients.for_zero_count(), context.device)
+    return torch.stack([found_inf.double(), norm_power(*gradients.for_norm(), 2.0, context.device), zeros])
+
+
+def _absent(gradients: FlatGradients, names: Sequence[str], num_present: torch.Tensor | None) -> list[FlatParam]:
+    """The parameters for which no rank has a gradient.
+
+    Args:
+        num_present: 1-dim float64, how many ranks have one for each of ``names``. None: all ranks have the same.
+    """
+    absent = gradients.absent()
+    if not absent or num_present is None:  # the host waits for the numbers only where they matter
+        return absent
+    present = dict(zip(names, num_present.tolist(), strict=True))
+    return [param for param in absent if not present[param.name]]

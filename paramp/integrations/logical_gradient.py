@@ -1,0 +1,78 @@
+"""The gradient of the whole model as one tensor, for torch's own clipping functions.
+
+They refuse a mix of plain tensors and DTensors, and know of one mesh only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.dtensor import is_dtensor, local
+from ..optim.grad_norm import total_norm
+from ..optim.grad_reduce import align_gradients
+
+__all__ = ["LogicalGradient", "logical_parameter"]
+
+ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
+"""The methods with which torch clips."""
+
+
+def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> torch.Tensor:
+    """A 0-dim parameter whose gradient stands for all gradients of ``optimizer``, over all ranks.
+
+    Args:
+        device_type: where it is if this rank has no gradient.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    align_gradients(parameters)
+    logical = LogicalGradient.of([parameter for parameter in parameters if parameter.grad is not None], device_type)
+    surrogate = torch.zeros_like(logical).as_subclass(torch.Tensor).requires_grad_()
+    surrogate.grad = logical
+    return surrogate
+
+
+class LogicalGradient(torch.Tensor):
+    """The gradient of the whole model, sharded over the ranks; see :meth:`of`.
+
+    Its own value has no meaning. Elementwise methods apply to each part, and its norm is that of the whole.
+    """
+
+    parts: list[torch.Tensor]
+    norm_weights: list[float]
+
+    @staticmethod
+    def of(parameters: list[torch.Tensor], device_type: str) -> LogicalGradient:
+        """The gradient of ``parameters``, this rank's. Plain ones are the same on every rank."""
+        parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        device = parts[0].device if parts else torch.device(device_type)
+        logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
+        logical.parts = parts
+        logical.norm_weights = [1.0 / _num_replicas(parameter) for parameter in parameters]
+        return logical
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        logical = args[0] if args else None
+        if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
+            norm_type = float(args[1]) if len(args) > 1 else 2.0
+            return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
+        if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
+            for part in logical.parts:
+                getattr(part, func.__name__)(*args[1:], **kwargs)
+            return logical
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _num_replicas(parameter: torch.Tensor) -> int:
+    """How many ranks of the world hold each element of ``parameter``, in a loop without axes that divide the model."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not is_dtensor(parameter):
+        return world
+    shards = 1
+    for size, placement in zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True):
+        shards *= 1 if placement.is_replicate() else size
+    return world // shards

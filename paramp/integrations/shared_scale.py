@@ -1,0 +1,115 @@
+"""One loss scale for several models and optimizers in a loop that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import OptState
+
+from ..base.dtensor import local
+from ..optim.loss_scaler import DistributedGradScaler
+from ..precision.policy import LossScaling, Precision
+
+__all__ = ["SharedScale", "device_types"]
+
+
+def device_types(models: Collection[nn.Module]) -> list[str]:
+    """Where ``models`` are; where it is not known yet, wherever they may be moved to."""
+    first = (next(model.parameters(), None) for model in models)
+    found = {parameter.device.type for parameter in first if parameter is not None} - {"meta"}
+    return sorted(found or {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}, reverse=True)
+
+
+class SharedScale:
+    """The loss scale of ``models``, which is updated when the first backward after their steps begins.
+
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps.
+
+    Args:
+        models: all that were set up, also later.
+        group: the ranks that decide together whether to step. None: the whole world.
+    """
+
+    def __init__(self, mode: Precision, models: Collection[nn.Module], group: dist.ProcessGroup | None) -> None:
+        self._mode = mode
+        self._models = models
+        self._group = group
+        self._scaler: DistributedGradScaler | None = None
+        self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
+        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also before their step
+        self.num_skipped = torch.zeros((), dtype=torch.int64)
+        """Steps skipped so far, on the CPU."""
+
+    @property
+    def scaler(self) -> DistributedGradScaler:
+        """Made at the first use, when the models' device is known. In modes that do not scale, its scale stays 1."""
+        if self._scaler is None:
+            scaling = self._mode.scaling or LossScaling.static(1.0)
+            device = torch.device(device_types(self._models)[0])
+            self._scaler = DistributedGradScaler(device, **asdict(scaling), group=self._group)
+        return self._scaler
+
+    def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
+        """Step ``optimizer`` with ``kwargs``, on every rank or on none; what its ``step`` returned."""
+        if id(optimizer) in self._stepped:
+            self.update()
+        result = self.scaler.step(optimizer, **kwargs)
+        self._stepped[id(optimizer)] = self._unscaled[id(optimizer)] = optimizer
+        flags = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        self.num_skipped = self.num_skipped + sum(flag.to(torch.int64).cpu() for flag in flags)
+        return result
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
+        if id(optimizer) in self._stepped:
+            self.update()
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.scaler.unscale_(optimizer)
+        self._unscaled[id(optimizer)] = optimizer
+
+    def update(self) -> None:
+        """Update the scale after the steps since the last backward, if there were any.
+
+        The gradients that an optimizer with a slower cadence goes on accumulating are brought to the new scale.
+        """
+        if not self._stepped:
+            return
+        if self._mode.scaling is None:
+            self.scaler.update()
+        else:
+            assert self.scaler._scale is not None
+            before = self.scaler._scale.clone()
+            self.scaler.update()
+            ratio = self.scaler._scale / before
+            for gradient in self._scaled_gradients():
+                gradient.mul_(ratio.to(gradient.device))
+        self._stepped.clear()
+        self._unscaled.clear()
+
+    def _scaled_gradients(self) -> list[torch.Tensor]:
+        """The gradients, plain and local, that no optimizer has unscaled since the last update of the scale."""
+        groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)
+        unscaled = {id(parameter) for group in groups for parameter in group["params"]}
+        parameters = {parameter for model in self._models for parameter in model.parameters()}
+        return [
+            local(parameter.grad)
+            for parameter in parameters
+            if parameter.grad is not None and id(parameter) not in unscaled
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty in modes that do not scale."""
+        self.update()
+        return self.scaler.state_dict() if self._mode.scaling is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, or ``state_dict`` of torch's ``GradScaler``."""
+        if self._mode.scaling is not None:
+            self._stepped.clear()
+            self._unscaled.clear()
+            self.scaler.load_state_dict(state_dict)

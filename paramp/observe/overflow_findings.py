@@ -1,0 +1,132 @@
+"""The non-finite values that each rank found in one run of a window, and which of them is the first.
+
+The order is that in which one process would compute, not the clock's: by call and microbatch, the forward before the
+backward, then stages in their order, then the sequence of checks, which is the same on all tensor ranks of a stage.
+Infinities in a forward whose loss is finite are often intended (a mask). They count only if the backward of a module
+that met one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..distributed.context import ParallelContext
+from ..optim.overflow_report import (
+    During,
+    Kind,
+    Origin,
+    RankCoordinates,
+    flaw,
+    gather_findings,
+    largest_finite,
+)
+
+__all__ = ["Finding", "Findings", "StagePass", "find_origin"]
+
+Batch = tuple[int, int, int]
+"""Data rank, call and microbatch."""
+
+
+class StagePass(NamedTuple):
+    """One microbatch in one stage."""
+
+    call: int
+    """Which call of ``forward_backward`` in the window, from 0."""
+    microbatch: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first non-finite value of one pass of one microbatch through one stage, on one rank."""
+
+    origin: Origin
+    at: StagePass
+    batch: Batch
+    position: tuple[int, int, int]
+    """Its place in the sequence of checks of its pass and stage. Comparable between tensor ranks."""
+    received: bool
+    """Whether it was in the inputs of the module or operation, though no earlier check had found it."""
+    met_in_forward: bool
+    """In a backward: whether its module met non-finite values in the forward of the microbatch."""
+
+
+class Findings:
+    """What this rank finds in one run of a window.
+
+    Attributes:
+        failed: the microbatches whose loss is not finite.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._found: dict[tuple[StagePass, bool], Finding] = {}  # by pass, and whether it is the backward
+        self._met: set[tuple[int, int, str]] = set()  # call, microbatch and module
+        self.failed: set[Batch] = set()
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._found.values())
+
+    def has(self, at: StagePass, *, backward: bool) -> bool:
+        """Whether that pass has a finding already; only the first one is kept."""
+        return (at, backward) in self._found
+
+    @property
+    def any_backward(self) -> bool:
+        """Whether any backward has a finding."""
+        return any(backward for _, backward in self._found)
+
+    def meet(self, at: StagePass, module: str) -> None:
+        """Record that ``module`` met a non-finite value in the forward."""
+        self._met.add((at.call, at.microbatch, module))
+
+    def batch(self, at: StagePass) -> Batch:
+        """The microbatch of ``at``, unique over data ranks."""
+        return self._context.batch_axis.rank, at.call, at.microbatch
+
+    def add(
+        self,
+        during: During,
+        module: str,
+        value: torch.Tensor,
+        at: StagePass,
+        position: tuple[int, int, int],
+        *,
+        received: bool = False,
+        parameter: str | None = None,
+        weight: str | None = None,
+        operation: str | None = None,
+    ) -> None:
+        """Record a non-finite tensor of any shape, unless its pass has a finding already."""
+        key = (at, during != "forward")
+        if key in self._found:
+            return
+        kind: Kind | None = flaw(value)
+        assert kind is not None
+        place = RankCoordinates.here(self._context, at.stage)
+        largest = largest_finite(value)
+        origin = Origin(during, module, place, kind, at.call, at.microbatch, largest, parameter, weight, operation)
+        met = during == "backward" and (at.call, at.microbatch, module) in self._met
+        self._found[key] = Finding(origin, at, self.batch(at), position, received, met)
+
+
+def find_origin(findings: Findings) -> Origin | None:
+    """The first non-finite value of all ranks, the same on every rank; None if there is none. A world collective."""
+    everyone = gather_findings([(list(findings), findings.failed)])
+    found = [finding for ((own, _),) in everyone for finding in own]
+    failed = {batch for ((_, batches),) in everyone for batch in batches}
+    failed |= {finding.batch for finding in found if finding.met_in_forward}
+    counted = [finding for finding in found if finding.origin.during != "forward" or finding.batch in failed]
+    return min(counted, key=_order).origin if counted else None
+
+
+def _order(finding: Finding) -> tuple[Any, ...]:
+    """The key that sorts findings as one process would compute their values."""
+    call, microbatch, stage = finding.at
+    backward = finding.origin.during != "forward"
+    order = (call, microbatch, backward, -stage if backward else stage)
+    return (*order, finding.position, finding.received, finding.origin.place.rank)

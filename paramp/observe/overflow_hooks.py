@@ -1,0 +1,237 @@
+"""The hooks that look for non-finite values while a window runs again.
+
+**Forward.** Hooks go around every module of every stage. A module with finite inputs and a non-finite output has
+produced the value. If a module *receives* one that no module before it has returned, the module around it produced it.
+Outputs are checked before and after the hooks of tensor parallelism, which reduce over ranks: so the rank is known.
+
+**Backward.** :mod:`paramp.observe.graph_hooks` checks each node of autograd's graph. Hooks on parameters separate what
+is added to a gradient from the sum; only they see into reentrant checkpointing, whose graph is made in the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.context import ParallelContext
+from ..optim.overflow_report import During, flaw
+from ..parallel.stage import Stage, Stages
+from .graph_hooks import GraphHooks
+from .overflow_findings import Findings, StagePass
+
+__all__ = ["Tracer"]
+
+BATCH = "the batch"
+CAST = "the cast of the batch to the compute dtype"
+CRITERION = "the criterion"
+TARGET = "the target"
+FORWARDS = ("forward", "loss")
+"""Kinds of spans in which a forward runs; what checkpointing computes again runs in a backward's."""
+AFTER_NODES = (1, 0, 0)
+"""The position of what is found after a backward; those of its nodes are below."""
+
+
+class Tracer:
+    """Checks one run of a window on this rank; an :class:`~paramp.base.spans.Observer`.
+
+    Args:
+        stages: this rank's stages.
+        places: their indices in the model.
+
+    Attributes:
+        findings: the first non-finite value of each call, microbatch, stage and pass.
+        failure: the message of the criterion's exception, where a pipeline went on without its loss.
+    """
+
+    def __init__(self, stages: Stages, places: Sequence[int], context: ParallelContext) -> None:
+        self._stages = dict(zip(places, stages, strict=True))
+        self.findings = Findings(context)
+        self.failure: str | None = None
+        names: dict[int, str] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for stage in stages:
+            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                self._parameters.setdefault(names.setdefault(id(parameter), name), parameter)
+        self._graph = GraphHooks(names, self.findings)
+        self._handles: list[RemovableHandle] = []
+        self._kind, self._at = "", StagePass(-1, 0, 0)  # the span that runs now
+        self._num_checks = 0
+        self._running: list[str] = []  # the modules that run now, the innermost last
+        self._batch_is_finite = False  # before the cast
+
+    # ---- called by the engine
+
+    def begin_call(self) -> None:
+        """A call of ``forward_backward`` begins."""
+        self._at = self._at._replace(call=self._at.call + 1)
+
+    @contextmanager
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Check one operation on one microbatch."""
+        self._kind, self._at = kind, StagePass(self._at.call, microbatch or 0, stage or 0)
+        if kind in FORWARDS:
+            self._running = [CRITERION if kind == "loss" else self._stage_input()]
+            self._graph.begin(self._running[-1])
+        yield
+        if kind.startswith("backward"):
+            self._check_sums()
+        self._kind = ""
+
+    def see_batch(self, batch: torch.Tensor) -> None:
+        """Check the inputs of the next call, before the cast to the compute dtype."""
+        self._batch_is_finite = flaw(batch) is None
+
+    def see_loss(self, output: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Check the criterion's arguments, and its unscaled loss ``value``."""
+        if self._check(self._stage_output(), [output], everything=True):
+            self.findings.meet(self._at, CRITERION)
+        self._check(TARGET, [target], everything=True)
+        self._check(CRITERION, [value], everything=True)
+        if flaw(value):
+            self.findings.failed.add(self.findings.batch(self._at))
+
+    def see_scaled(self, value: torch.Tensor) -> None:
+        """Check the scaled loss ``value``, at which the backward of this microbatch begins."""
+        if flaw(value) and self.findings.batch(self._at) not in self.findings.failed:
+            self.findings.add("backward", CRITERION, value, self._at, self._graph.start)
+        self._graph.follow([value], self._at)
+
+    # ---- hooks
+
+    def __enter__(self) -> Tracer:
+        done: set[int] = set()
+        for stage in self._stages.values():
+            self._handles.append(stage.register_forward_hook(self._after_stage))
+            for name, module in stage.module.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; the module around it is named
+                    continue
+                # Modules that contain those of several stages are copied to each; the copies share their hooks.
+                if id(module._forward_hooks) not in done:
+                    done.add(id(module._forward_hooks))
+                    self._add_hooks(name or f"the model's {type(module).__name__}", module)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(functools.partial(self._on_gradient, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _add_hooks(self, name: str, module: nn.Module) -> None:
+        """Hooks before and after all those that ``module`` has."""
+        self._handles += [
+            module.register_forward_pre_hook(functools.partial(self._before, name), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(functools.partial(self._on_inputs, name), with_kwargs=True),
+            module.register_forward_hook(functools.partial(self._on_output, name), prepend=True),
+            module.register_forward_hook(functools.partial(self._after, name)),
+        ]
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first hook: non-finite values here come from what runs around the module."""
+        if self._kind not in FORWARDS:
+            return
+        everything = len(self._running) == 1 and self._at.stage == 0
+        if self._check(self._running[-1], (args, kwargs), everything=everything, received=True):
+            self.findings.meet(self._at, name)
+        self._running.append(name)
+        self._graph.begin(name)
+
+    def _on_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """After the module's other hooks on its inputs."""
+        if self._kind in FORWARDS:
+            self._check(name, (args, kwargs), module=module)
+
+    def _on_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Before the module's other hooks on its output."""
+        if self._kind in FORWARDS:
+            self._check(name, output, module=module)
+
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The last hook."""
+        if self._kind not in FORWARDS:
+            return
+        self._check(name, output, module=module)
+        self._running.pop()
+        if len(self._running) == 1:
+            self._running = [self._stage_output()]
+        self._graph.begin(self._running[-1])
+
+    def _after_stage(self, stage: nn.Module, inputs: Any, output: Any) -> None:
+        if self._kind in FORWARDS and isinstance(stage, Stage) and not stage.is_last:  # the last one's graph has a loss
+            self._graph.follow(tree_leaves(output), self._at)
+
+    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """The hook of a parameter: what is added to its gradient."""
+        if not self.findings.has(self._at, backward=True) and flaw(gradient):
+            self.findings.add("backward", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
+
+    # ---- checks
+
+    def _stage_input(self) -> str:
+        if self._at.stage == 0:
+            return CAST if self._batch_is_finite else BATCH
+        return f"what stage {self._at.stage} received"
+
+    def _stage_output(self) -> str:
+        stage = self._at.stage
+        return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
+
+    def _check(
+        self,
+        name: str,
+        values: Any,
+        *,
+        module: nn.Module | None = None,
+        everything: bool = False,
+        received: bool = False,
+    ) -> bool:
+        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made.
+
+        Args:
+            everything: count infinities in tensors without a gradient too, which are masks elsewhere.
+
+        Returns:
+            Whether there is one.
+        """
+        self._num_checks += 1
+        bad = next((value for value in tree_leaves(values) if _is_bad(value, everything)), None)
+        if bad is not None:
+            self.findings.meet(self._at, name)
+            position = (self._num_checks, 0, 0)
+            weight = _bad_weight(module)
+            self.findings.add("forward", name, bad, self._at, position, received=received, weight=weight)
+        return bad is not None
+
+    def _check_sums(self) -> None:
+        """Look for a gradient that is not finite though everything added to it was."""
+        if self.findings.any_backward:
+            return
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and flaw(parameter.grad):
+                during: During = "sum over microbatches"
+                self.findings.add(during, owner_of(name), parameter.grad, self._at, AFTER_NODES, parameter=name)
+                return
+
+
+def _is_bad(value: Any, everything: bool) -> bool:
+    kind = flaw(value)
+    return kind == "NaN" or (kind == "inf" and (everything or value.requires_grad))
+
+
+def _bad_weight(module: nn.Module | None) -> str | None:
+    """The name of a non-finite parameter of ``module`` itself."""
+    own = module.named_parameters(recurse=False) if module is not None else ()
+    return next((name for name, parameter in own if flaw(parameter)), None)
+
+
+def owner_of(parameter: str) -> str:
+    """The name of the module that has a parameter."""
+    return parameter.rpartition(".")[0]

@@ -1,0 +1,139 @@
+"""How each family of models is planned, partitioned, filled and run as one stage: one class each in :data:`ADAPTERS`.
+
+A family's own modules are imported where they are used, so that only what a layout needs is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..base.errors import ConfigError
+from .materialize import check_materializable, is_on_meta, reset_parameters
+from .partition import Partition, SequentialPartition, is_sequential
+
+if TYPE_CHECKING:
+    from .tensor_plan import Plan
+
+__all__ = ["ADAPTERS", "HuggingFaceAdapter", "ModelAdapter", "SequentialAdapter", "TracedAdapter", "adapter_for"]
+
+
+class ModelAdapter:
+    """One model, as its family takes it. A family overrides what it does differently.
+
+    The model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)``, where
+    it has them, win over its family's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @staticmethod
+    def accepts(model: nn.Module) -> bool:
+        """Whether ``model`` is of this family."""
+        return True
+
+    def plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        """The tensor-parallel plan of the model over ``tensor_size`` ranks.
+
+        Raises:
+            ConfigError: it has none, or does not divide.
+        """
+        own: Callable[[int, bool], Plan] | None = getattr(self.model, "tensor_parallel_plan", None)
+        return self.family_plan(tensor_size, sequence_parallel) if own is None else own(tensor_size, sequence_parallel)
+
+    def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        """The plan of a model without a ``tensor_parallel_plan`` of its own."""
+        raise ConfigError(
+            f"parallel.tensor.size: got {tensor_size}, but {type(self.model).__name__} has no tensor_parallel_plan(); "
+            'pass plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"} to initialize, with your names'
+        )
+
+    def split(self, num_stages: int) -> Sequence[str] | None:
+        """The names at which the second and each later stage begins. None: stages are balanced by parameters."""
+        own: Callable[[int], Sequence[str] | None] | None = getattr(self.model, "pipeline_split", None)
+        return None if own is None else own(num_stages)
+
+    def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        """The model's units, ready to be made into ``num_stages`` stages.
+
+        Raises:
+            ConfigError: it cannot be partitioned.
+        """
+        raise NotImplementedError
+
+    def single_stage(self) -> nn.Module:
+        """What runs where there is one stage only."""
+        return self.model
+
+    def filler(self) -> Callable[[nn.Module], None]:
+        """A function that fills the tensors of one module of the model, which are on ``meta``.
+
+        Raises:
+            ValueError: a module cannot be filled.
+        """
+        check_materializable(self.model)
+        return reset_parameters
+
+
+class SequentialAdapter(ModelAdapter):
+    """An ``nn.Sequential``, which may contain others."""
+
+    @staticmethod
+    def accepts(model: nn.Module) -> bool:
+        return is_sequential(model)
+
+    def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        return SequentialPartition(self.model)
+
+
+class HuggingFaceAdapter(ModelAdapter):
+    """A model of the transformers library: by its own plans, with its logits as its output."""
+
+    @staticmethod
+    def accepts(model: nn.Module) -> bool:
+        return any(
+            kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+            for kind in type(model).__mro__
+        )
+
+    def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        from .huggingface.plan import pretrained_plan
+
+        return pretrained_plan(self.model, tensor_size, sequence_parallel)
+
+    def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.partition import PretrainedPartition
+
+        return PretrainedPartition(self.model)
+
+    def single_stage(self) -> nn.Module:
+        from .huggingface.output import returning_logits
+
+        return returning_logits(self.model)
+
+    def filler(self) -> Callable[[nn.Module], None]:
+        from .huggingface.initial_weights import pretrained_filler
+
+        on_meta = any(is_on_meta(module) for module in self.model.modules())
+        return pretrained_filler(self.model) if on_meta else super().filler()
+
+
+class TracedAdapter(ModelAdapter):
+    """Any other model. For a pipeline it takes one input, and its forward is traced."""
+
+    def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .partition_fx import TracedPartition
+
+        return TracedPartition(self.model, num_stages, split)
+
+
+ADAPTERS: tuple[type[ModelAdapter], ...] = (SequentialAdapter, HuggingFaceAdapter, TracedAdapter)
+"""The first that accepts a model takes it."""
+
+
+def adapter_for(model: nn.Module) -> ModelAdapter:
+    """``model`` in the adapter of its family."""
+    return next(adapter(model) for adapter in ADAPTERS if adapter.accepts(model))

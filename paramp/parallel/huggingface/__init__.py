@@ -1,0 +1,4 @@
+"""Hugging Face models: their tensor-parallel plans, pipeline stages, initial weights and outputs.
+
+Nothing here imports transformers.
+"""

@@ -1,0 +1,51 @@
+"""How a Hugging Face model that is built on ``meta`` is filled: by its own ``_init_weights``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...base.module_surgery import named_tensors
+from ..materialize import outline
+
+__all__ = ["pretrained_filler"]
+
+
+def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that fills the tensors of one module of ``model``: the model's own ``_init_weights``.
+
+    It is tried on ``meta`` first, where it costs nothing: what it writes shows in the tensors' versions.
+
+    Raises:
+        ConfigError: it skips a tensor, or writes those of another module.
+    """
+    tried = outline(model)
+    names_of: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in named_tensors(tried, remove_duplicate=False):
+        if tensor.is_meta:
+            names_of.setdefault(tensor, []).append(name)
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        model._init_weights(module)  # type: ignore[operator]
+
+    written: dict[torch.Tensor, list[str]] = {tensor: [] for tensor in names_of}
+    for name, module in tried.named_modules():
+        before = {
+            tensor: tensor._version for _, tensor in named_tensors(module, remove_duplicate=False) if tensor.is_meta
+        }
+        fill(module)
+        for tensor, version in before.items():
+            if tensor._version != version:
+                written[tensor].append(name)
+    for tensor, names in names_of.items():
+        if written[tensor] != [name.rpartition(".")[0] for name in names]:
+            by = " and ".join(repr(name) for name in written[tensor]) or "no module"
+            raise ConfigError(
+                f"model: {names[0]!r} of {type(model).__name__} is on the meta device, but its _init_weights "
+                f"fills it for {by}, where one call for each module that has it is expected; build the model on the CPU"
+            )
+    return fill

@@ -1,0 +1,60 @@
+"""What a Hugging Face model returns: its logits, in every layout."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...base.module_surgery import with_forward
+
+__all__ = ["call_options", "check_output", "main_output", "returning_logits"]
+
+
+def returning_logits(model: nn.Module) -> nn.Module:
+    """``model`` with its logits as its output, and without a cache of keys and values.
+
+    Raises:
+        ConfigError: its configuration has ``return_dict=False``.
+    """
+    check_output(model)
+    options = call_options(model)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is not None:
+            raise ConfigError(
+                "labels: got some, but the model's output is its logits here, and its loss would be lost; leave them "
+                "out, and give initialize a criterion of logits and targets"
+            )
+        return main_output(type(model).forward(changed, *args, **({**options, **kwargs, "return_dict": True})))
+
+    changed = with_forward(model, forward)
+    return changed
+
+
+def check_output(model: nn.Module) -> None:
+    """Check that the outputs of ``model`` have names.
+
+    Raises:
+        ConfigError: its configuration has ``return_dict=False``.
+    """
+    if getattr(model.config, "return_dict", True) is False:
+        raise ConfigError(
+            f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
+            "logits are known among its outputs"
+        )
+
+
+def call_options(model: nn.Module) -> dict[str, Any]:
+    """The keyword arguments that turn off the cache of keys and values, where ``model`` has one."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+
+
+def main_output(output: Any) -> Any:
+    """The logits in ``output``, else the last hidden state of a model without a head, else ``output``."""
+    for name in ("logits", "last_hidden_state"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name)
+    return output

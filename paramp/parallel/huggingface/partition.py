@@ -1,0 +1,163 @@
+"""The pipeline stages of a Hugging Face model.
+
+Its own forward computes each stage, masks and rotary embeddings included::
+
+    first stage    input_ids ──► embedding ──► its layers ──► (no norm, no head) ──► hidden states
+    later stage    inputs_embeds = hidden states ──► its layers ──► ...
+    last stage     inputs_embeds = hidden states ──► its layers ──► norm ──► head ──► logits
+
+A module of another stage is replaced by a :class:`~paramp.base.module_surgery.PassThrough`; each layer keeps its place
+in the list, so that an index into the configuration still finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
+from .architectures import HEAD, find_architecture
+from .output import call_options, check_output, main_output
+
+__all__ = ["PretrainedPartition"]
+
+
+class PretrainedPartition:
+    """The partition of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.
+
+    Raises:
+        ConfigError: it has no pipeline plan, has parameters elsewhere, or does more than apply its units one by one.
+    """
+
+    opened: frozenset[str] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        check_output(model)
+        known, prefix = find_architecture(model)
+        names = (
+            {f"{prefix}{name}" for name in known.units} | {HEAD} if known else set(getattr(model, "_pp_plan", ()) or ())
+        )
+        if not names:
+            raise ConfigError(
+                f"parallel.pipeline.size: {type(model).__name__} has no pipeline plan (_pp_plan); set the size to 1, "
+                "or add its units to paramp.parallel.huggingface.architectures.ARCHITECTURES"
+            )
+        self.units: list[tuple[str, nn.Module]] = []
+        for name, module in model.named_modules():
+            if name in names and isinstance(module, nn.ModuleList):
+                self.units += [(f"{name}.{index}", layer) for index, layer in module.named_children()]
+            elif name in names:
+                self.units.append((name, module))
+        self._check_on_device()
+        outside = [
+            name for name in names_outside(model, [name for name, _ in self.units]) if not _is_buffer(model, name)
+        ]
+        if outside:
+            raise ConfigError(
+                f"parallel.pipeline.size: {type(model).__name__} has parameters outside of what its pipeline plan "
+                f"names: {', '.join(outside)}; set the size to 1"
+            )
+        self._check_calls()
+
+    def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
+        return [self._stage(names, index == 0) for index, names in enumerate(plan)]
+
+    def _stage(self, names: Sequence[str], is_first: bool) -> nn.Module:
+        model = self._model
+        everywhere = names_outside(model, [name for name, _ in self.units])  # tables of rotary embeddings
+        shells = [name for name, module in model.named_modules() if name and not any(module.children())]
+        inside = [name for name in shells if not any(f"{name}.".startswith(f"{unit}.") for unit, _ in self.units)]
+        part = keep_only(model, [*names, *everywhere, *inside])
+        for name, _ in self.units:
+            if name not in names:
+                _replace(part, model, name, _Nothing() if name in self._positions else PassThrough())
+        options = call_options(model)
+
+        def forward(x: torch.Tensor) -> Any:
+            inputs = {"input_ids": x} if is_first else {"inputs_embeds": x}
+            return main_output(type(model).forward(stage, **inputs, **options))
+
+        stage = with_forward(part, forward)
+        return stage
+
+    @property
+    def _positions(self) -> set[str]:
+        """Units whose outputs are added to the hidden states: embeddings other than that of the tokens."""
+        tokens = self._model.get_input_embeddings()  # type: ignore[operator]
+        return {name for name, module in self.units if isinstance(module, nn.Embedding) and module is not tokens}
+
+    def _check_on_device(self) -> None:
+        for name in (name for name, tensor in named_tensors(self._model) if tensor.is_meta):
+            raise ConfigError(
+                f"parallel.pipeline.size: {name!r} of {type(self._model).__name__} is on the meta device, but "
+                "partitioning a Hugging Face model means running it; build it on the CPU"
+            )
+
+    @torch.no_grad()
+    def _check_calls(self) -> None:
+        """Put the units in the order in which the forward calls them, which may differ from that of plan and modules.
+
+        The model without its units has to return its input, or stages would do something twice.
+        """
+        first = next(self._model.parameters())
+        with torch.random.fork_rng(devices=[]):
+            hidden = torch.randn(1, 2, self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        hidden = hidden.to(first.device, first.dtype)
+        calls: list[str] = []
+        shell = self._stage([], is_first=False)
+        for name, _ in self.units:
+            shell.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        try:
+            same = torch.equal(shell(hidden), hidden)
+            reason = "it computes more"
+        except Exception as error:
+            same, reason = False, f"{type(error).__name__}: {error}"
+        tokens = self._model.get_input_embeddings()  # type: ignore[operator]
+        order = [name for name, module in self.units if module is tokens] + calls  # embeddings are given here
+        known = dict(self.units)
+        if same and sorted(order) != sorted(known):
+            same = False
+            odd = [name for name in known if order.count(name) != 1]
+            reason = f"it calls {', '.join(odd)} {order.count(odd[0])} times"
+        if not same:
+            raise ConfigError(
+                f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, since its forward does "
+                f"not just apply {', '.join(known)} one after the other ({reason}); set the size to 1"
+            )
+        self.units = [(name, known[name]) for name in order]
+
+
+class _Nothing(PassThrough):
+    """Stands for position embeddings, which the first stage has added already."""
+
+    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros((), device=x.device)
+
+
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(owner)._buffers
+
+
+def _replace(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
+    """Put ``substitute`` at ``name`` of ``part``, in the place among its siblings that it has in ``model``."""
+    owner, _, leaf = name.rpartition(".")
+    _restore_path(part, model, owner)
+    parent = part.get_submodule(owner)
+    found = {**parent._modules, leaf: substitute}
+    order = list(model.get_submodule(owner)._modules)
+    parent._modules = {key: found[key] for key in order if key in found}
+
+
+def _restore_path(part: nn.Module, model: nn.Module, path: str) -> None:
+    """Make sure that ``part`` has a module at ``path``; a new one is empty."""
+    names = path.split(".") if path else []
+    for end in range(1, len(names) + 1):
+        parent = part.get_submodule(".".join(names[: end - 1]))
+        if names[end - 1] not in parent._modules:
+            parent._modules[names[end - 1]] = keep_only(model.get_submodule(".".join(names[:end])), ())

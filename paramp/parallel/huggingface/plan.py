@@ -1,0 +1,149 @@
+"""The tensor-parallel plan of a Hugging Face model: its own ``tp_plan``, translated to our styles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ...base.errors import ConfigError
+from ...base.globs import matches
+from ..tensor_plan import Plan
+from ..tensor_styles import PackedColwise, PackedRowwise
+from .architectures import HEAD, find_architecture
+
+__all__ = ["pretrained_plan"]
+
+TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "packed_colwise": lambda: PackedColwise(2),
+    "packed_rowwise": lambda: PackedRowwise(2),
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "rowwise_split_input": "rowwise_scatter",
+    "rowwise_rep": "rowwise_scatter",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "partial_gradient",
+    "replicate": None,
+}
+"""The style that does what transformers' style of that name does; None: nothing to do."""
+WHOLE_IF_UNEVEN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
+"""Styles of embeddings and output layers. They are replicated where the vocabulary does not divide."""
+OWN_STYLES = ("replicated_random",)
+"""Styles of ours that :data:`ARCHITECTURES` use by name."""
+
+
+def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Plan:
+    """The plan of ``model`` for ``size`` ranks, from its own ``tp_plan`` or :data:`ARCHITECTURES`.
+
+    Raises:
+        ConfigError: it has none, has an entry that is unknown here, lacks a parameter whose gradient would be partial
+            on each rank, or its heads do not divide.
+    """
+    kind = type(model).__name__
+    if sequence_parallel:
+        raise ConfigError(f"parallel.sequence_parallel: {kind} has no plan for it; set it to False, or pass plan=")
+    known, prefix = find_architecture(model)
+    if known is not None:
+        entries: dict[str, Any] = {f"{prefix}{name}": style for name, style in known.tensor.items()}
+        entries[HEAD] = "colwise_gather_output"
+    else:
+        entries = dict(getattr(model, "tp_plan", None) or {})
+    if not entries:
+        raise ConfigError(
+            f"parallel.tensor.size: got {size}, but {kind} has no tp_plan; pass plan= to initialize, with the names of "
+            "its modules"
+        )
+    plan = _translated(model, entries, size)
+    _replicate_ties(model, plan)
+    _shard_attention(model, plan, size)
+    return plan
+
+
+def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan:
+    modules = {name: module for name, module in model.named_modules() if name}
+    parameters = [name for name, _ in model.named_parameters()]
+    plan: Plan = {}
+    covered: set[str] = set()
+    for pattern, kind in entries.items():
+        names = [name for name in modules if matches(name, pattern)]
+        covered.update(names)
+        inside = [name for name in parameters if matches(name, pattern)]
+        if not names and not inside:
+            continue  # plans also name what only some variants of a model have
+        if inside or (isinstance(kind, str) and kind not in TENSOR_STYLES and kind not in OWN_STYLES):
+            raise ConfigError(
+                f"parallel.tensor.size: {type(model).__name__} wants {pattern!r} to be {kind!r}, which is not known "
+                f"here ({', '.join(TENSOR_STYLES)} of modules are); pass plan= to initialize"
+            )
+        if kind in WHOLE_IF_UNEVEN:
+            names = [name for name in names if _num_rows(modules[name]) % size == 0]
+        style = TENSOR_STYLES.get(kind, kind) if isinstance(kind, str) else kind
+        if style is not None:
+            plan |= {name: style if isinstance(style, (str, ParallelStyle)) else style() for name in names}
+    _check_regions(model, plan, covered)
+    return plan
+
+
+def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
+    """Refuse a parameter beside layers whose outputs are sharded, if the plan has no entry for it.
+
+    Each rank may apply it to its own heads or features only, so that no rank would have its whole gradient.
+    """
+    sharded = (name for name, style in plan.items() if style == "colwise" or isinstance(style, PackedColwise))
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in sharded):
+        for name, _ in model.get_submodule(parent).named_parameters():
+            name = f"{parent}.{name}".lstrip(".")
+            owner = name.rpartition(".")[0]
+            if owner == parent or owner not in covered:
+                raise ConfigError(
+                    f"parallel.tensor.size: the tp_plan of {type(model).__name__} shards layers of "
+                    f"{parent or 'the model'!r}, but has no entry for its parameter {name!r}, whose gradient may be "
+                    "partial on each rank; pass plan= to initialize, with a style for it such as 'partial_gradient'"
+                )
+
+
+def _num_rows(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, torch.Tensor) else 0
+
+
+def _replicate_ties(model: nn.Module, plan: Plan) -> None:
+    """Remove modules from ``plan`` that share a weight with one that is not in it."""
+    sharing: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sharing.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for names in sharing.values():
+        if any(name not in plan for name in names):
+            for name in names:
+                plan.pop(name, None)
+
+
+def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
+    """Check that the heads divide over ``size`` ranks, and give the dropout of each rank's heads its own stream."""
+    config: Any = model.config
+    sharded = {
+        parent
+        for name, style in plan.items()
+        if (style == "colwise" or isinstance(style, PackedColwise)) and "att" in (parent := name.rpartition(".")[0])
+    }
+    if not sharded:
+        return
+    for attribute in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, attribute, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"parallel.tensor.size: got {size}, but {type(model).__name__} has {attribute} {heads}; expected a "
+                f"divisor of {heads}"
+            )
+    if not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)):
+        return
+    for name in sharded:
+        plan.setdefault(name, "sharded_random")
+        for child, module in model.get_submodule(name).named_children():
+            if isinstance(module, nn.Dropout):
+                plan.setdefault(f"{name}.{child}", "replicated_random")

@@ -1,0 +1,49 @@
+"""torch's pipeline stage, with its forwards and backwards reported. Importing this imports torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+
+from ..base.spans import Observer, span
+
+__all__ = ["RecordedStage"]
+
+
+class RecordedStage(PipelineStage):
+    """A ``PipelineStage`` whose forwards and backwards are spans of observers.
+
+    Attributes:
+        observers: see :mod:`paramp.base.spans`.
+        before_last_backward: called before the last full backward of a schedule.
+    """
+
+    observers: Sequence[Observer]
+    before_last_backward: Callable[[], None]
+
+    def _span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
+        return span(self.observers, kind, self.stage_index, microbatch)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._span("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if last_backward and full_backward:
+            self.before_last_backward()
+        with self._span("backward" if full_backward else "backward input", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        without = [parameter for parameter in self.submod.parameters() if parameter.grad is None]
+        with self._span("backward weight", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            # torch keeps what autograd gives, which may be one tensor for two parameters, and adds to it in place.
+            for parameter in without:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()

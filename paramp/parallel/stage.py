@@ -1,0 +1,164 @@
+"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline.
+
+A stage computes in the mode's precision and exchanges hidden states with its neighbours in the compute dtype::
+
+    x ─► to the compute dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
+                                                                   └─► fp32 ─► loss     (last stage)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..base.module_surgery import PassThrough, shallow_copy
+from ..precision.autocast import computing, to_compute, to_outputs
+from ..precision.policy import Precision
+from .stage_io import StageOutput
+
+__all__ = ["Joined", "Stage", "Stages"]
+
+
+class Stage(nn.Module):
+    """The modules of one pipeline stage, computing in a mode's precision; the whole model without a pipeline."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        *,
+        is_first: bool,
+        is_last: bool,
+        random: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.precision = precision
+        self.device = device
+        self.is_first = is_first
+        self.is_last = is_last
+        self.link_device = device
+        """Where stage inputs and outputs are sent from: the CPU where the transport cannot send from the device."""
+
+        self.random = random or nullcontext()
+        """Entered for the forward: dropout's own random stream."""
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
+        with self.random, computing(self.precision, self.device.type):
+            output = self.module(*args, **kwargs)
+        return tree_map_only(torch.Tensor, self._leave, output) if self.is_last else output
+
+    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_compute(tensor, self.precision, self.device)
+
+    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_outputs(tensor, self.precision)
+
+    def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The input of this stage, from the ``tensors`` that the stage before sent."""
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            # A received tensor is a leaf of the graph, which the module could not change in place.
+            return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
+
+        values = stage_output.unpack(tensors, self.device, self.precision.weights)
+        return tree_map_only(torch.Tensor, own, values)
+
+
+class Stages(nn.Module):
+    """The stages of one rank, in the model's order, with one mode of training or evaluation.
+
+    Attributes:
+        module: all of their modules, under the whole model's names (:class:`Joined`).
+    """
+
+    def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self.module = joined.module
+        self.stages = nn.ModuleList(stages)
+        self.training = self.module.training
+        self._joined = joined
+
+    def __iter__(self) -> Iterator[Stage]:
+        return (cast(Stage, stage) for stage in self.stages)
+
+    def align_modes(self) -> None:
+        """Let every stage have the modes of training that the modules of :attr:`module` have."""
+        self._joined.align_modes()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the only stage, the whole model."""
+        (stage,) = self.stages
+        return stage(*args, **kwargs)
+
+
+class Joined:
+    """Several stages of one model, which share modules, seen as one module.
+
+    :attr:`module` has the modules, parameters and buffers of all parts, under the names that they have in the model.
+    What parts have in common is there once. It shares all of it with the parts: a parameter that is replaced in it is
+    replaced in the parts. Modules that lead to others are one copy in each part and one in :attr:`module`, which share
+    their own parameters, buffers and hooks. It cannot be called; the parts can.
+
+    Attributes:
+        parts: the stages' modules, as :func:`~paramp.base.module_surgery.keep_only` makes them.
+        module: all of them; the part itself if there is only one.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.parts = list(parts)
+        self._copies: list[
+            tuple[nn.Module, nn.Module, list[str]]
+        ] = []  # (a part's copy, the joint module, names of shared children)
+        self.module = self._join(self.parts)
+        if len(self.parts) > 1:
+            self.module.__dict__["forward"] = _refuse_to_run
+
+    def _join(self, found: list[nn.Module]) -> nn.Module:
+        """One module for those that parts have by one name."""
+        real = [module for module in found if not isinstance(module, PassThrough)] or found
+        different = list({id(module): module for module in real}.values())
+        if len(different) == 1 or isinstance(different[0], PassThrough):
+            return different[0]
+        joint = shallow_copy(different[0])
+        joint._parameters = {name: value for copy in different for name, value in copy._parameters.items()}
+        joint._buffers = {name: value for copy in different for name, value in copy._buffers.items()}
+        joint._modules = {}
+        for name in dict.fromkeys(name for copy in different for name in copy._modules):
+            children = [child for copy in different if (child := copy._modules.get(name)) is not None]
+            joint._modules[name] = self._join(children) if children else None
+        for copy in different:
+            copy._parameters, copy._buffers = joint._parameters, joint._buffers
+            shared = [name for name, child in copy._modules.items() if child is joint._modules[name]]
+            self._copies.append((copy, joint, shared))
+        return joint
+
+    def take_over(self, module: nn.Module) -> None:
+        """Put ``module`` in place of :attr:`module`, and its modules into the parts."""
+        if len(self.parts) == 1:
+            self.parts = [module]
+        self.module = module
+        for copy, joint, shared in self._copies:
+            for name in shared:
+                copy._modules[name] = joint._modules[name]
+
+    def align_modes(self) -> None:
+        """Set the parts' own copies to training or evaluation, as :attr:`module` is."""
+        for copy, joint, _ in self._copies:
+            copy.training = joint.training
+
+
+def _refuse_to_run(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "engine.module holds several stages of a pipeline, which do not follow one another; call engine.eval() and "
+        "engine(x), or engine.forward_backward(x, y)"
+    )

@@ -1,0 +1,45 @@
+"""The end of a program of several ranks: one message over all of them, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from ..base.errors import CheckpointError, ConfigError, DataError, LaunchError, TrainingDiverged
+from ..distributed.context import is_echo
+from ..distributed.launcher_env import rank_by_any_variable
+from ..distributed.local_launcher import reported_by_rank_0
+
+__all__ = ["report_failure"]
+
+USER_ERRORS = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""What the user can correct: reported by its message alone."""
+
+
+def report_failure(error: Exception, launched: bool) -> int:
+    """Print ``error`` to stderr, on one rank only if several raise the same.
+
+    Args:
+        launched: whether the process groups existed when it was raised.
+
+    Returns:
+        The exit code: 2 for an error that the user can correct, else 1.
+    """
+    exit_code = 2 if isinstance(error, USER_ERRORS) else 1
+    rank = rank_by_any_variable()
+    if is_echo(error) or (not launched and reported_by_rank_0(str(error), rank)):
+        return exit_code
+    details = str(error)
+    if not isinstance(error, (*USER_ERRORS, TrainingDiverged)):
+        details = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
+    print(f"error: {details}", file=sys.stderr, flush=True)
+    return exit_code

@@ -1,0 +1,149 @@
+"""The flags of the train script and of ``paramp verify``: a table of which configuration key each sets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..base.errors import ConfigError, one_line
+from ..config.files import merge
+
+__all__ = ["FLAGS", "Flag", "Parser", "add_flags", "flag_settings", "formatter", "nested"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag."""
+
+    name: str
+    key: str
+    """The configuration key that it sets."""
+    kind: type
+    """The type of its value. ``bool``: the flag takes no value and sets True."""
+    metavar: str | None
+    help: str
+    unset: str = "none"
+    """What a default of None means."""
+    choices: Mapping[str, Any] | None = None
+    """The values that are allowed, and what each sets. None: the configuration checks the value."""
+
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "layout": (
+        Flag("--tp", "parallel.tensor.size", int, "N", "ranks of the tensor axis"),
+        Flag("--pp", "parallel.pipeline.size", int, "N", "ranks of the pipeline axis"),
+        Flag("--dp", "parallel.data", int, "N", "replicas of the model; auto is world / (tp x pp)"),
+        Flag("--zero", "parallel.zero", int, "STAGE", "1: shard masters and optimizer state over dp"),
+        Flag("--sequence-parallel", "parallel.sequence_parallel", bool, None, "shard the sequence over tp in norms"),
+    ),
+    "pipeline": (
+        Flag("--schedule", "parallel.pipeline.schedule", str, "NAME", "order of forwards and backwards"),
+        Flag("--stages-per-rank", "parallel.pipeline.stages_per_rank", int, "N", "stages on a rank", "the schedule's"),
+        Flag("--microbatches", "parallel.pipeline.microbatches", int, "N", "microbatches of a rank's batch", "as --pp"),
+    ),
+    "precision": (
+        Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
+        Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
+        Flag(
+            "--emulate-fp16",
+            "emulate_fp16",
+            str,
+            "WHEN",
+            "fp16 products by fp32 on CPUs without fp16: auto, on or off",
+            choices={"auto": "auto", "on": True, "off": False},
+        ),
+    ),
+    "model and data": (
+        Flag("--model", "train.model", str, "NAME", "preset: tiny, gpt2-124m or gpt2-1.5b"),
+        Flag("--data", "train.data", str, "PATH", "text, tokens or a saved dataset; stdlib: Python's own source"),
+        Flag("--tokenizer", "train.tokenizer", str, "PATH", "tokenizer.json, or its folder", "bytes"),
+        Flag("--vocab-size", "train.vocab_size", int, "N", "tokens that exist", "the data's"),
+        Flag("--seq-len", "train.seq_len", int, "N", "tokens of a sequence"),
+    ),
+    "optimization": (
+        Flag("--batch-size", "train.batch_size", int, "N", "sequences of a step, over all ranks"),
+        Flag("--steps", "train.steps", int, "N", "optimizer steps"),
+        Flag("--lr", "train.lr", float, "X", "highest learning rate"),
+        Flag("--clip-grad-norm", "clip_grad_norm", float, "X", "largest norm of the whole gradient"),
+        Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order"),
+        Flag("--eval-every", "train.eval_every", int, "N", "steps between evaluations"),
+    ),
+    "checkpoints": (
+        Flag("--checkpoint-dir", "train.checkpoint_dir", str, "DIR", "where checkpoints go"),
+        Flag("--checkpoint-every", "train.checkpoint_every", int, "N", "steps between checkpoints", "the last only"),
+        Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest whole one"),
+    ),
+    "logs": (
+        Flag("--log-dir", "train.log_dir", str, "DIR", "where metrics.jsonl, train.log and config.json go"),
+        Flag("--tensorboard", "train.tensorboard", bool, None, "also write scalars for TensorBoard"),
+    ),
+    "diagnosis": (
+        Flag("--trace", "train.trace", int, "STEP", "write this step's timeline to the log directory"),
+        Flag("--histogram", "train.histogram", int, "STEP", "count this step's gradients by their exponents"),
+        Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
+    ),
+}
+"""The flags of each group of ``--help``."""
+FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a :class:`ConfigError` of one line where argparse prints the usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(one_line(message))
+
+
+def formatter(prog: str) -> argparse.HelpFormatter:
+    """``--help`` with each flag and its explanation side by side, and the description as it is written."""
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32)
+
+
+def add_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Add flags to ``parser``, in their groups.
+
+    Args:
+        defaults: the value of each key where the flag is not given, for ``--help``.
+        names: which flags. None: all.
+    """
+    wanted = {flag.name for flag in FLAGS} if names is None else set(names)
+    for title, flags in GROUPS.items():
+        if not any(flag.name in wanted for flag in flags):
+            continue
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            if flag.name in wanted:
+                explained = f"{flag.help} (default: {_default(flag, defaults[flag.key])})"
+                options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
+                if flag.kind is bool:
+                    options = {"action": "store_true", "default": None}
+                group.add_argument(flag.name, dest=flag.key, help=explained, **options)
+
+
+def _default(flag: Flag, value: Any) -> str:
+    if value is None:
+        return flag.unset
+    if flag.kind is bool:
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def flag_settings(given: argparse.Namespace) -> dict[str, Any]:
+    """The configuration tree that the flags of the command line set."""
+    tree: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = getattr(given, flag.key, None)
+        if value is not None:
+            tree = merge(tree, nested(flag.key, flag.choices[value] if flag.choices else value))
+    return tree
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` for the key ``a.b``."""
+    *path, last = key.split(".")
+    tree = {last: value}
+    for part in reversed(path):
+        tree = {part: tree}
+    return tree

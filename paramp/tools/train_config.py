@@ -1,0 +1,107 @@
+"""The configuration of a training script: flags over ``--set``, file and defaults; the model that it names."""
+
+from __future__ import annotations
+
+import textwrap
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from ..base.coerce import build, keys
+from ..base.errors import ConfigError, key_name, nearest, shown
+from ..compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
+from ..config.files import load, merge, read_file
+from ..config.schema import Config, flatten
+from ..models.gpt import PRESETS, GPTConfig
+from ..models.presets import choose
+from .flags import FLAGS, Parser, add_flags, flag_settings, formatter, nested
+
+__all__ = ["DEFAULTS", "NORMS", "build_parser", "configure", "model_config"]
+
+NORMS: dict[str, list[Any]] = {
+    "plain": [],
+    "low-precision": [LowPrecisionLayerNorm()],
+    "fused": [FusedLayerNorm()],
+}
+"""Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
+DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
+"""Where the train script's defaults differ from the library's."""
+
+
+def build_parser(description: str) -> Parser:
+    """The train script's command line."""
+    defaults = flatten(load(DEFAULTS))
+    others = sorted({key for key in defaults if key.startswith("train.")} - {flag.key for flag in FLAGS})
+    others += [f"model.{name}" for name in keys(GPTConfig)]
+    epilog = textwrap.fill(f"Keys without a flag of their own: {', '.join(others)}", 78, break_on_hyphens=False)
+    parser = Parser(description=description, epilog=epilog, formatter_class=formatter)
+    add_flags(parser, defaults)
+    group = parser.add_argument_group("configuration")
+    group.add_argument("--config", metavar="FILE", help=".toml or .py file; flags replace its values (default: none)")
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any key, such as model.num_layers=6; replaces flags and file (default: none)",
+    )
+    return parser
+
+
+def configure(arguments: Sequence[str], description: str = "") -> Config:
+    """The configuration of a command line: ``--set`` over flags over ``--config`` over :data:`DEFAULTS`.
+
+    Raises:
+        ConfigError: an unknown flag or key, or an impossible value.
+        FileNotFoundError: the file of ``--config`` does not exist.
+    """
+    given, unknown = build_parser(description).parse_known_args(arguments)
+    if unknown:
+        known = [*(flag.name for flag in FLAGS), "--config", "--set"]
+        raise ConfigError(
+            f"{key_name(unknown[0])}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
+        )
+    tree = merge(DEFAULTS, read_file(given.config) if given.config else {})
+    tree = merge(tree, flag_settings(given))
+    for assignment in given.set:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: got {shown(assignment)}, expected KEY=VALUE, such as train.lr=1e-3")
+        tree = merge(tree, nested(key, _plain_value(text)))
+    return load(tree)
+
+
+def _plain_value(text: str) -> Any:
+    """``text`` as TOML reads a value (numbers, true, lists), else as it is."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deep
+        return None if text == "None" else text
+    return table["value"] if len(table) == 1 else text
+
+
+def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
+    """The shape of the model: the preset ``train.model``, with the fields that ``config.model`` replaces.
+
+    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it.
+
+    Args:
+        vocab_size: tokens of the data. None: not known yet; then the preset's are assumed.
+
+    Raises:
+        ConfigError: an unknown preset or field, an impossible value, or the data does not fit the model.
+    """
+    job = config.train
+    try:
+        preset = choose(PRESETS, job.model)
+    except ConfigError as error:
+        raise ConfigError(f"train.{error}") from None
+    fitting = {"max_seq_len": job.seq_len} | ({} if vocab_size is None else {"vocab_size": vocab_size})
+    fields = {name: getattr(preset, name) for name in keys(GPTConfig)}
+    shape = build(GPTConfig, {**fields, **fitting, **config.model}, "model")
+    for name, least in fitting.items():
+        value = getattr(shape, name)
+        if value < least:
+            needs = f"the {least} tokens of {'train.seq_len' if name == 'max_seq_len' else 'the data'}"
+            raise ConfigError(f"model.{name}: got {value}, expected at least {needs}")
+    return shape

@@ -1,0 +1,218 @@
+"""The data of a training script: the batches of each rank, the held-out loss, and errors that every rank raises."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import ConfigError, DataError
+from ..checkpoint.header import Header
+from ..data.corpus import Corpus, load_corpus
+from ..data.sampling import held_out_windows, training_windows
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+from ..engine.checkpoint_manager import accumulation_for
+from ..engine.engine import Engine
+
+__all__ = [
+    "Batches",
+    "DataPosition",
+    "check_sizes",
+    "evaluate",
+    "keep_global_batch",
+    "max_over_ranks",
+    "open_corpus",
+    "raise_on_all_ranks",
+]
+
+
+def check_sizes(context: ParallelContext) -> None:
+    """Raise if the batch or the sequence does not divide over the ranks.
+
+    Raises:
+        ConfigError: naming the number that it has to be a multiple of.
+    """
+    config, job = context.config, context.config.train
+    data, accumulation = context.batch_axis.size, config.gradient_accumulation
+    microbatches = config.parallel.pipeline.num_microbatches
+    if job.batch_size % (data * accumulation * microbatches):
+        raise ConfigError(
+            f"train.batch_size: got {job.batch_size}, expected a multiple of {data * accumulation * microbatches} "
+            f"(data {data} x accumulation {accumulation} x microbatches {microbatches})"
+        )
+    if config.parallel.sequence_parallel and job.seq_len % context.tensor_axis.size:
+        raise ConfigError(
+            f"train.seq_len: got {job.seq_len}, expected a multiple of parallel.tensor.size "
+            f"{context.tensor_axis.size} under sequence_parallel"
+        )
+
+
+def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
+    """Set the accumulation with which another number of data ranks than the checkpoint's has the same global batch.
+
+    Returns:
+        What was changed, in words; None if nothing was.
+    """
+    config, ranks = context.config, context.batch_axis.size
+    before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
+    if position is None or position["accumulation"] != config.gradient_accumulation:
+        return None
+    saved = (header.values["config"]["gradient_accumulation"], before)
+    microbatches = config.parallel.pipeline.num_microbatches
+    accumulation = accumulation_for(config.train.batch_size, microbatches, ranks, saved)
+    if accumulation == config.gradient_accumulation:
+        return None
+    context.config = replace(config, gradient_accumulation=accumulation)
+    return (
+        f"{ranks} data ranks, at first {before}: gradient_accumulation = {accumulation} keeps the global batch of "
+        f"{config.train.batch_size}"
+    )
+
+
+def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
+    """The data of ``train.data``.
+
+    Args:
+        default_vocab_size: where neither the data nor the configuration says how many tokens exist.
+
+    Raises:
+        ConfigError: on every rank: the data cannot be read, is shorter than a sequence, or differs between machines, so
+            that the stages of a pipeline would have inputs and targets that do not match.
+    """
+    job = context.config.train
+    try:
+        corpus = load_corpus(
+            job.data,
+            validation_data=job.validation_data,
+            tokenizer=job.tokenizer,
+            vocab_size=job.vocab_size,
+            data_dtype=job.data_dtype,
+            default_vocab_size=default_vocab_size,
+        )
+        corpus.check_seq_len(job.seq_len)
+    except ConfigError as error:
+        raise ConfigError(f"train.{error}") from None
+    found = gather_objects((corpus.sha256, corpus.vocab_size))
+    for rank, (sha256, vocab_size) in enumerate(found):
+        if (sha256, vocab_size) != found[0]:
+            raise ConfigError(
+                f"train.data: rank 0 reads data of the hash {found[0][0][:12]} and a vocabulary of {found[0][1]}, "
+                f"rank {rank} of {sha256[:12]} and {vocab_size}; put the same on every machine ('stdlib' is that of "
+                "its Python)"
+            )
+    return corpus
+
+
+class DataPosition:
+    """The position of a run in its data, as checkpoints keep it.
+
+    Attributes:
+        step: the last completed one.
+    """
+
+    def __init__(self, corpus: Corpus, accumulation: int) -> None:
+        """
+        Args:
+            accumulation: as the configuration has it. A run that resumes with another number of data ranks uses
+                another one.
+        """
+        self._corpus = corpus
+        self._accumulation = accumulation
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and what identifies the data."""
+        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step in ``state``.
+
+        Raises:
+            ConfigError: the run was started with other data.
+        """
+        if (difference := self._corpus.difference(state["data"])) is not None:
+            raise ConfigError(f"train.data: {difference}; use the data that the run was started with")
+        self.step = state["step"]
+
+
+class Batches:
+    """This rank's parts of the global batches.
+
+    Each is fetched one step ahead, so that an error in the data is known while the step before can still be saved.
+    """
+
+    def __init__(self, context: ParallelContext, corpus: Corpus) -> None:
+        self._context = context
+        self._corpus = corpus
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """One pair for each accumulation step: inputs and targets, token ids (batch, sequence)."""
+        self.seconds = 0.0
+        """Duration of the last fetch."""
+        self.failure: Exception | None = None
+        """The error of the last fetch on this rank."""
+
+    def fetch(self, step: int) -> None:
+        """Read the batch of ``step``."""
+        start = time.perf_counter()
+        try:
+            with self._context.phase("data"):
+                count = self._context.config.gradient_accumulation
+                self.parts = [self._part(step, part) for part in range(count)]
+        except (DataError, OSError) as error:
+            self.failure = error
+        self.seconds = time.perf_counter() - start
+
+    def _part(self, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's slice of accumulation step ``part`` of the global batch."""
+        config, axis = self._context.config, self._context.batch_axis
+        size = config.train.batch_size // config.gradient_accumulation // axis.size
+        first = (part * axis.size + axis.rank) * size
+        return training_windows(self._corpus.training, config.train.seq_len, config.seed, step, first, size)
+
+
+def evaluate(engine: Engine, corpus: Corpus) -> float:
+    """Mean loss of the held-out sequences, in nats a token; the same sequences in every layout.
+
+    Raises:
+        DataError: on every rank: the data cannot be read any more.
+    """
+    config, axis = engine.context.config, engine.context.batch_axis
+    batch = config.train.batch_size // config.gradient_accumulation
+    rounds = math.ceil(config.train.eval_sequences / batch)
+    size = batch // axis.size
+    windows, failure = [], None
+    try:
+        for index in range(rounds):
+            first = index * batch + axis.rank * size
+            windows.append(held_out_windows(corpus.held_out, config.train.seq_len, first, size, rounds * batch))
+    except (DataError, OSError) as error:
+        failure = error
+    raise_on_all_ranks(engine.context, failure)
+    losses = [float(engine.evaluate(x, y)) for x, y in windows]
+    return sum(losses) / rounds
+
+
+def raise_on_all_ranks(context: ParallelContext, failure: Exception | None) -> None:
+    """Raise the first rank's ``failure`` on every rank, if any rank has one. A collective.
+
+    Raises:
+        DataError: with its message.
+    """
+    (failed,) = max_over_ranks(context, float(failure is not None))
+    if not failed:
+        return
+    messages = gather_objects(failure and str(failure))
+    raise DataError(next(message for message in messages if message is not None)) from failure
+
+
+def max_over_ranks(context: ParallelContext, *numbers: float) -> list[float]:
+    """The largest value over the world of each of ``numbers``, which are finite; one all-reduce."""
+    values = torch.tensor(numbers, dtype=torch.float64, device=context.device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()

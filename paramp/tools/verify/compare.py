@@ -1,0 +1,220 @@
+"""Comparing a model on a layout with the same model in one process, layer by layer.
+
+Two runs of one mode, from the same weights and on the same batches, write what they computed
+(:mod:`paramp.tools.verify.run`). Both round to the mode's dtype, but at different places and in a different order, so
+each value may differ by a few rounding errors. Distances are relative L2 norms, in units of that rounding error::
+
+    forward     || sharded - single || / || single ||                               of each output of a layer
+    gradient    || sharded - single || / max(|| single ||, rms of the layer's)      of each parameter, in the first step
+    step        the same of a weight's change in the first step, plus the error of rounding the weight
+    weights     the same of a weight's change from start to end
+
+The first step decides. In later ones the weights differ already, and at a kink, as ReLU has, rounding decides on which
+side a value near 0 falls: that changes a gradient by the whole contribution of a sample, at any precision. So later
+steps fail only where the runs are :data:`LATER` apart, or not finite.
+
+The floor of a gradient is for parameters whose true gradient is zero, such as the bias of keys in attention: what is
+left is the rounding of terms that cancel. The optimizer is SGD with momentum, because Adam divides a gradient by its
+own size, which would hide a gradient of half its size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from ...base.errors import ConfigError
+from ...config.schema import Config
+from ...precision.policy import Precision
+from .distances import distance_of_parts, has_nan_or_inf, relative, rms
+from .options import RUNS
+from .report import Layer, Report
+from .run import RankRecord
+
+__all__ = ["FLOAT8_ROUNDING", "LATER", "UNITS", "UNITS_FLOAT8", "UNITS_LOSS", "compare", "rounding"]
+
+UNITS = 32.0
+"""The tolerance of a layer, in rounding errors."""
+UNITS_FLOAT8 = 6.0
+"""The same where linear layers multiply in float8."""
+UNITS_LOSS = 4.0
+"""The same of a loss in reduced precision, which is an average; in fp32 and fp64 it is :data:`UNITS`."""
+FLOAT8_ROUNDING = 2.0**-4
+"""Of e4m3."""
+LATER = 0.5
+"""The relative distance that is tolerated after the first step; no multiple of the rounding error, because the distance
+grows for other reasons there."""
+
+
+def rounding(precision: Precision) -> float:
+    """The relative rounding error of the lowest dtype in a mode's matrix products."""
+    return FLOAT8_ROUNDING if precision.float8 is not None else torch.finfo(precision.compute).eps / 2
+
+
+def compare(
+    single: RankRecord, sharded: Sequence[RankRecord], config: Config, tolerance: float | None = None
+) -> Report:
+    """Compare the records of the sharded run's ranks with that of the single process.
+
+    Args:
+        config: of the sharded run.
+        tolerance: of a layer in the first step, in rounding errors. None: the mode's.
+
+    Raises:
+        ConfigError: the runs did not start from the same weights or did not have the same batches.
+    """
+    precision, parallel = config.precision, config.parallel
+    usual = UNITS if precision.float8 is None else UNITS_FLOAT8
+    tolerance = usual if tolerance is None else tolerance
+    unit = rounding(precision)
+    low = unit > torch.finfo(torch.float32).eps / 2
+    sizes = (("pp", parallel.pipeline.size), ("dp", parallel.data), ("tp", parallel.tensor.size))
+    layout = "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
+    limits = tolerance, UNITS_LOSS if low else tolerance, max(LATER / unit, tolerance)
+    report = Report(layout, precision.name, unit, *limits, len(single.losses))
+    _check_same_start(single, sharded)
+    runs = dict(zip(RUNS, (single, sharded[0]), strict=True))
+    report.losses = {run: record.losses for run, record in runs.items()}
+    report.grad_norms = {run: record.grad_norms for run, record in runs.items()}
+    report.skipped = {run: record.skipped for run, record in runs.items()}
+    report.random_in = single.random_in
+    layers = _forwards(single, sharded, parallel.pipeline.num_microbatches, report)
+    order = [*layers]
+    for name, what, value in () if report.overflows else _parameters(single, sharded, precision, unit):
+        layer = layers.setdefault(_owner(name), Layer(_owner(name) or "(model)"))
+        _add_distance(layer, what, value)
+    for name in (name for name in layers if name not in order):  # never called: listed before the module that uses it
+        users = (index for index, other in enumerate(order) if f"{name}.".startswith(f"{other}." if other else ""))
+        order.insert(next(users, len(order)), name)
+    report.layers = [layers[name] for name in order]
+    return report
+
+
+def _add_distance(layer: Layer, what: str, value: float | None) -> None:
+    """Keep the largest in ``layer``; None means that the values are not finite in both runs."""
+    if value is not None:
+        setattr(layer, what, max(value, layer.distance(what) or 0.0))
+    elif what not in layer.not_finite:
+        layer.not_finite.append(what)
+
+
+def _check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
+    if sharded[0].batches != single.batches:
+        step = next(
+            index
+            for index, pair in enumerate(zip(sharded[0].batches, single.batches, strict=True), 1)
+            if len(set(pair)) > 1
+        )
+        raise ConfigError(
+            f"batches: those of step {step} are not the same in both runs; make them depend on the step alone"
+        )
+    first = sharded[0].start
+    names = [name for name in single.start if name not in first or not torch.equal(single.start[name], first[name])]
+    if names:
+        raise ConfigError(
+            f"model: {names[0]!r} does not start with the same values in both runs; let it depend on torch's seed only"
+        )
+
+
+def _forwards(
+    single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int, report: Report
+) -> dict[str, Layer]:
+    """The layers that were called, in the order in which their forwards ended, with the distances of their outputs."""
+    calls: dict[tuple[str, int, int], list[tuple[RankRecord, list[torch.Tensor]]]] = defaultdict(list)
+    for record in sorted(sharded, key=lambda record: record.tensor_rank):
+        for activation in record.activations:
+            # The single run's microbatches are those of all data ranks, one rank after the other.
+            microbatch = record.batch_rank * num_microbatches + activation["microbatch"]
+            calls[activation["module"], microbatch, activation["call"]].append((record, activation["tensors"]))
+    layers: dict[str, Layer] = {}
+    names = dict.fromkeys(activation["module"] for activation in single.activations)
+    holders_of = {name: [record for record in sharded if _has_all(record, name, single)] for name in names}
+    for activation in single.activations:
+        name, wholes = activation["module"], activation["tensors"]
+        holders = holders_of[name]
+        if not wholes or not holders:  # a module that spans stages returns something else in each
+            continue
+        layer = layers.setdefault(name, Layer(name or "(model)"))
+        found = [
+            tensors
+            for record, tensors in calls[name, activation["microbatch"], activation["call"]]
+            if record in holders
+        ]
+        if {len(tensors) for tensors in found} != {len(wholes)}:
+            layer.problem = "it is called differently in the sharded run"
+            continue
+        for whole, *parts in zip(wholes, *found, strict=True):
+            _add_output(layer, parts, whole, activation["microbatch"], holders[0], report)
+    return layers
+
+
+def _has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
+    """Whether the rank has the module ``name`` and all that it contains."""
+    inside = {other for other in single.modules if f"{other}.".startswith(f"{name}." if name else "")}
+    return inside <= set(record.modules)
+
+
+def _add_output(
+    layer: Layer,
+    parts: Sequence[torch.Tensor],
+    whole: torch.Tensor,
+    microbatch: int,
+    holder: RankRecord,
+    report: Report,
+) -> None:
+    """Record in ``layer`` the distance of its output, in ``parts`` on the tensor ranks, from ``whole``."""
+    if has_nan_or_inf(whole) and any(has_nan_or_inf(part) for part in parts):
+        layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
+        _add_distance(layer, "forward", None)
+        return
+    samples = holder.microbatch_size
+    distance = distance_of_parts(parts, whole, {*holder.packed, samples} - {0, 1})
+    if distance is None:
+        layer.problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
+    elif layer.forward is None or (
+        distance / report.unit > layer.forward and not layer.exceeds("forward", report.tolerance)
+    ):
+        layer.forward, layer.microbatch = distance / report.unit, microbatch
+
+
+def _parameters(
+    single: RankRecord, sharded: Sequence[RankRecord], precision: Precision, unit: float
+) -> Iterator[tuple[str, str, float | None]]:
+    """Each parameter's name, which distance it is, and its value in rounding errors.
+
+    The largest of the ranks that have the whole model; None where the values of both runs are not finite.
+    """
+    stored = torch.finfo(torch.float32 if precision.masters else precision.weights).eps / 2
+    compared: dict[str, tuple[int, Callable[[RankRecord], dict[str, torch.Tensor]]]] = {
+        "gradient": (0, lambda record: record.gradient),
+        "step": (1, lambda record: _change(record.start, record.after_first)),
+        "weights": (len(single.losses), lambda record: _change(record.start, record.end)),
+    }
+    for what, (num_steps, values) in compared.items():
+        lost = num_steps * stored  # what rounding the weight may lose, relative to the weight
+        expected = values(single)
+        largest: dict[str, float] = defaultdict(float)  # root mean square of any parameter of a module
+        for name in single.trained:
+            largest[_owner(name)] = max(largest[_owner(name)], rms(expected[name]))
+        others = [values(record) for record in sharded if record.start]
+        for name in single.trained:
+            if not any(bool(value[name].isfinite().all()) for value in (expected, *others)):
+                yield name, what, None
+                continue
+            least = largest[_owner(name)] * math.sqrt(expected[name].numel())
+            least = max(least, float(expected[name].norm(dtype=torch.float64)))
+            # Divided by what is allowed, so that this loss alone stays within the tolerance.
+            allowed = LATER if what == "weights" else unit
+            least += lost / allowed * float(single.start[name].norm(dtype=torch.float64))
+            yield name, what, max(relative(other[name], expected[name], least) for other in others) / unit
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _change(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value - start[name] for name, value in end.items() if value.is_floating_point()}

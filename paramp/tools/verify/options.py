@@ -1,0 +1,88 @@
+"""The options of ``paramp verify``, and the configuration of each of its two runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.errors import ConfigError
+from ...config.files import load, merge, read_file
+from ...config.layout import ParallelConfig, PipelineConfig
+from ...config.schema import Config
+from .user_code import check_target
+
+__all__ = ["RUNS", "Options", "configure"]
+
+RUNS = ("single", "sharded")
+"""The names of the two runs: in one process, and on the layout asked for."""
+INIT_SCALE = 2.0**10
+"""The largest initial loss scale. From 2**16 or 2**32 a run of a few steps would skip most of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``paramp verify``: plain values, passed to the ranks as JSON."""
+
+    model: str
+    """``module:attribute`` or ``file.py:attribute``: a module, or a callable that builds one."""
+    batches: str | None = None
+    """``module:attribute``, as the next two. None: random tokens."""
+    criterion: str | None = None
+    """None: the model's own ``loss``, else the cross-entropy."""
+    plan: str | None = None
+    config: str | None = None
+    """A ``.toml`` or ``.py`` file."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """A tree like the file's, which takes precedence over it."""
+    norms: str = "plain"
+    steps: int = 3
+    batch_size: int | None = None
+    """Samples a step. None: two for each microbatch of each data rank."""
+    seq_len: int = 16
+    lr: float = 0.1
+    timeout: float = 600.0
+    """Of each run, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batches", "criterion", "plan"):
+            if getattr(self, name) is not None:
+                check_target(getattr(self, name), name)
+        for name in ("steps", "seq_len", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: got {value}, expected an integer of 1 or more")
+        for name in ("lr", "timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected a finite number above 0")
+
+
+def configure(options: Options, run: str) -> Config:
+    """The configuration of ``run``, one of :data:`RUNS`.
+
+    The single run has one microbatch for each of any data rank in the sharded one, so that both group the same samples.
+
+    Raises:
+        ConfigError: the options or the file are wrong.
+    """
+    config = load(merge(read_file(options.config) if options.config else {}, options.settings))
+    precision = config.precision
+    if precision.masters:  # masters kept as remainders give the same values
+        precision = dataclasses.replace(precision, masters=True)
+    if (scaling := precision.scaling) is not None and scaling.min_scale != scaling.max_scale:
+        first = max(min(INIT_SCALE, scaling.init_scale), scaling.min_scale or 0.0)
+        precision = dataclasses.replace(precision, scaling=dataclasses.replace(scaling, init_scale=first))
+    data = 1 if config.parallel.data == "auto" else config.parallel.data
+    parallel = dataclasses.replace(config.parallel, data=data)
+    if run == "single":
+        chunks = data * config.parallel.pipeline.num_microbatches
+        parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
+    return dataclasses.replace(
+        config,
+        parallel=parallel,
+        precision=precision,
+        masters=None,
+        gradient_accumulation=1,
+        train=type(config.train)(),
+    )

@@ -1,0 +1,191 @@
+"""What the options name: the user's model, criterion, batches and plan."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...base.errors import ConfigError, nearest, shown
+
+if TYPE_CHECKING:
+    from ...engine.loss_window import Criterion
+    from .options import Options
+
+__all__ = ["build_model", "check_target", "choose_criterion", "cross_entropy", "load_attribute", "load_batches"]
+
+
+def check_target(text: str, option: str) -> None:
+    """Check the form of ``module:attribute``.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{option}: got {shown(text)}, expected module:attribute or path/to/file.py:attribute")
+
+
+def load_attribute(text: str, option: str) -> Any:
+    """Import the object that ``module:attribute`` or ``path/to/file.py:attribute`` names.
+
+    Raises:
+        ConfigError: there is no such module, file or attribute.
+    """
+    check_target(text, option)
+    where, _, name = text.rpartition(":")
+    module = _load_file(Path(where), option) if where.endswith(".py") else _import(where, option)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{option}: {where!r} has no {name!r}{nearest(part, vars(module))}")
+        found = getattr(found, part)
+    return found
+
+
+def _import(name: str, option: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import inside the user's module failed
+        raise ConfigError(
+            f"{option}: no module {name!r} on Python's path; run it in the folder that has it, or name its file"
+        ) from None
+
+
+def _load_file(path: Path, option: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"{option}: no file {str(path)!r}")
+    name = f"verified {path.resolve()}"  # the name of no other module
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_model(options: Options, seed: int) -> nn.Module:
+    """The user's model in training mode, without dropout: its masks differ between layouts.
+
+    Raises:
+        ConfigError: the option names no module, or one without parameters to train.
+    """
+    found = load_attribute(options.model, "model")
+    for generator in (torch.manual_seed, random.seed, lambda seed: np.random.seed(seed % 2**32)):
+        generator(seed)
+    model = found if isinstance(found, nn.Module) else found() if _takes(found, 0) else None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: {options.model!r} is {type(found).__name__}, expected an nn.Module, or a callable without "
+            "arguments that returns one"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model: {options.model!r} has no parameter to train, expected at least one")
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model.train()
+
+
+def _takes(found: Any, num_arguments: int) -> bool:
+    """Whether the signature of ``found`` accepts so many arguments."""
+    if not callable(found):
+        return False
+    try:
+        inspect.signature(found).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
+
+
+def choose_criterion(options: Options, model: nn.Module) -> Criterion:
+    """The criterion that the options name, else the model's own, else the cross-entropy."""
+    if options.criterion is not None:
+        found: Criterion = load_attribute(options.criterion, "criterion")
+        return found
+    own = getattr(model, "loss", None)
+    return own if callable(own) else cross_entropy
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean over all positions; ``output`` is (..., classes), ``target`` (...)."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def load_batches(
+    options: Options, model: nn.Module, seed: int, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The global batch of each step: inputs and targets, with the samples in dim 0.
+
+    Args:
+        size: samples in a batch of random tokens.
+
+    Raises:
+        ConfigError: the option names no batches, too few, or none of this form.
+    """
+    if options.batches is None:
+        yield from _random_tokens(_vocabulary(model), options, seed, size)
+        return
+    found = load_attribute(options.batches, "batches")
+    if not (_takes(found, 1) if callable(found) else isinstance(found, Iterable)):
+        raise ConfigError(
+            f"batches: {options.batches!r} is {type(found).__name__}, expected a function of the step, or an iterable"
+        )
+    iterator = None if callable(found) else iter(found)
+    for step in range(1, options.steps + 1):
+        batch = found(step) if iterator is None else next(iterator, None)
+        if batch is None:
+            raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
+        tensors = isinstance(batch, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in batch)
+        if not tensors or len(batch) != 2 or not batch[0].ndim or not batch[1].ndim or len(batch[0]) != len(batch[1]):
+            raise ConfigError(
+                f"batches: {options.batches!r} gave {type(batch).__name__} for step {step}, expected a pair of tensors "
+                "(inputs, targets) with as many samples in dim 0"
+            )
+        yield batch[0], batch[1]
+
+
+def _random_tokens(
+    vocabulary: int, options: Options, seed: int, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(options.steps):
+        tokens = torch.randint(0, vocabulary, (size, options.seq_len + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """The size of the vocabulary of a model whose first layer is an embedding.
+
+    Raises:
+        ConfigError: the first layer is another one.
+    """
+    first = next((module for module in model.modules() if module._parameters), None)
+    if not isinstance(first, nn.Embedding):
+        what = "no layer with weights" if first is None else f"a {type(first).__name__} as its first layer"
+        raise ConfigError(
+            f"batches: {type(model).__name__} has {what} and no Embedding, so nothing says what its inputs are; pass "
+            "--batches module:function, a function of the step that returns (inputs, targets)"
+        )
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    return known if isinstance(known, int) else first.num_embeddings

@@ -1,0 +1,66 @@
+"""The commands' help, and the console script."""
+
+import importlib
+import re
+import tomllib
+
+import pytest
+from commands import ROOT
+
+from paramp.base.errors import ConfigError
+from paramp.tools import cli
+from paramp.tools.flags import FLAGS
+from paramp.tools.train_config import build_parser, configure
+
+COMMANDS = ("doctor", "plot", "verify", "inspect", "export", "import")
+
+
+def test_the_console_script_is_main():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, name = scripts["paramp"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+
+
+def help_of(command, capsys):
+    run = (lambda: configure(["--help"])) if command is None else lambda: cli.main([*command.split(), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_explains_each_flag_and_gives_its_default(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = help_of(command, capsys)
+    flags = re.findall(r"^  (--[\w-]+)( [A-Z][A-Z:=]*)?  +(.*)$", text, re.MULTILINE)
+    assert len(flags) == len(re.findall(r"^  --", text, re.MULTILINE)), text
+    for flag, _, explained in flags:
+        required = flag == "--to"
+        assert required or re.fullmatch(r".{3,} \(default: .+\)", explained), (flag, explained)
+        assert "sets " not in explained
+    if command is None:
+        assert {flag for flag, *_ in flags} == {*(flag.name for flag in FLAGS), "--config", "--set"}
+        for group in ("layout", "pipeline", "precision", "model and data", "optimization", "checkpoints", "diagnosis"):
+            assert f"\n{group}:\n" in text
+        assert "model.num_layers" in text
+
+
+def test_help_names_every_command(capsys):
+    text = help_of("", capsys)
+    assert tuple(re.findall(r"^    (\w+)  ", text, re.MULTILINE)) == COMMANDS
+
+
+def test_defaults_in_help_are_those_of_the_configuration():
+    text = build_parser("").format_help()
+    assert re.search(r"--precision MODE .*\n? *\(default: 16-mixed\)", text)
+    assert re.search(r"--steps N .*\(default: 300\)", text)
+
+
+def test_flags_set_what_they_say():
+    config = configure(["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
+    assert (config.parallel.tensor.size, config.parallel.sequence_parallel) == (2, True)
+    assert config.emulate_fp16 is True
+    assert config.train.lr == 2.0  # --set over the flag
+    with pytest.raises(ConfigError, match="argument --emulate-fp16: invalid choice: 'x'"):
+        configure(["--emulate-fp16", "x"])
