@@ -1,4 +1,4 @@
-"""Composer"s algorithms for ``paramp.initialize(..., algorithms=[...])``."""
+"""Composer's algorithms for ``paramp.initialize(..., algorithms=[...])``."""
 
 from .compat.composer.algorithms import (
     FusedLayerNorm,

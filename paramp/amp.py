@@ -1,4 +1,4 @@
-"""Mixed precision without an engine: Colossal-AI's ``amp``. It lives in :mod:`paramp.compat.colossalai.amp`."""
+"""Mixed precision without an engine, for a loop of one's own (:mod:`paramp.compat.colossalai.amp`)."""
 
 from .compat.colossalai.amp import (
     AMP_TYPE,

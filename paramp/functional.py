@@ -1,4 +1,4 @@
-"""Composer"s surgery on norms: ``apply_low_precision_layernorm`` and the others."""
+"""Composer's surgery on norms: ``apply_low_precision_layernorm`` and the others."""
 
 from .compat.composer.functional import (
     apply_fused_layernorm,

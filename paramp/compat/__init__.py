@@ -1,1 +1,1 @@
-"""Other systems' spellings: Colossal-AI, Apex, Composer."""
+"""The names and behaviour of other systems, each whole in its folder: Colossal-AI, NVIDIA Apex, Composer."""

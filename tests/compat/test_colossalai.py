@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paramp
 from paramp import ConfigError
+from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.colossalai.context import ParallelMode
 from paramp.compat.colossalai.core import global_context as gpc
 from paramp.compat.colossalai.logging import get_dist_logger
@@ -314,7 +315,7 @@ def test_a_forward_without_loss_needs_no_criterion():
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, paramp
-from paramp.core import global_context as gpc
+from paramp.compat.colossalai.core import global_context as gpc
 paramp.launch_from_torch(config=dict(NUM_EPOCHS=3))
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -328,10 +329,30 @@ def test_a_script_without_a_with_closes_quietly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(fails=False))
     result = torchrun(2, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."), **COLD)
-    assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2)
+    assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2), result.stderr
     assert "Traceback" not in result.stderr
     assert "Warning" not in result.stderr
     script.write_text(SCRIPT.format(fails=True))
     alone = python("-W", "error", str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."))
     assert alone.returncode == 1
     assert alone.stderr.rstrip().endswith("ValueError: mine")
+
+
+def test_a_script_finds_everything_under_the_one_import():
+    from paramp.compat import colossalai
+
+    assert colossalai.launch_from_torch is paramp.launch_from_torch
+    assert colossalai.initialize is paramp.initialize
+    assert colossalai.amp.AMP_TYPE is AMP_TYPE
+    assert colossalai.core.global_context is gpc
+    assert colossalai.context.ParallelMode is ParallelMode
+    assert colossalai.logging.get_dist_logger is get_dist_logger
+    assert colossalai.utils.get_dataloader is get_dataloader
+    assert colossalai.nn.lr_scheduler.CosineAnnealingLR is schedules.CosineAnnealingLR
+
+
+def test_composers_names_are_those_of_the_facades():
+    from paramp.compat.composer import algorithms, functional
+
+    assert functional.apply_low_precision_layernorm is paramp.functional.apply_low_precision_layernorm
+    assert algorithms.FusedLayerNorm is paramp.algorithms.FusedLayerNorm

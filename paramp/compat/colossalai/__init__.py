@@ -1,1 +1,19 @@
-"""Colossal-AI's names."""
+"""Colossal-AI: a script that wrote ``import colossalai`` writes ``from paramp.compat import colossalai``."""
+
+from ...distributed.launchers import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from ...engine.initialize import initialize
+from . import amp, context, core, logging, nn, utils
+
+__all__ = [
+    "amp",
+    "context",
+    "core",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "logging",
+    "nn",
+    "utils",
+]

@@ -42,9 +42,9 @@ class GlobalContext:
         groups: dict[ParallelMode, Any] = {
             ParallelMode.GLOBAL: dist.group.WORLD,
             ParallelMode.MODEL: context.model_group,
-            ParallelMode.DATA: context.dp.group,
-            ParallelMode.PIPELINE: context.pp.group,
-            ParallelMode.TENSOR: context.tp.group,
+            ParallelMode.DATA: context.batch_axis.group,
+            ParallelMode.PIPELINE: context.stage_axis.group,
+            ParallelMode.TENSOR: context.tensor_axis.group,
         }
         if parallel_mode not in groups:
             allowed = ", ".join(f"ParallelMode.{name}" for name in ParallelMode.__members__)
@@ -67,22 +67,22 @@ class GlobalContext:
     def is_initialized(self, parallel_mode: ParallelMode) -> bool:
         """Whether something is launched and, as in Colossal-AI, for PIPELINE whether there are several stages."""
         context = current_context()
-        return context is not None and (parallel_mode is not ParallelMode.PIPELINE or context.pp.size > 1)
+        return context is not None and (parallel_mode is not ParallelMode.PIPELINE or context.stage_axis.size > 1)
 
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the model."""
-        return get_context().dp.size
+        return get_context().batch_axis.size
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Stages of the model."""
-        return get_context().pp.size
+        return get_context().stage_axis.size
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share each layer."""
-        return get_context().tp.size
+        """Ranks that each layer is sharded over."""
+        return get_context().tensor_axis.size
 
     def destroy(self) -> None:
         """Close the context. At the end of a script that happens by itself."""

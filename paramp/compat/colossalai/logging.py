@@ -1,4 +1,4 @@
-"""Colossal-AI's logger: Python's own, with a say on which ranks speak."""
+"""Colossal-AI's logger: Python's own, with a choice of the ranks that write."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DistributedLogger:
     error = partialmethod(log, "ERROR")
 
     def set_level(self, level: str) -> None:
-        """Leave out what is less grave than ``level``: DEBUG, INFO (the default), WARNING or ERROR."""
+        """Ignore messages below ``level``: DEBUG, INFO (the default), WARNING or ERROR."""
         self.logger.setLevel(_check(level))
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:

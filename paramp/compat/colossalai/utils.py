@@ -27,24 +27,24 @@ def get_dataloader(
 ) -> Any:
     """A loader that gives each data rank its part of ``dataset``, and the ranks of a model group the same.
 
-    It may be passed to :func:`paramp.initialize`, which then leaves it as it is. The order is another in each epoch,
-    and follows from the seed (:mod:`paramp.data.dataloader`). Call it after launching; where nothing is launched, the loader is
-    one for a single process.
+    It may be passed to :func:`paramp.initialize`, which then leaves it as it is. The order differs between epochs, and
+    follows from the seed (:mod:`paramp.data.dataloader`). Call it after launching; before, the loader is one for a
+    single process.
 
     Args:
         dataset: the same on every rank.
         shuffle: draw the samples at random.
         seed: of that order. None: the configuration's.
-        add_sampler: False leaves the loader undealt: every rank reads all of the data. (``initialize`` deals what it is
-            given, so keep such a loader to yourself.)
+        add_sampler: False: every rank reads all of the data. ``initialize`` would shard such a loader, so do not pass
+            it there.
         drop_last: drop what does not fill a batch; else the last batch is smaller.
-        pin_memory: into memory that a GPU copies from faster; has no effect where there is no GPU.
+        pin_memory: load into pinned memory; no effect without a GPU.
         num_workers: processes that read ahead.
         options: other arguments of ``torch.utils.data.DataLoader``, such as ``batch_size``, which is that of one data
             rank.
 
     Raises:
-        ConfigError: the loader cannot be dealt (:func:`paramp.data.dataloader.shard_loader`).
+        ConfigError: the loader cannot be sharded (:func:`paramp.data.dataloader.shard_loader`).
     """
     context = current_context()
     seed = seed if seed is not None else context.config.seed if context else DEFAULT_SEED
@@ -59,7 +59,7 @@ def get_dataloader(
     )
     if context is None or not add_sampler:
         return loader
-    return shard_loader(loader, context.dp.rank, context.dp.size, seed)
+    return shard_loader(loader, context.batch_axis.rank, context.batch_axis.size, seed)
 
 
 def get_current_device() -> torch.device:

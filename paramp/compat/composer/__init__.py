@@ -1,1 +1,5 @@
-"""Composer's names: ``functional`` and ``algorithms``."""
+"""Composer's names: ``from paramp.compat.composer import functional, algorithms``."""
+
+from . import algorithms, functional
+
+__all__ = ["algorithms", "functional"]

@@ -1,7 +1,7 @@
 """Composer's algorithms that change the norms of a model: ``paramp.initialize(..., algorithms=[...])``.
 
 An algorithm is any object with ``apply(model, precision)``. ``initialize`` calls it with the whole model, before it is
-cut and shared out, and with the mode that is trained in.
+partitioned and sharded, and with the mode that is trained in.
 """
 
 from __future__ import annotations

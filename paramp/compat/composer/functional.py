@@ -1,6 +1,6 @@
 """Composer's functions that change the norms of a model, for a loop of your own (:mod:`paramp.precision.norms`).
 
-Each changes ``model`` in place, before or after it is shared over a tensor axis, and returns how many modules it
+Each changes ``model`` in place, before or after it is sharded over a tensor axis, and returns how many modules it
 changed. Parameters stay the objects that they are, so optimizers may be made before or after. Modules with a forward
 of their own are left alone. A model without such norms, and a precision in which they do nothing, are a
 :class:`~paramp.precision.norms.NoEffectWarning`.

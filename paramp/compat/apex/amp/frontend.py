@@ -27,6 +27,11 @@ __all__ = ["initialize", "load_state_dict", "master_params", "reset", "state_dic
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
+OVERRIDES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+"""Arguments that change what the level sets."""
+OPTIONS = ("cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale")
+"""Arguments that no level sets."""
+
 
 def initialize(
     models: Models,
@@ -71,45 +76,43 @@ def initialize(
     Raises:
         AmpError: an impossible argument, a model in half precision or in a wrapper, a second call.
     """
+    arguments = locals()
+    if not enabled and state.session is None:
+        state.initialized = True
+        return models if optimizers is None else (models, optimizers)
+    overrides, options = ({name: arguments[name] for name in names} for names in (OVERRIDES, OPTIONS))
+    model_list = _as_list("models", models)
+    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
+    _begin(model_list, optimizer_list, opt_level, overrides, options)
+    prepared = model_list if isinstance(models, (list, tuple)) else models
+    if optimizers is None:
+        return prepared
+    return prepared, (optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers)
+
+
+def _begin(
+    models: list[Any], optimizers: list[Any], opt_level: str, overrides: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Check everything, then begin the session.
+
+    Raises:
+        AmpError: as :func:`initialize`.
+    """
     if state.session is not None:
         raise AmpError(
             "amp.initialize: it was called before; give one call all models and optimizers, as lists, or call "
             "amp.reset() first to begin again with new ones"
         )
-    if not enabled:
-        state.initialized = True
-        return models if optimizers is None else (models, optimizers)
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
-    options = {
-        "cast_model_outputs": cast_model_outputs,
-        "num_losses": num_losses,
-        "verbosity": verbosity,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-    }
     properties, precision = _parse(opt_level, overrides, options)
-    model_list = _as_list("models", models)
-    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
-    check_models(model_list, cast=precision.weights is not torch.float32)
-    check_optimizers(optimizer_list)
-
-    state.initialized, state.verbosity = True, verbosity
+    check_models(models, cast=precision.weights is not torch.float32)
+    check_optimizers(optimizers)
+    state.initialized, state.verbosity = True, options["verbosity"]
     _print_options(opt_level, overrides, properties)
     scaling = precision.scaling or LossScaling.static(1.0)
     dynamic = properties.loss_scale == "dynamic"
-    scalers = [LossScaler(loss_id, scaling, dynamic=dynamic) for loss_id in range(num_losses)]
-    state.session = Session(precision, properties, scalers, model_list)
-    _prepare(state.session, optimizer_list, cast_outputs=cast_model_outputs is not None)
-    prepared = model_list if isinstance(models, (list, tuple)) else models
-    if optimizers is None:
-        return prepared
-    return prepared, (optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers)
+    scalers = [LossScaler(loss_id, scaling, dynamic=dynamic) for loss_id in range(options["num_losses"])]
+    state.session = Session(precision, properties, scalers, models)
+    _prepare(state.session, optimizers, cast_outputs=options["cast_model_outputs"] is not None)
 
 
 def _parse(opt_level: str, overrides: dict[str, Any], options: Mapping[str, Any]) -> tuple[Properties, Precision]:
