@@ -26,10 +26,10 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
 
     Args:
         path: of the mapping, for messages.
-        also: further keys that the user may write, for messages.
+        also: further keys that the user may give, for messages.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or what ``cls`` itself complains of.
+        ConfigError: an unknown key, a value of the wrong type, or what ``cls`` itself raises.
     """
     hints, known = typing.get_type_hints(cls), keys(cls)
     values: dict[str, Any] = {}
@@ -48,55 +48,61 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
 def convert(value: Any, hint: Any, path: str) -> Any:
     """``value`` as the type ``hint``. Only conversions that lose nothing: an int to a float, a list to a tuple.
 
-    A class with a ``parse`` of its own is asked for it.
+    A class with a ``parse`` of its own converts by it.
 
     Raises:
         ConfigError: it is of another type.
     """
-    parse = getattr(hint, "parse", None) if isinstance(hint, type) else None
-    if parse is not None:
+    if isinstance(hint, type) and hasattr(hint, "parse"):
         try:
-            return parse(value)
+            return hint.parse(value)
         except ConfigError as error:
             raise ConfigError(f"{path}.{error}" if isinstance(value, Mapping) else str(error)) from None
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool) and "size" in keys(hint):
-            value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: got {shown(value)}, expected a table with {', '.join(keys(hint))}")
-        return build(hint, value, path)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for choice in arguments:
+        return _convert_to_dataclass(value, hint, path)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for choice in typing.get_args(hint):
             try:
                 return convert(value, choice, path)
             except ConfigError:
                 continue
-    elif origin is Literal:
-        if any(type(value) is type(choice) and value == choice for choice in arguments):
-            return value
-    elif origin is tuple:
-        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-    elif origin is not None:
-        if isinstance(value, Mapping):
-            return value
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and _fits(value):
-            return float(value)
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            if not -(2**63) <= value < 2**63:
-                raise ConfigError(f"{path}: got {shown(value)}, expected an integer that 64 bits hold")
-            return value
-    elif isinstance(value, hint):
-        return value
+    elif _matches(value, hint):
+        converter = {float: float, tuple: tuple}.get(typing.get_origin(hint) or hint)
+        return value if converter is None else converter(value)
+    elif hint is int and _is_number(value, int):
+        raise ConfigError(f"{path}: got {shown(value)}, expected an integer that 64 bits hold")
     raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(hint)}")
+
+
+def _convert_to_dataclass(value: Any, cls: type, path: str) -> Any:
+    if isinstance(value, cls):
+        return value
+    if _is_number(value, int) and "size" in keys(cls):
+        value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: got {shown(value)}, expected a table with {', '.join(keys(cls))}")
+    return build(cls, value, path)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of the type ``hint``, which is no union, or converts to it without loss."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    if origin is not None:
+        return isinstance(value, Mapping)
+    if hint is float:
+        return _is_number(value, (int, float)) and _fits(value)
+    if hint is int:
+        return _is_number(value, int) and -(2**63) <= value < 2**63
+    return isinstance(value, hint)
+
+
+def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether ``value`` is of ``kind``; True and False are no numbers here."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _fits(number: float) -> bool:
@@ -105,7 +111,7 @@ def _fits(number: float) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """A type in words: ``an integer or None``."""
+    """A type for a message: ``an integer or None``."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "None"}
     if hint in words:
         return words[hint]

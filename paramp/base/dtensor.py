@@ -13,7 +13,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["full_tensor", "is_dtensor", "local", "own_part", "version", "wrap"]
+__all__ = ["forget_sharding_decisions", "full_tensor", "is_dtensor", "local", "own_part", "version", "wrap"]
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
@@ -45,7 +45,12 @@ def wrap(
     placements: Sequence[Placement] | None = None,
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """The DTensor whose local part is ``part``, on the mesh of ``like``; its placements and shape where not given."""
+    """The DTensor whose local part is ``part``, on the mesh of ``like``.
+
+    Args:
+        part: any dims and dtype; not copied.
+        placements, shape: of the DTensor. None: those of ``like``.
+    """
     from torch.distributed.tensor import DTensor
 
     logical = like if shape is None else torch.empty(shape, device="meta")
@@ -60,7 +65,10 @@ def wrap(
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of the plain ``whole``, a view, as ``like`` shares out a tensor of its shape.
+    """This rank's part of the plain ``whole``, a view, as ``like`` shards a tensor of its shape.
+
+    Args:
+        whole: any dims and dtype; the logical shape of ``like``.
 
     Raises:
         ConfigError: ``like`` has a placement that is no part of a whole, such as a partial sum.
@@ -71,10 +79,39 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-            chunks = part.chunk(size, placement.dim)  # fewer than asked for, where there is not enough
+            chunks = part.chunk(size, placement.dim)  # fewer chunks than ranks where the dim is short
             part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):
             raise ConfigError(
-                f"plan: {placement} says no part of a tensor that is yet to be filled; build it on the CPU"
+                f"plan: {placement} neither shards nor replicates, so a weight that is filled later cannot have it; "
+                "build the model on the CPU"
             )
     return part
+
+
+def forget_sharding_decisions() -> None:
+    """Empty DTensor's caches, before the process groups of a mesh are destroyed.
+
+    The caches compare meshes by ranks and names alone, so that an entry made for this mesh would be taken for an equal
+    mesh of a later launch, with process groups that are gone.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+
+    clear_all = getattr(debug, "_clear_sharding_prop_cache", None)
+    # These hold meshes, and with each mesh its groups and their threads, which poll.
+    clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    for clear in (clear_all, clear_planners):
+        if clear is not None:
+            clear()
+    cached = [
+        getattr(_redistribute, name, None) for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached")
+    ]
+    cached.append(getattr(getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh", None))
+    propagator = getattr(_sharding_prop, "ShardingPropagator", None)
+    cached.append(getattr(propagator, "_propagate_tensor_meta_cached", None))
+    for function in cached:
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()

@@ -23,7 +23,7 @@ class Span:
 
     kind: str
     """``forward``, ``loss``, ``backward``; where the schedule splits it, ``backward input`` (gradients of activations)
-    and ``backward weight``; ``step``: gradients reduced and judged, and the optimizer's step."""
+    and ``backward weight``; ``step``: gradients reduced and checked, and the optimizer's step."""
     begin: float
     end: float
     """Seconds since recording began."""
@@ -34,11 +34,11 @@ class Span:
 
 
 class Recorder:
-    """Notes the spans of one rank, on its own clock."""
+    """Records the spans of one rank, on its own clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._noted: list[tuple[str, Any, Any, int | None, int | None, int]] = []
+        self._recorded: list[tuple[str, Any, Any, int | None, int | None, int]] = []
         self._call = -1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -51,18 +51,18 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
-        """Note what runs inside."""
+        """Record what runs inside."""
         begin = self._now()
         yield
-        self._noted.append((kind, begin, self._now(), stage, microbatch, max(self._call, 0)))
+        self._recorded.append((kind, begin, self._now(), stage, microbatch, max(self._call, 0)))
 
     def spans(self) -> list[Span]:
-        """All that was noted, in seconds of this process's clock."""
+        """All that was recorded, in seconds of this process's clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
             Span(kind, self._seconds(begin), self._seconds(end), stage, microbatch, call)
-            for kind, begin, end, stage, microbatch, call in self._noted
+            for kind, begin, end, stage, microbatch, call in self._recorded
         ]
 
     def _now(self) -> Any:
@@ -79,7 +79,7 @@ class Recorder:
 
 
 class Observer(Protocol):
-    """Somebody who is told what a rank does, while it does it."""
+    """Observes what a rank does, while it does it."""
 
     def begin_call(self) -> None:
         """A batch begins."""
@@ -106,7 +106,7 @@ def _spans(observers: Sequence[Observer], kind: str, stage: int | None, microbat
 
 
 def begin_call(observers: Iterable[Observer]) -> None:
-    """Tell each of ``observers`` that a batch begins."""
+    """Call ``begin_call`` of each of ``observers``."""
     for observer in observers:
         observer.begin_call()
 

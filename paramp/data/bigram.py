@@ -6,10 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .corpus import Corpus
-from .token_files import (
-    SlicedTokens,
-    TokenSource,
-)
+from .token_sources import SlicedTokens, TokenSource
 
 __all__ = ["bigram_loss"]
 

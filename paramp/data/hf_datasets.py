@@ -1,11 +1,7 @@
-"""Data sets that Hugging Face's ``datasets`` has saved to disk, read from their Arrow tables where they lie.
+"""Data sets that Hugging Face's ``datasets`` has saved to disk.
 
 A column of token ids is a few large buffers of integers, with the borders of the rows beside them. Rows one after the
-other are those buffers themselves: nothing is copied, and the memory does not grow with the data.
-
-Arrow maps its files, and a mapped file that shrinks under way ends the process with SIGBUS and no message. So the
-mapping only tells where in the file the buffers lie; from there on they are read like any token file
-(:class:`~paramp.data.token_files.FileTokens`). Text is taken from the mapping, once, when it is loaded.
+other are those buffers themselves, which Arrow maps from the file: nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from .text_corpus import TextChunk
-from .token_files import ArrayTokens, ChainedTokens, FileTokens, Tokens, TokenSource
+from .token_sources import ArrayTokens, ChainedTokens, Tokens
 
 __all__ = ["column_of", "is_saved_dataset", "load_splits", "rows_of_text", "tokens_of"]
 
@@ -47,7 +43,7 @@ def load_splits(path: Path) -> tuple[Any, Any | None]:
         raise ConfigError(f'data: {str(path)!r} needs the package datasets: pip install "paramp[hf]"') from None
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # of Arrow, of the file system, of JSON: the user can but save it again
+    except Exception as error:  # Arrow's, the file system's, JSON's: the remedy is the same
         raise ConfigError(f"data: datasets cannot load {str(path)!r}: {error}; save it again") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded, None
@@ -74,48 +70,24 @@ def column_of(dataset: Any, path: Path) -> str:
 
 
 def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
-    """The rows of ``input_ids`` one after the other, in the files of the Arrow table.
+    """The rows of ``input_ids`` one after the other, in the memory that Arrow has mapped.
 
     Raises:
         ConfigError: they are not integers, or some are missing.
     """
-    if dataset._indices is not None:  # rows in another order than they lie; what was loaded from disk never is so
+    if dataset._indices is not None:  # rows in another order than in the buffers, as after ``shuffle``
         dataset = dataset.flatten_indices()
-    mapped = [_Mapped(Path(file["filename"])) for file in dataset.cache_files]
-    if sum(file.table.num_rows for file in mapped) != dataset.num_rows:  # a part of what lies there, or in memory
-        arrays = _arrays(dataset.data, path)
-        return ChainedTokens([ArrayTokens(array, f"column {TOKENS} of {str(path)!r}") for array in arrays])
-    return ChainedTokens([file.source(array) for file in mapped for array in _arrays(file.table, path)])
-
-
-class _Mapped:
-    """An Arrow file that ``datasets`` has written, and where it is mapped to."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow as pa  # type: ignore[import-untyped]
-
-        self.path = path
-        file = pa.memory_map(str(path))
-        self._address = file.read_buffer(1).address
-        self._size = file.size()
-        file.seek(0)
-        self.table = pa.ipc.open_stream(file).read_all()
-
-    def source(self, array: Tokens) -> TokenSource:
-        """``array``, a buffer of the table, read from the file; from memory if it was compressed there."""
-        offset = array.ctypes.data - self._address
-        if 0 <= offset <= self._size - array.nbytes:
-            return FileTokens(self.path, array.dtype, offset, len(array))
-        return ArrayTokens(array, f"column {TOKENS} of {str(self.path)!r}")
+    name = f"column {TOKENS} of {str(path)!r}"
+    return ChainedTokens([ArrayTokens(array, name) for array in _arrays(dataset.data, path)])
 
 
 def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
-    """The buffers of ``input_ids``, without what rows share out of them.
+    """The buffers of ``input_ids``, without the borders of the rows.
 
     Raises:
         ConfigError: they are not integers, or some are missing.
     """
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
 
     for chunk in table.column(TOKENS).chunks:
         while not pa.types.is_primitive(chunk.type):

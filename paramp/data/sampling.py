@@ -7,17 +7,15 @@ import torch
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
-from .token_files import (
-    TokenSource,
-)
+from .token_sources import TokenSource
 
-__all__ = ["held_out_windows", "sample_offsets", "training_windows"]
+__all__ = ["check_length", "held_out_windows", "sample_offsets", "training_windows"]
 
 
 def sample_offsets(seed: int, step: int, indices: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """A place from 0 to ``limit - 1`` for each sample of ``indices`` in the global batch of ``step``.
+    """An offset from 0 to ``limit - 1`` for each sample of ``indices`` in the global batch of ``step``.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) of the three numbers: no state, and any sample alone costs the same.
+    SplitMix64 (Steele, Lea and Flood, 2014) of the three numbers: without state, so that any sample can be drawn alone.
     """
     with np.errstate(over="ignore"):
         state = _splitmix64(np.uint64(seed % 2**64) + np.zeros(len(indices), dtype=np.uint64))
@@ -40,6 +38,9 @@ def training_windows(
 
     Returns:
         Two int64 tensors of shape (count, seq_len).
+
+    Raises:
+        ConfigError: ``tokens`` has not more than ``seq_len`` tokens.
     """
     check_length(tokens, seq_len)
     indices = np.arange(first, first + count, dtype=np.int64)
@@ -49,13 +50,21 @@ def training_windows(
 def held_out_windows(
     tokens: TokenSource, seq_len: int, first: int, count: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows ``first`` to ``first + count - 1`` of ``total`` that are spread evenly over ``tokens``."""
+    """Windows ``first`` to ``first + count - 1`` of ``total`` that are spread evenly over ``tokens``.
+
+    Returns:
+        Inputs and next tokens: two int64 tensors of shape (count, seq_len).
+
+    Raises:
+        ConfigError: ``tokens`` has not more than ``seq_len`` tokens.
+    """
     check_length(tokens, seq_len)
     indices = np.arange(first, first + count, dtype=np.int64)
     return _windows(tokens, seq_len, indices * (len(tokens) - seq_len - 1) // max(total - 1, 1))
 
 
 def check_length(tokens: TokenSource, seq_len: int, what: str = "") -> None:
+    """Raise a ConfigError unless ``tokens``, called ``what``, has more than ``seq_len`` tokens."""
     if len(tokens) <= seq_len:
         where = f", of {what}" if what else ""
         raise ConfigError(

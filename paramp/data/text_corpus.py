@@ -1,6 +1,6 @@
 """From text to tokens: files, the part of them that is held out, and what encodes them.
 
-Text is read in pieces of a few megabytes that end at line ends, so that files of any size can be encoded at constant
+Text is read in chunks of a few megabytes that end at line ends, so that files of any size can be encoded at constant
 memory.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
-from .token_files import Tokens
+from .token_sources import Tokens
 
 __all__ = [
     "Bytes",
@@ -55,10 +55,10 @@ class TextFile:
 
 
 def find_text(path: Path) -> tuple[list[TextFile], int]:
-    """The text files at ``path``, a file or a folder, and how many files there were left out.
+    """The text files at ``path``, a file or a folder, and how many files there were skipped.
 
     A folder is searched to its depths, in the order of the names. Hidden files and folders (``.git``), ``__pycache__``
-    and linked folders are passed over. Files that are empty, hold a zero byte or are no valid UTF-8 are left out and
+    and linked folders are not searched. Files that are empty, hold a zero byte or are no valid UTF-8 are skipped and
     counted; a file that is named itself has to be text.
 
     Raises:
@@ -72,7 +72,7 @@ def find_text(path: Path) -> tuple[list[TextFile], int]:
                 f"data: {str(path)!r} is no text, {problem}; convert it to UTF-8, or name it .bin if it holds tokens"
             )
         return [TextFile(path.name, path, path.stat().st_size)], 0
-    files, left_out = [], 0
+    files, num_skipped = [], 0
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
@@ -81,15 +81,15 @@ def find_text(path: Path) -> tuple[list[TextFile], int]:
                 continue
             size = file.stat().st_size
             if not size or why_not_text(file) is not None:
-                left_out += 1
+                num_skipped += 1
             else:
                 files.append(TextFile(file.relative_to(path).as_posix(), file, size))
     if not files:
         raise ConfigError(
-            f"data: no text in the folder {str(path)!r} ({left_out} files are empty or no valid UTF-8); expected text "
-            "files, train.bin and val.bin, or a data set that datasets saved there"
+            f"data: no text in the folder {str(path)!r} ({num_skipped} files are empty or no valid UTF-8); expected "
+            "text files, train.bin and val.bin, or a data set that datasets saved there"
         )
-    return sorted(files, key=lambda file: file.name), left_out
+    return sorted(files, key=lambda file: file.name), num_skipped
 
 
 def why_not_text(path: Path) -> str | None:
@@ -126,7 +126,7 @@ class TextChunk:
 
 
 def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk]:
-    """The text of ``files`` in pieces of at most 4 MB, each cut at the end of a line where it has one.
+    """The text of ``files`` in chunks of at most 4 MB, each ending with a line where it has one.
 
     With ``split``, one file in twenty is held out (:func:`held_out_by_name`). Where that leaves either part without
     a file, the last twentieth of the bytes is held out instead, from a line's end on where there is one.
@@ -147,7 +147,7 @@ def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The text of a file in pieces of about 4 MB that end with a line, or else anywhere."""
+    """The text of a file in chunks of about 4 MB that end with a line, or else anywhere."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest = ""
     with path.open("rb") as file:
@@ -242,7 +242,7 @@ class Tokenizer:
         self.separator: Tokens = np.array([] if self.end_of_text is None else [self.end_of_text], dtype=self.dtype)
 
     def encode(self, text: str) -> Tokens:
-        parts = _cut_at_lines(text, BATCH)
+        parts = _split_at_lines(text, BATCH)
         found = [np.array(self._tokenizer.encode(part, add_special_tokens=False).ids, self.dtype) for part in parts]
         return np.concatenate([np.zeros(0, self.dtype), *found])
 
@@ -255,7 +255,7 @@ def _configured_end(path: Path) -> str | None:
     return name.get("content") if isinstance(name, dict) else name
 
 
-def _cut_at_lines(text: str, size: int) -> list[str]:
+def _split_at_lines(text: str, size: int) -> list[str]:
     """``text`` in parts of about ``size`` characters. Only where a part ends may tokens differ from those of the whole,
     and a tokenizer needs far more memory than its text."""
     parts, start = [], 0
@@ -267,7 +267,7 @@ def _cut_at_lines(text: str, size: int) -> list[str]:
 
 
 def encode(chunks: Iterable[TextChunk], encoder: Encoder) -> Iterator[tuple[bool, Tokens]]:
-    """The tokens of ``pieces`` as they come, each array with whether it is held out."""
+    """The tokens of ``chunks`` as they come, each array with whether it is held out."""
     started = {False: False, True: False}
     for chunk in chunks:
         if chunk.begins and started[chunk.held_out] and len(encoder.separator):
@@ -277,7 +277,7 @@ def encode(chunks: Iterable[TextChunk], encoder: Encoder) -> Iterator[tuple[bool
 
 
 def text_of(chunks: Iterable[TextChunk], encoder: Encoder) -> tuple[Tokens, Tokens]:
-    """The tokens of ``pieces`` in memory: those to train on and those held out."""
+    """The tokens of ``chunks`` in memory: those to train on and those held out."""
     parts: dict[bool, list[Tokens]] = {False: [], True: []}
     for held_out, tokens in encode(chunks, encoder):
         parts[held_out].append(tokens)

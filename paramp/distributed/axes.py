@@ -10,30 +10,23 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, local
-from .context import PIPELINE_AXIS, ParallelContext
+from .context import PIPELINE_AXIS, ROLES, ParallelContext
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "broadcast_replicas",
-    "num_replicas",
-    "ranks_along",
-    "ranks_along_stages",
-    "replicated_axes",
-    "tensor_mesh",
-]
+__all__ = ["broadcast_replicas", "num_replicas", "ranks_along", "replicated_axes", "tensor_mesh"]
 
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     """How many ranks of the world hold each element of ``tensor``.
 
-    A DTensor says itself which axes of its mesh replicate it; over the context's other axes it is replicated too,
+    A DTensor's placements say which axes of its mesh replicate it; over the context's other axes it is replicated too,
     except over ``pp``, where each rank has parameters of its own. A plain tensor has no mesh of its own.
 
     Raises:
         ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
-            that tells what the other ranks hold.
+            from which it is known what the other ranks hold.
     """
     axes: dict[str, int] = {}
     replicas = 1
@@ -55,7 +48,7 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
             axes.pop(name, None)
     elif context is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"a plain parameter in a world of {dist.get_world_size()} ranks: nothing tells whether the other ranks "
+            f"a plain parameter in a world of {dist.get_world_size()} ranks: it is not known whether the other ranks "
             "hold copies or other parameters; call paramp.launch_from_torch(config) first, or pass context=..."
         )
     for name, size in axes.items():
@@ -106,10 +99,4 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
     """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
-    return context.mesh["tp"]
-
-
-def ranks_along_stages(context: ParallelContext) -> list[list[int]]:
-    """For each position on the other axes, the ranks along the stage axis, which is the mesh's first."""
-    columns: list[list[int]] = context.mesh.mesh.flatten(1).T.tolist()
-    return columns
+    return context.mesh[ROLES["tensor"]]

@@ -1,8 +1,7 @@
-"""What one rank holds of a logical tensor: its local part, how many other ranks hold the same, and what is missing.
+"""Collectives over plain local tensors.
 
-Everything above works on plain local tensors, because a mix of plain tensors and DTensors on several meshes is the
-normal case under tensor and pipeline parallelism, and torch's own foreach functions, clipping and GradScaler refuse
-it or answer wrongly.
+Callers pass local tensors, because a mix of plain tensors and DTensors on several meshes is the normal case under
+tensor and pipeline parallelism, and torch's own foreach functions, clipping and GradScaler refuse it or answer wrongly.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ __all__ = ["all_gather_shards", "gather_objects", "start_reduce_scatter", "sum_"
 
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
-    """Replace plain ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
+    """Replace ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
 
     Args:
-        dtype: what the sums are made in. None: the tensors' own.
+        tensors: plain, any dims and dtypes; the same on every rank.
+        dtype: accumulation dtype. None: the tensors' own.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -46,14 +46,17 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 def start_reduce_scatter(
     whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Callable[[], None]:
-    """Leave this rank's part ``own`` of ``whole``, a view of it, with the sum over ``group``, and the rest of ``whole``
-    with zeros: so that what is added to it later can be summed in the same way. One reduce-scatter.
+    """Sum ``whole`` over ``group`` into ``own``, this rank's slice of it; zero the rest. One reduce-scatter.
+
+    The zeros let the caller add to ``whole`` again and sum it in the same way.
 
     Args:
-        dtype: what the sums are made in. None: the tensors' own.
+        whole: 1-dim, group size x slice size elements.
+        own: 1-dim view of ``whole``.
+        dtype: accumulation dtype. None: that of ``whole``.
 
     Returns:
-        A function that waits for it. Until then ``whole`` is not to be touched.
+        Waits for completion; do not touch ``whole`` before.
     """
     cast_ = dtype not in (None, whole.dtype)
     part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which both gloo and NCCL can
@@ -71,15 +74,17 @@ def start_reduce_scatter(
 
 
 def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``whole`` with the part ``own`` of every rank of ``group`` (None: the world); one all-gather.
+    """Fill ``whole`` with the slices ``own`` of every rank of ``group`` (None: the world); one all-gather.
 
-    ``own`` may be a view of its place in ``whole``.
+    Args:
+        whole: 1-dim, group size x slice size elements.
+        own: 1-dim; may be a view of this rank's slice of ``whole``.
     """
     _all_gather(whole, own, group=group)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``, by rank; a collective of ``group``, or of the world. What it is has to pickle."""
+    """Every rank's ``value``, by rank; a collective of ``group``, or of the world. ``value`` must pickle."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

@@ -1,4 +1,4 @@
-"""What the environment says of this process: which launcher started it, as which rank of how many, where to meet.
+"""What the environment variables say: which launcher started this process, as which rank of how many, where to meet.
 
 Launchers nest: ``srun torchrun ...``, ``mpirun`` inside an allocation of Slurm's. The innermost one made the ranks, so
 torchrun comes before MPI, and MPI before Slurm. Variables of torchrun's that were set by hand count as torchrun's, and
@@ -81,7 +81,7 @@ def _variables_of(place: LauncherRank) -> str:
 
 
 def rank_by_any_variable() -> int:
-    """This process's rank as far as one variable tells, for messages before all of them have been checked."""
+    """This process's rank as far as one variable gives it, for messages before all of them have been checked."""
     for name in ("RANK", OPEN_MPI_VARIABLES[0], MPICH_VARIABLES[0], "SLURM_PROCID"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -120,7 +120,7 @@ def mpi_place() -> LauncherRank | None:
         if not set(names[:2]) & set(present):
             continue
         if names[2] not in present and set(names[:2]) <= set(present):
-            present[names[2]] = "0"  # not every version of MPICH sets it; MPI itself tells later
+            present[names[2]] = "0"  # not every version of MPICH sets it; MPI itself gives it later
         missing = [name for name in names if name not in present]
         if missing:
             raise LaunchError(

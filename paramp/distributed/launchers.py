@@ -1,15 +1,13 @@
 """How processes find each other: under torchrun, MPI or Slurm, alone, or with a rank and an address given.
 
-Each function here ends in a :class:`~paramp.distributed.context.ParallelContext`. All checks happen before the first process group
-is made, so a mistake is an error on every rank and never a hang.
+Each function here ends in a :class:`~paramp.distributed.context.ParallelContext`. All checks happen before the first
+process group is made, so a mistake is an error on every rank and never a hang.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +20,12 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from ..base.errors import ConfigError, LaunchError
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config, flatten
-from .context import ParallelContext, report_once
+from .context import ParallelContext
+from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torchrun_place
-from .rendezvous import choose_interface, exchange, find_store, host_store, join_store, meet, own_hosts
+from .mpi_rendezvous import meet_by_mpi
+from .rendezvous import choose_interface, exchange, host_store, join_store, meet
 
 __all__ = [
     "launch",
@@ -96,8 +96,8 @@ def launch_from_openmpi(
 ) -> ParallelContext:
     """Join the processes that ``mpirun`` started, Open MPI's or MPICH's; outside of it, a world of one.
 
-    mpi4py tells the ranks apart and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with
-    its addresses; each other rank takes the first at which it reaches rank 0.
+    mpi4py numbers the ranks and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with its
+    addresses; each other rank takes the first at which it reaches rank 0.
 
     Args:
         host: the name or address at which all machines reach rank 0's. None: found.
@@ -113,7 +113,7 @@ def launch_from_openmpi(
     if place is None:
         return _join(settings, None, backend, device, seed)
     settings.parallel.data_size(place.world_size)  # complain before MPI starts
-    place, store = _meet_by_mpi(place, host, port)
+    place, store = meet_by_mpi(place, host, port)
     return _join(settings, place, backend, device, seed, store)
 
 
@@ -192,43 +192,53 @@ def _join(
         torch.cuda.set_device(device)
     owns_world = not dist.is_initialized()
     if not owns_world:
-        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise LaunchError(
-                f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"but the launcher says rank {rank} of {world_size}; destroy the old process group first"
-            )
+        _check_world(place)
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
         store = _shared_store(place)
     heartbeat = None
     if owns_world or dist.get_backend() != "fake":  # of a fake process group's ranks, which plan, only this one runs
         store = meet(store, rank, world_size)
-        if owns_world and world_size > 1 and config.hang_timeout is not None:
-            host = "the launcher" if _agent_listens(place) else ""
-            heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, config.hang_timeout, host=host)
-    try:
-        if store is not None and (owns_world or dist.get_backend() != "fake"):
-            _agree_on_config(store, config, rank, world_size)
-        if owns_world:
-            backend = backend or _agree_on_backend(store, device, rank, world_size)
-            if world_size > 1 and "gloo" in backend:
-                choose_interface(store, place.host or "localhost", rank, world_size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        if world_size > 1:
-            report_once()
-        return ParallelContext(
-            config,
-            rank=rank,
-            world_size=world_size,
-            local_rank=place.local_rank,
-            device=device,
-            owns_world=owns_world,
-            heartbeat=heartbeat,
+        heartbeat = _make_heartbeat(config, store, place) if owns_world else None
+        _agree_on_config(store, config, rank, world_size)
+    if owns_world:
+        _init_process_group(store, place, backend, device)
+    if world_size > 1:
+        report_once()
+    return ParallelContext(
+        config,
+        rank=rank,
+        world_size=world_size,
+        local_rank=place.local_rank,
+        device=device,
+        owns_world=owns_world,
+        heartbeat=heartbeat,
+    )
+
+
+def _check_world(place: LauncherRank) -> None:
+    """Raise a LaunchError if the process group that is there is not ``place``'s world."""
+    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
+        raise LaunchError(
+            f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"but the launcher says {place}; destroy the old process group first"
         )
-    except BaseException:
-        if heartbeat is not None:
-            heartbeat.hide()
-        raise
+
+
+def _init_process_group(store: Store, place: LauncherRank, backend: str | None, device: torch.device) -> None:
+    rank, world_size = place.rank, place.world_size
+    backend = backend or _agree_on_backend(store, device, rank, world_size)
+    if world_size > 1 and "gloo" in backend:
+        choose_interface(store, place.host or "localhost", rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartbeat | None:
+    if place.world_size == 1 or config.hang_timeout is None:
+        return None
+    host = "the launcher" if _agent_listens(place) else ""
+    beats = PrefixStore("heartbeat", store)
+    return Heartbeat(beats, place.rank, place.world_size, config.hang_timeout, host=host)
 
 
 _stores: dict[tuple[str, int, int], TCPStore] = {}
@@ -249,66 +259,6 @@ def _shared_store(place: LauncherRank) -> Store:
 def _agent_listens(place: LauncherRank) -> bool:
     """Whether torchrun's agent hosts the store, which then outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-
-
-_mpi_world: tuple[LauncherRank, TCPStore] | None = None
-
-
-def _meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tuple[LauncherRank, Store]:
-    """Ranks, local ranks and a common store by MPI, once a process: MPI cannot be started a second time."""
-    global _mpi_world
-    if _mpi_world is not None:
-        return _mpi_world
-    ours = "mpi4py.MPI" not in sys.modules
-    try:
-        import mpi4py
-
-        if ours:
-            # MPI's own end waits for all ranks, also for those that wait for one that has failed.
-            mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
-            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and an MPI that it finds'
-        ) from None
-    world = MPI.COMM_WORLD
-    if world.size != place.world_size:
-        raise LaunchError(
-            f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
-            f"{MPI.Get_library_version().splitlines()[0]!r}; start with that one's mpirun"
-        )
-    machine = world.Split_type(MPI.COMM_TYPE_SHARED)
-    one_machine = world.allreduce(machine.size, MPI.MIN) == world.size
-    problem, store, meeting = None, None, None
-    if world.rank == 0:
-        try:
-            store = host_store(port or 0)
-            password = secrets.token_hex(16)
-            store.set("paramp/password", password)
-            hosts = [host] if host else ["localhost"] if one_machine else own_hosts()
-            meeting = (hosts, store.port, password)
-        except LaunchError as error:
-            problem = error
-    meeting, reason = world.bcast((meeting, None if problem is None else str(problem)), root=0)
-    if reason is not None:
-        raise problem or LaunchError(reason)
-    hosts, port, password = meeting
-    if not hosts:
-        raise LaunchError(
-            "launch: the machine of rank 0 has no address but loopback, and there are several machines; "
-            "pass launch_from_openmpi the host at which they reach it"
-        )
-    found = hosts[0]
-    if store is None:
-        found, store = find_store(hosts, port, password.encode())
-    place = replace(place, rank=world.rank, local_rank=machine.rank, host=found, port=port)
-    machine.Free()
-    if ours:
-        world.Barrier()
-        MPI.Finalize()
-    _mpi_world = place, store
-    return _mpi_world
 
 
 OWN_SETTINGS = (

@@ -1,4 +1,4 @@
-"""The ranks of one machine as processes: starting them where no launcher did, and telling a mistake once."""
+"""The ranks of one machine as processes: starting them where no launcher did, and reporting a mistake once."""
 
 from __future__ import annotations
 
@@ -31,19 +31,9 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
     """
     # Hosted here, the store outlives every rank, so that the last of them can still ask which failed first.
     store = host_store(0)
-    threads = max(1, (os.cpu_count() or 1) // num_processes)
-    shared = {
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "paramp",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    environment = _shared_environment(store.port, num_processes)
     processes = [
-        subprocess.Popen(command, env=inherited | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(num_processes)
     ]
 
@@ -53,19 +43,39 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [code for code in codes if code]
-            if failed:
-                _end(processes, grace=5.0)
-                return failed[0] if failed[0] > 0 else 128 - failed[0]
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(0.05)
+        return _wait(processes)
     finally:
         _end(processes)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _shared_environment(port: int, num_processes: int) -> dict[str, str]:
+    """This process's environment with the variables that torchrun sets alike on every rank."""
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return inherited | {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "paramp",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended, or one has failed and the others had a moment to end; the exit code."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed:
+            _end(processes, grace=5.0)
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:
@@ -86,19 +96,19 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_st
 def reported_by_rank_0(message: str, rank: int) -> bool:
     """Whether ``message`` need not be printed by this rank, because another of this machine has printed it.
 
-    Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 tells it and leaves a mark; the
-    others wait for that, unless the launcher ends them before, and speak only if what they found is something else.
+    Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 prints it and writes it to a
+    file; the others wait for that, unless the launcher ends them before, and print only what differs from it.
     """
-    mark = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}"
+    file_of_rank_0 = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}"
     content = f"{os.getppid()} {message}"
     try:
         if rank > 0:
             time.sleep(SECONDS_FOR_RANK_0)
-            fresh = mark.exists() and time.time() - mark.stat().st_mtime < SECONDS_OF_ONE_RUN
-            if fresh and mark.read_text() == content:
+            fresh = file_of_rank_0.exists() and time.time() - file_of_rank_0.stat().st_mtime < SECONDS_OF_ONE_RUN
+            if fresh and file_of_rank_0.read_text() == content:
                 return True
-        with open(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+        with open(os.open(file_of_rank_0, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(content)
-    except OSError:  # a mark is a courtesy
+    except OSError:  # then it is printed more than once
         return False
     return False

@@ -26,6 +26,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from ..base.errors import LaunchError
 
 __all__ = [
+    "PASSWORD",
     "choose_interface",
     "exchange",
     "find_store",
@@ -36,6 +37,10 @@ __all__ = [
     "meet",
     "own_hosts",
 ]
+
+
+PASSWORD = "paramp/password"
+"""The key of a random text by which ranks recognise the store of their own rank 0."""
 
 
 def launch_timeout() -> timedelta:
@@ -93,7 +98,7 @@ def join_store(host: str, port: int) -> TCPStore:
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store at ``host:port``. In a thread, because torch waits for good for a program that listens and is silent.
+    """The store at ``host:port``. In a thread, because torch waits forever if what listens there does not answer.
 
     Raises:
         DistError, RuntimeError, TimeoutError: nobody answers.
@@ -110,7 +115,7 @@ def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
     try:
         found = outcome.get(timeout=timeout.total_seconds() + 1.0)
     except queue.Empty:
-        raise TimeoutError(f"{host}:{port} is silent") from None
+        raise TimeoutError(f"{host}:{port} does not answer") from None
     if isinstance(found, Exception):
         raise found
     return found
@@ -119,7 +124,7 @@ def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
 def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, TCPStore]:
     """The first of ``hosts`` at which the store that knows ``password`` listens, and that store.
 
-    Several machines may have the same address, of a container bridge for one; the password tells the right one.
+    Several machines may have the same address, of a container bridge for one; the password identifies the right one.
 
     Raises:
         LaunchError: none of them answers.
@@ -131,7 +136,7 @@ def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, T
             with contextlib.suppress(OSError, DistError, RuntimeError):
                 socket.create_connection((host, port), timeout=3.0).close()
                 store = _connect(host, port, patience)
-                if store.get("paramp/password") == password:
+                if store.get(PASSWORD) == password:
                     store.set_timeout(launch_timeout())
                     return host, store
         if time.monotonic() > deadline:
@@ -160,7 +165,7 @@ def own_hosts() -> list[str]:
 
 
 def meet(store: Store, rank: int, world_size: int) -> Store:
-    """A part of ``store`` that this world's ranks share with nobody else.
+    """A part of ``store`` that only this world's ranks share.
 
     A launcher's store outlives the processes that it restarts, and what they left there must not be taken for this
     world's. So each rank posts a token of its own. Rank 0 publishes the tokens that it finds, under a new name each
@@ -258,7 +263,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Names and addresses of this machine's network interfaces that are up, as Linux tells them; elsewhere none."""
+    """Names and addresses of this machine's network interfaces that are up, as Linux lists them; elsewhere none."""
     found: list[tuple[str, str]] = []
     try:
         import fcntl

@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the layout where they must not, and differ where they must.
 
-Parameters: every tensor is drawn in full from a seed made of the run's seed and the parameter's name, then cut, so
-that a model starts the same in every layout (:mod:`paramp.parallel.materialize` does this for models built on ``meta``).
+Parameters: every tensor is drawn in full from a seed made of the run's seed and the parameter's name, then sharded, so
+that a model starts the same in every layout (:mod:`paramp.parallel.materialize` does this for models on ``meta``).
 
 Dropout: pipeline and data ranks draw from different streams (:class:`RandomStream`). Along the tensor axis an
 activation is either replicated, and then its mask must be equal on all ranks, or sharded, and then equal masks would be
@@ -64,7 +64,7 @@ def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
 
 
 TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
-"""Rank and size of the tensor axis, and the device, of each context that is open; the latest counts."""
+"""Rank and size of the tensor axis, and the device, of each open context; the latest one is in use."""
 
 
 @contextmanager

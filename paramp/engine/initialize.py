@@ -1,4 +1,13 @@
-"""From a plain model to an :class:`~paramp.engine.engine.Engine`."""
+"""From a plain model to an :class:`~paramp.engine.engine.Engine`.
+
+How a model is planned, partitioned and filled depends on its family (:mod:`paramp.parallel.adapters`). Under a pipeline
+it is an ``nn.Sequential``, a Hugging Face model, or any other of one input whose forward can be traced. A Hugging Face
+model's output is its logits. A model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and
+``pipeline_split(num_stages)`` win over its family's; the user's ``plan`` and ``parallel.pipeline.split`` over both.
+
+A ``DataLoader`` is the same on every rank. It comes back with a sampler that gives each data rank its part, equal in a
+model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +22,11 @@ from ..data.dataloader import shard_loaders
 from ..distributed.context import get_context
 from ..parallel.adapters import adapter_for
 from ..parallel.stage import Joined
+from ..parallel.ties import tie_stages
 from . import model_setup as setup
 from .engine import Engine
 from .loss_window import Criterion
-from .lr_scheduler import Scheduler
+from .lr_scheduler import Scheduler, build_scheduler
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -40,8 +50,8 @@ def initialize(
     Args:
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
         optimizer: a fresh one over the model's parameters, whose param groups are kept; or a callable that makes it.
-        criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``.
-        train_dataloader, test_dataloader: a ``DataLoader`` comes back with each data rank's part; all else as it is.
+        criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
+        train_dataloader, test_dataloader: a ``DataLoader``, to be sharded; anything else is returned as it is.
         lr_scheduler: a scheduler over that optimizer, or a callable that makes one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
         algorithms: changes to the model's modules; each has ``apply(model, precision)``.
@@ -62,7 +72,7 @@ def initialize(
     setup.apply_algorithms(algorithms, model, context.config.precision)
     optimizer = setup.build_optimizer(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
-    scheduler = setup.build_scheduler(lr_scheduler, optimizer)
+    scheduler = build_scheduler(lr_scheduler, optimizer)
     names_of = setup.read_names(model, optimizer)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
@@ -73,7 +83,7 @@ def initialize(
     own = Joined(all_stages[index] for index in context.local_stages)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
     setup.shard(own, styles, fill, to_float8, context)
-    ties = setup.tie_stages(names_of, all_stages, own.module, context)
+    ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..base.errors import ConfigError
 from .engine import Engine
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "build_scheduler"]
 
 
 class Scheduler:
-    """A learning-rate scheduler that stands still while the optimizer does.
+    """A learning-rate scheduler that advances only with the optimizer.
 
     ``step()`` advances the wrapped scheduler only if the engine has stepped since the last call: not after a step
     skipped for an overflow, and not while gradients accumulate. Everything else is the wrapped scheduler's.
 
-    On a GPU the host does not wait to know: the scheduler advances when the next step begins, or when something of it
-    is read.
+    On a GPU the host does not wait for the decision to step: the scheduler advances when the next step begins, or when
+    one of its attributes is read.
     """
 
     def __init__(self, scheduler: LRScheduler, engine: Engine) -> None:
@@ -35,7 +38,7 @@ class Scheduler:
             self._advance()
 
     def _advance(self) -> None:
-        """Make the step that is due."""
+        """Advance the wrapped scheduler, if a step is due and the engine has stepped."""
         if self._due is None:
             return
         (args, kwargs), self._due = self._due, None
@@ -45,13 +48,27 @@ class Scheduler:
             self._scheduler.step(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what the wrapped scheduler's ``state_dict()`` gave, at the engine's present step."""
+        """Load a ``state_dict()`` of the wrapped scheduler, at the engine's present step."""
         self._due = None
         self._seen = self._engine.num_steps
         self._scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while a copy of it is being made
+        if name.startswith("_"):  # a copy being made has no attributes yet
             raise AttributeError(name)
         self._advance()
         return getattr(self._scheduler, name)
+
+
+def build_scheduler(
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
+    """``lr_scheduler``, made from ``optimizer`` if it is a callable that makes one."""
+    if lr_scheduler is None:
+        return None
+    if not isinstance(lr_scheduler, LRScheduler) and not callable(lr_scheduler):
+        raise ConfigError(f"lr_scheduler: got {lr_scheduler!r}, expected a scheduler or a callable that makes one")
+    scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("lr_scheduler: it steps another optimizer than the one given; make it from that one")
+    return scheduler

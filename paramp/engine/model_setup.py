@@ -13,14 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
-from ..distributed.axes import broadcast_replicas, ranks_along_stages, tensor_mesh
+from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
@@ -36,7 +33,9 @@ from ..parallel.adapters import ModelAdapter
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
-from ..precision.float8 import choose_layers, convert, find_library
+from ..precision.capabilities import find_library
+from ..precision.float8 import convert
+from ..precision.float8_layers import choose_layers
 from ..precision.policy import Precision
 from .engine import Engine
 
@@ -47,7 +46,6 @@ __all__ = [
     "apply_algorithms",
     "build_model",
     "build_optimizer",
-    "build_scheduler",
     "check_libraries",
     "flatten_weights",
     "float8_conversion",
@@ -57,7 +55,6 @@ __all__ = [
     "prepare_criterion",
     "read_names",
     "shard",
-    "tie_stages",
     "track",
 ]
 
@@ -118,20 +115,6 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
         raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
     if isinstance(criterion, nn.Module):
         criterion.to(device)
-
-
-def build_scheduler(
-    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
-    """``lr_scheduler``, made from ``optimizer`` if it is a callable that makes one."""
-    if lr_scheduler is None:
-        return None
-    if not isinstance(lr_scheduler, LRScheduler) and not callable(lr_scheduler):
-        raise ConfigError(f"lr_scheduler: got {lr_scheduler!r}, expected a scheduler or a callable that makes one")
-    scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("lr_scheduler: it steps another optimizer than the one given; make it from that one")
-    return scheduler
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
@@ -270,51 +253,6 @@ def shard(
     filled = dict(named_tensors(module))
     broadcast_replicas([filled[name] for name in on_meta], context)
     stages.take_over(module)
-
-
-def tie_stages(
-    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], module: nn.Module, context: ParallelContext
-) -> list[TiedParameter]:
-    """Tie the parameters of this rank's ``module`` that other pipeline ranks hold too, with equal values.
-
-    Args:
-        names_of: all names of each parameter of the whole model.
-        stages: those of all ranks.
-
-    Returns:
-        Such parameters, with groups to sum over. What only stages of one rank share is one parameter there anyway.
-
-    Raises:
-        ConfigError: the ranks shard such a parameter differently.
-    """
-    pipeline, axis = context.config.parallel.pipeline, context.stage_axis
-    held = [  # by pipeline rank
-        {
-            name
-            for index in pipeline.stages_of(rank)
-            for name, _ in stages[index].named_parameters(remove_duplicate=False)
-        }
-        for rank in range(axis.size)
-    ]
-    ties: list[TiedParameter] = []
-    for names in names_of.values():
-        own_names = [next((name for name in names if name in there), None) for there in held]
-        holders = [rank for rank, name in enumerate(own_names) if name is not None]
-        if len(holders) < 2:
-            continue
-        # Making a group is a collective of the world: every rank takes part, also those that hold no copy.
-        group = context.make_group([[column[rank] for rank in holders] for column in ranks_along_stages(context)])
-        name = own_names[axis.rank]
-        parameter = None if name is None else module.get_parameter(name)
-        layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))
-        if len({layout for layout in layouts if layout is not None}) > 1:
-            raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
-        if name is None or parameter is None or group is None:
-            continue
-        dist.broadcast(local(parameter).detach(), group=group, group_src=0)
-        ties.append(TiedParameter(name, parameter, group, owner=axis.rank == holders[0]))
-    context.ties.extend(ties)
-    return ties
 
 
 def flatten_weights(

@@ -1,8 +1,8 @@
 """A decoder-only transformer of GPT-2's shape (Radford et al. 2019).
 
-:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. Pipeline stages begin at any of its
-modules, and :meth:`GPT.tensor_parallel_plan` is one table of how each layer is sharded over the tensor axis. It is
-plain torch otherwise and runs without paramp around it.
+:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. Pipeline stages begin at any of its modules, and
+:meth:`GPT.tensor_parallel_plan` is one table of how each layer is sharded over the tensor axis. It is plain torch
+otherwise and runs without paramp around it.
 """
 
 from __future__ import annotations

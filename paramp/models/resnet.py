@@ -166,7 +166,7 @@ class ResNet(nn.Sequential):
 
 
 def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-34, in torchvision's spelling and with its shapes; 21,797,672 parameters at 1000 classes.
+    """ResNet-34, with the names and shapes of torchvision's; 21,797,672 parameters at 1000 classes.
 
     Args:
         in_channels: 3 for colour.

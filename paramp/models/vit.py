@@ -1,8 +1,8 @@
 """The Vision Transformer (Dosovitskiy et al. 2021, *An image is worth 16x16 words*).
 
-:class:`ViT` is an ``nn.Sequential``: embedding of patches, blocks, norm, pooling, head. Pipeline
-stages begin at any of its modules; tensor parallelism shards attention heads, MLPs and the head. Images are (batch, channels, side, side).
-In between tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
+:class:`ViT` is an ``nn.Sequential``: embedding of patches, blocks, norm, pooling, head. Pipeline stages begin at any of
+its modules; tensor parallelism shards attention heads, MLPs and the head. Images are (batch, channels, side, side). In
+between tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _LinkedStage(nn.Module):
     """A stage as torch's schedules see it: from plain tensors to plain tensors.
 
     Args:
-        without_views: whether sent tensors must not be views: torch detaches them in place where it splits the
+        without_views: whether sent tensors must not be views: torch detaches them in index where it splits the
             backward.
 
     Attributes:
@@ -82,7 +82,7 @@ def _single(output: Any) -> torch.Tensor:
 class _Ready:
     """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it.
 
-    None in place of a :class:`StageOutput`: the model's input or output.
+    None in index of a :class:`StageOutput`: the model's input or output.
     """
 
     schedule: Any
@@ -110,7 +110,7 @@ class Pipeline:
 
         self._stages = stages
         self._linked = [_LinkedStage(stage, config.row.splits_backward) for stage in stages]
-        self._places = config.stages_of(context.pp.rank)
+        self._stage_indices = config.stages_of(context.pp.rank)
         self._context = context
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
@@ -127,7 +127,7 @@ class Pipeline:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
         self.failure: Exception | None = None
-        """What the loss of the last :meth:`run` raised, on the last stage. The schedule went on, so that no rank waits."""
+        """What the loss of the last :meth:`run` raised, on the last stage. The schedule goes on: no rank waits."""
 
     def run(
         self,
@@ -167,7 +167,7 @@ class Pipeline:
         assert self._loss is not None
         microbatch, self._num_losses = self._num_losses, self._num_losses + 1
         try:
-            with span(self.observers, "loss", self._places[-1], microbatch):
+            with span(self.observers, "loss", self._stage_indices[-1], microbatch):
                 return self._loss(self._linked[-1].whole(output), target)
         except Exception as error:
             self.failure = self.failure or error
@@ -190,11 +190,11 @@ class Pipeline:
         stages = [
             self._recorded_stage(
                 linked,
-                place,
+                index,
                 (part,) if takes is None else takes.metas(backward),
                 gives.metas(backward) if isinstance(gives, StageOutput) else (gives.requires_grad_(backward),),
             )
-            for linked, place, takes, gives in zip(self._linked, self._places, received, sent, strict=True)
+            for linked, index, takes, gives in zip(self._linked, self._stage_indices, received, sent, strict=True)
         ]
         single = not self._config.row.any_stages and self._config.row.stages_per_rank == 1
         schedule = self._schedule_class(
@@ -205,13 +205,13 @@ class Pipeline:
         return _Ready(schedule, received, [gives if isinstance(gives, StageOutput) else None for gives in sent])
 
     def _recorded_stage(
-        self, linked: _LinkedStage, place: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
+        self, linked: _LinkedStage, index: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
     ) -> RecordedStage:
         from .recorded_stage import RecordedStage
 
         stage = RecordedStage(
             linked,
-            place,
+            index,
             self._config.num_stages,
             self._link_device,
             input_args=inputs,
@@ -243,22 +243,22 @@ class Pipeline:
         sent: list[StageOutput | torch.Tensor] = []
         stage_output: StageOutput | None = None
         failure: Exception | None = None
-        for place in range(self._config.num_stages):
+        for index in range(self._config.num_stages):
             described: list[Any] = [None]
-            if place in self._places:
+            if index in self._stage_indices:
                 received.append(stage_output)
                 try:
-                    sent.append(self._try(self._linked[self._places.index(place)].stage, stage_output, part))
+                    sent.append(self._try(self._linked[self._stage_indices.index(index)].stage, stage_output, part))
                     described = [sent[-1] if isinstance(sent[-1], StageOutput) else None]
                 except Exception as error:
                     failure = error
                     described = [
                         str(error)
                         if isinstance(error, ConfigError)
-                        else f"pipeline: stage {place} of {self._config.num_stages} fails on zeros of the shape of a "
+                        else f"pipeline: stage {index} of {self._config.num_stages} fails on zeros of the shape of a "
                         f"microbatch, {tuple(part.shape)}: {type(error).__name__}: {error}"
                     ]
-            dist.broadcast_object_list(described, group=pp.group, group_src=self._config.rank_of(place))
+            dist.broadcast_object_list(described, group=pp.group, group_src=self._config.rank_of(index))
             if isinstance(described[0], str):
                 raise ConfigError(described[0]) from failure
             stage_output = described[0]

@@ -73,7 +73,7 @@ class StageOutput:
     """What a stage sends to the next."""
 
     tree: Any
-    """The stage's output, each value replaced by its description: :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
+    """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
 
     @property
     def leaves(self) -> list[Differentiable | Fixed | Constant]:

@@ -1,13 +1,13 @@
 """The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of paramp's own table.
 
-Each function here takes options as their documents name them and returns a :class:`ParsedOptions`: the row they start from,
-and which of its fields they change. What those fields mean is said in :mod:`paramp.precision.policy` alone.
+Each function here takes options as their documents name them and returns a :class:`ParsedOptions`: the row they start
+from, and which of its fields they change. :mod:`paramp.precision.policy` documents those fields.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class AMP_TYPE(enum.Enum):
-    """The three spellings of Colossal-AI's ``fp16=dict(mode=...)``."""
+    """The three modes of Colossal-AI's ``fp16=dict(mode=...)``."""
 
     APEX = "apex"
     TORCH = "torch"
@@ -51,7 +51,7 @@ class ParsedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What an Apex level is made of. None: of no concern to the level."""
+    """What an Apex level is made of. None: the level does not set it."""
 
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
@@ -116,17 +116,20 @@ def apex_properties(
         raise ConfigError(
             f"opt_level: got {shown(opt_level)}, expected one of {', '.join(OPT_LEVELS)} (the letter O, not a zero)"
         )
-    given: dict[str, Any] = {}
-    if cast_model_type not in (None, False):
-        given["cast_model_type"] = as_dtype("cast_model_type", cast_model_type)
-    if patch_torch_functions is not None:
-        given["patch_torch_functions"] = _as_bool("patch_torch_functions", patch_torch_functions)
-    if keep_batchnorm_fp32 is not None:
-        given["keep_batchnorm_fp32"] = _as_bool("keep_batchnorm_fp32", keep_batchnorm_fp32)
-    if master_weights is not None:
-        given["master_weights"] = _as_bool("master_weights", master_weights)
-    if loss_scale is not None:
-        given["loss_scale"] = _as_scale(loss_scale)
+    options: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+        "cast_model_type": (None if cast_model_type is False else cast_model_type, as_dtype),
+        "patch_torch_functions": (patch_torch_functions, _as_bool),
+        "keep_batchnorm_fp32": (keep_batchnorm_fp32, _as_bool),
+        "master_weights": (master_weights, _as_bool),
+        "loss_scale": (loss_scale, _as_scale),
+    }
+    given = {name: parse(name, value) for name, (value, parse) in options.items() if value is not None}
+    _refuse_contradictions(opt_level, given)
+    return replace(OPT_LEVELS[opt_level], **given)
+
+
+def _refuse_contradictions(opt_level: str, given: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if one of the properties ``given`` contradicts the level."""
 
     def refuse(name: str, reason: str) -> None:
         raise ConfigError(f"{name}: got {shown(given[name])} with opt_level {opt_level!r}; {reason}")
@@ -140,7 +143,6 @@ def apex_properties(
             refuse("master_weights", "under O1 the weights are in fp32 themselves; leave it out")
     elif given.get("patch_torch_functions"):
         refuse("patch_torch_functions", "only O1 has it, together with weights in fp32; use O1")
-    return replace(OPT_LEVELS[opt_level], **given)
 
 
 def apex_options(
@@ -178,17 +180,20 @@ def apex_options(
     }
     if cast_model_outputs is not None:
         changes["outputs"] = as_dtype("cast_model_outputs", cast_model_outputs)
-    scale = properties.loss_scale
-    scaling: dict[str, Any] | None
-    if isinstance(scale, str):
-        first = 2.0**16 if max_loss_scale is None else min(2.0**16, convert(max_loss_scale, float, "max_loss_scale"))
-        least = convert(min_loss_scale, float | None, "min_loss_scale")
-        scaling = {"init_scale": first, "min_scale": least, "max_scale": max_loss_scale}
-    elif scale == 1.0 and weights is torch.float32:
-        scaling = None
-    else:
-        scaling = {"init_scale": scale, "min_scale": scale, "max_scale": scale}
+    scaling = _apex_scaling(properties, min_loss_scale, max_loss_scale)
     return ParsedOptions(row=_ROWS[opt_level], precision=changes, scaling=scaling)
+
+
+def _apex_scaling(properties: Properties, smallest: float | None, largest: float | None) -> dict[str, Any] | None:
+    """The loss scaling of ``properties``; a dynamic scale stays between ``smallest`` and ``largest``."""
+    scale = properties.loss_scale
+    if isinstance(scale, str):
+        first = 2.0**16 if largest is None else min(2.0**16, convert(largest, float, "max_loss_scale"))
+        least = convert(smallest, float | None, "min_loss_scale")
+        return {"init_scale": first, "min_scale": least, "max_scale": largest}
+    if scale == 1.0 and properties.cast_model_type in (None, torch.float32):
+        return None
+    return {"init_scale": scale, "min_scale": scale, "max_scale": scale}
 
 
 _SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -213,7 +218,7 @@ def _as_bool(name: str, value: object) -> bool:
     return found
 
 
-def _as_scale(value: object) -> float | str:
+def _as_scale(name: str, value: object) -> float | str:
     if value == "dynamic":
         return "dynamic"
     try:
@@ -221,7 +226,7 @@ def _as_scale(value: object) -> float | str:
     except ValueError:
         scale = 0.0
     if not 0 < scale < float("inf"):
-        raise ConfigError(f"loss_scale: got {shown(value)}, expected 'dynamic' or a finite number above 0")
+        raise ConfigError(f"{name}: got {shown(value)}, expected 'dynamic' or a finite number above 0")
     return scale
 
 

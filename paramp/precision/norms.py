@@ -6,8 +6,8 @@ instead::
 
     x, weight, bias ── cast to fp16 or bf16 ──► mean and variance in fp32 ──► rounded once, to fp16 or bf16
 
-The parameters stay in fp32 and get fp32 gradients; what is low is their copy of this forward. Without autocast each is
-bit for bit the norm that it was made from.
+The parameters stay in fp32 and get fp32 gradients; only their copy of this forward is low. Without autocast each is bit
+for bit the norm that it was made from.
 
 Not every kernel keeps the statistics of low-precision input in fp32. torch's layer and RMS norms on CUDA do, and
 Apex's. torch's on a CPU round mean and 1/deviation to the input's dtype for the backward (where the mean is 50
@@ -31,8 +31,8 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.optional_packages import find_apex
 from ..base.replace_class import replace_class
@@ -109,7 +109,7 @@ FP32_STATISTICS = ("cuda",)
 """Devices on which torch's own layer and RMS norms keep the statistics of low-precision input in fp32."""
 
 
-# fx.wrap: a symbolic trace notes each of these as one call, as it does torch's own norms.
+# fx.wrap: a symbolic trace records each of these as one call, as it does torch's own norms.
 @fx.wrap
 def _low_layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
@@ -224,7 +224,7 @@ def _fits_apex(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
 
 
 def _is_plain_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and not isinstance(tensor, DTensor)
+    return tensor.is_cuda and not is_dtensor(tensor)
 
 
 @functools.cache
@@ -253,13 +253,13 @@ def replace_norms(
 ) -> int:
     """Make the norms of ``model`` that are ``plain`` ones compute as ``replacement``, in place.
 
-    Modules and parameters stay the objects that they are (:func:`paramp.base.replace_class.replace_class`), so that optimizers,
-    made before or after, and their state hold.
+    Modules and parameters stay the same objects (:func:`paramp.base.replace_class.replace_class`), so optimizers and
+    their state stay valid.
 
     Args:
         precision: a name of Composer's or of a mode; in one that has no low-precision autocast nothing changes, with a
-            warning. None: change, and let the autocast that is active at each forward decide.
-        optimizers: as in Composer, those that hold the model's parameters; none of their entries has to be swapped.
+            warning. None: change; the autocast that is active at each forward decides.
+        optimizers: as in Composer, those that hold the model's parameters; they are only checked.
 
     Returns:
         How many modules were changed.
@@ -269,25 +269,19 @@ def replace_norms(
         TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.
     """
     _check_optimizers(optimizers)
+    kind, new = type(model).__name__, replacement.__name__
     if not _has_effect(precision):
         name = precision.name if isinstance(precision, Precision) else precision
         listed = name in WITHOUT_EFFECT
         why = "in which Composer leaves norms alone" if listed else "which has no autocast to fp16 or bf16"
-        warnings.warn(
-            f"{replacement.__name__} has no effect in precision {name!r}, {why}; {type(model).__name__} stays as it is",
-            NoEffectWarning,
-            stacklevel=3,
-        )
+        message = f"{new} has no effect in precision {name!r}, {why}; {kind} stays as it is"
+        warnings.warn(message, NoEffectWarning, stacklevel=3)
         return 0
     names = replace_class(model, plain, replacement)
     if not names and not any(isinstance(module, replacement) for module in model.modules()):
-        warnings.warn(
-            f"{type(model).__name__} has no {plain.__name__} with torch's own forward; {replacement.__name__} replaced "
-            "none",
-            NoEffectWarning,
-            stacklevel=3,
-        )
-    log.info("%s: %d x %s instead of %s", type(model).__name__, len(names), replacement.__name__, plain.__name__)
+        message = f"{kind} has no {plain.__name__} with torch's own forward; {new} replaced none"
+        warnings.warn(message, NoEffectWarning, stacklevel=3)
+    log.info("%s: %d x %s instead of %s", kind, len(names), new, plain.__name__)
     return len(names)
 
 

@@ -1,6 +1,6 @@
 """What is computed in which dtype: one frozen :class:`Precision` a mode, one row of :data:`PRESETS` each.
 
-A mode is data. The engine never asks which mode it runs; it asks a row what the weights are stored in, whether
+A mode is data. The engine never asks which mode it runs; it reads from the row what the weights are stored in, whether
 autocast is on, whether fp32 masters exist and how the loss is scaled. A new mode is a new row.
 
 "mixed" is torch AMP's scheme (Micikevicius et al., "Mixed Precision Training", 2018, with fp32 weights and
@@ -308,7 +308,7 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
         raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
     row = Precision.parse(mode)
-    internal = {"transformer_engine"}  # is what the mode's name says
+    internal = {"transformer_engine"}  # the mode's name says it
     if row.float8 is not None and not row.float8.transformer_engine:
         internal.add("te_recipe")
     parts = {name: part for name in ("scaling", "float8") if (part := getattr(row, name)) is not None}

@@ -1,15 +1,15 @@
-"""``python -m paramp doctor``: what of paramp runs on this machine, and why the rest does not.
+"""``paramp doctor``: which parts of paramp run on this machine, and why the others do not.
 
 It imports no optional package and starts no process group: packages are looked up on disk, launchers in the
-environment. So it can be run anywhere, also where a training run does not start. Whatever is broken is a line of the
-report, and never an exception.
+environment. So it runs anywhere, also where training does not start. A problem is a line of the report, never an
+exception.
 
-``--json`` prints one object. Its keys are kept from version to version; there may be more of them later:
+``--json`` prints one object. Its keys are stable between versions; later versions may add some:
 
     versions      {"paramp", "python", "torch", and each optional package: its version, or null}
-    device        what ``launch`` would choose: "cpu" or "cuda"
+    device        the device that ``launch`` would choose: "cpu" or "cuda"
     devices       [{"kind": "cuda" | "cpu", "name", "capability": "9.0" or null}], the GPUs first
-    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": what ``launch`` would take for one rank a GPU}
+    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank a GPU}
     launcher      {"name": "torchrun" | "mpi" | "slurm" | null, "rank", "world_size", "problem": null or a sentence}
     mpi           {"mpirun": its kind, or null, "path", "mpi4py": its version, or null}
     slurm         {"job", "nodes", "tasks": each null outside of a job, "srun": its path, or null}
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
-from ..precision.capabilities import has_native_fp16
+from ..precision.capabilities import gpu_has_bf16, gpu_has_float8, has_bf16_on_cpu, has_native_fp16
 from ..precision.policy import PRESETS, Precision
 
 __all__ = ["doctor", "examine"]
@@ -46,23 +46,21 @@ PACKAGES = (
     *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),
 )
-"""Distributions whose versions are of interest, by the names that pip knows them by."""
+"""Distributions whose versions are reported, by pip's names."""
 
-NATIVE_BF16 = (8, 0)
-"""The first GPUs that multiply in bfloat16: Ampere."""
-NATIVE_FLOAT8 = (8, 9)
-"""The first GPUs that multiply in float8: Ada, then Hopper."""
+IN_FP32 = "products are computed in fp32 and rounded"
+WIDER = "operands are rounded to it and multiplied in a wider dtype"
 SECONDS_FOR_MPIRUN = 10.0
 
 
 def doctor(as_json: bool = False) -> str:
-    """The report, for people, or as one JSON object with the keys above."""
+    """The report as text, or as one JSON object with the keys above."""
     found = examine()
     return json.dumps(found, indent=2) if as_json else "\n".join(_lines(found))
 
 
 def examine() -> dict[str, Any]:
-    """What was found, with the keys above."""
+    """The report as an object with the keys above."""
     devices = _devices()
     return {
         "versions": _versions(),
@@ -99,7 +97,7 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except RuntimeError:  # a driver that lists a GPU which it cannot start
+        except RuntimeError:  # the driver lists a GPU that it cannot start
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}]
@@ -137,7 +135,7 @@ def _launcher() -> dict[str, Any]:
 
 
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
-"""What is found in the first answer of ``mpirun --version``."""
+"""Text in the output of ``mpirun --version`` -> the kind of MPI."""
 
 
 def _mpi() -> dict[str, Any]:
@@ -192,31 +190,23 @@ def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
 def _lacking_fp16(device: Mapping[str, Any]) -> str | None:
     if has_native_fp16(device["kind"]):
         return None
-    return "this CPU has no fp16 arithmetic: products are computed in fp32 and rounded"
+    return f"this CPU has no fp16 arithmetic: {IN_FP32}"
 
 
 def _lacking_bf16(device: Mapping[str, Any]) -> str | None:
-    if device["kind"] == "cuda":
-        if _capability(device) >= NATIVE_BF16:
-            return None
-        return f"{device['name']} (compute capability {device['capability']}) has no bfloat16 arithmetic, from 8.0 on"
-    mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    # oneDNN takes bfloat16 wherever there is AVX-512, and widens it to fp32 where that is all there is.
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if mkldnn and (not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+    if device["kind"] == "cpu":
+        return None if has_bf16_on_cpu() else f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
+    if gpu_has_bf16(_capability(device)):
         return None
-    return "this CPU has no bfloat16 arithmetic: products are computed in fp32 and rounded"
+    return f"{device['name']}{_capability_text(device)} has no bfloat16 arithmetic, from 8.0 on"
 
 
 def _lacking_float8(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cpu":
-        return "no CPU multiplies in float8: operands are rounded to it and multiplied in a wider dtype"
-    if _capability(device) >= NATIVE_FLOAT8:
+        return f"no CPU multiplies in float8: {WIDER}"
+    if gpu_has_float8(_capability(device)):
         return None
-    return (
-        f"{device['name']} (compute capability {device['capability']}) has no float8 arithmetic, from 8.9 on: operands "
-        "are rounded to it and multiplied in a wider dtype"
-    )
+    return f"{device['name']}{_capability_text(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
 
 
 LACKS: dict[torch.dtype, Callable[[Mapping[str, Any]], str | None]] = {

@@ -1,4 +1,4 @@
-"""Which package is called apex, told from what is on disk."""
+"""Which package is called apex, found from what is on disk."""
 
 import sys
 import types

@@ -46,7 +46,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """The numbers, dealt to workers as torch's documentation does it."""
+    """The numbers, sharded over workers as torch's documentation does it."""
 
     def __init__(self, count):
         self.count = count
@@ -196,7 +196,7 @@ def test_random_orders_are_the_same_whatever_state_a_rank_is_in(sampler):
     assert flat(epoch(shard_loader(loader(), 0, 1, 6))) != flat(epoch(shard_loader(loader(), 0, 1, 5)))
 
 
-def test_custom_batch_samplers_are_dealt_batch_by_batch():
+def test_custom_batch_samplers_are_sharded_batch_by_batch():
     loaders = on_all(lambda: DataLoader(Numbers(13), batch_sampler=Blocks()), 2)
     assert [epoch(loader) for loader in loaders] == [
         [[0], [3, 4, 5], [7, 8], [12]],
@@ -247,7 +247,7 @@ def test_workers_read_the_same_in_a_model_group_and_draw_other_numbers_elsewhere
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_iterable_datasets_are_dealt_batch_by_batch(size, drop_last):
+def test_iterable_datasets_are_sharded_batch_by_batch(size, drop_last):
     class Sized(Stream):
         def __len__(self):
             return self.count
@@ -286,7 +286,7 @@ def test_samplers_that_deal_by_themselves():
     assert sharded.sampler is right.sampler
     assert epoch(sharded) == [[1, 3], [5, 7]]
     for replicas, rank in ((4, 1), (2, 0)):
-        message = rf"DistributedSampler deals to rank {rank} of {replicas}, but this is data rank 1 of 2"
+        message = rf"DistributedSampler gives samples to rank {rank} of {replicas}, but this is data rank 1 of 2"
         with pytest.raises(ConfigError, match=message):
             shard_loader(loader(replicas, rank), 1, 2, 5)
         hidden = DataLoader(Numbers(8), batch_sampler=BatchSampler(loader(replicas, rank).sampler, 2, False))
@@ -341,14 +341,14 @@ def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
     config = {"parallel": {"tensor": 2, "data": 2}}
     with paramp.launch_from_torch(config):
         numbers = Numbers(8)
-        everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # deals to all four ranks
+        everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # shards over all four ranks
         with pytest.raises(
             ConfigError,
-            match="train_dataloader: its DistributedSampler deals to rank 0 of 4, but this is data rank 0 of 2; leave",
+            match="train_dataloader: its DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2",
         ):
             engine_with(everywhere, config)
         once = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))  # wrong on two ranks
-        with pytest.raises(ConfigError, match="deals to rank 1 of 2, but this is data rank 0 of 2"):
+        with pytest.raises(ConfigError, match="gives samples to rank 1 of 2, but this is data rank 0 of 2"):
             engine_with(once, config)
         uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
         with pytest.raises(
@@ -376,7 +376,7 @@ RESUMED = {
     "a sampler of the user's": lambda: DataLoader(Numbers(20), batch_size=2, sampler=Shuffled()),
     "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1),
     "a stream": lambda: DataLoader(Stream(24), batch_size=2),
-    "a sampler that deals by itself": lambda: DataLoader(
+    "a sampler that shards by itself": lambda: DataLoader(
         Numbers(24), batch_size=2, sampler=DistributedSampler(Numbers(24), 1, 0, shuffle=False)
     ),
 }
@@ -425,7 +425,7 @@ def test_an_iteration_begun_before_a_load_is_refused():
 
 
 def test_skipping_batches_draws_no_random_numbers():
-    (loader,) = on_all(RESUMED["a sampler that deals by itself"], 1)
+    (loader,) = on_all(RESUMED["a sampler that shards by itself"], 1)
     loader.load_state_dict({"epoch": 0, "given": 6})
     torch.manual_seed(1)
     batches = iter(loader)

@@ -10,17 +10,9 @@ import pytest
 from commands import python
 
 from paramp import ConfigError, DataError
-from paramp.data.token_files import (
-    ArrayTokens,
-    ChainedTokens,
-    CheckedTokens,
-    FileTokens,
-    SlicedTokens,
-    fingerprint,
-    open_flat,
-    open_indexed,
-    sample,
-)
+from paramp.data.token_files import FileTokens
+from paramp.data.token_formats import open_flat, open_indexed
+from paramp.data.token_sources import ArrayTokens, ChainedTokens, CheckedTokens, SlicedTokens, fingerprint, sample
 
 NUMBERS = np.arange(1000)
 
@@ -59,7 +51,7 @@ def sources(folder):
 
 
 @pytest.mark.parametrize("kind", ["file", "array", "chain", "checked"])
-def test_any_stretch_of_any_source(tmp_path, kind):
+def test_any_slice_of_any_source(tmp_path, kind):
     source = sources(tmp_path)[kind]
     for each in (source, pickle.loads(pickle.dumps(source))):
         assert len(each) == 1000
@@ -284,7 +276,8 @@ def test_four_gigabytes_take_no_memory(tmp_path):
     os.truncate(path, 2**32)
     script = (
         "import re, sys, paramp\n"
-        "from paramp.data.corpus import load_corpus, training_windows, held_out_windows\n"
+        "from paramp.data.corpus import load_corpus\n"
+        "from paramp.data.sampling import training_windows, held_out_windows\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) // 1024\n"
         "before = peak()\n"
         "corpus = load_corpus(sys.argv[1], default_vocab_size=50257)\n"

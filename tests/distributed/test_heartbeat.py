@@ -1,17 +1,18 @@
-"""A rank that is stopped in any phase is named by every other; one that fails is heard once; no other job is ended."""
+"""Every other rank names one that is stopped, with its phase; a failure is reported once; no other job is ended."""
 
 import json
 import sys
 import threading
-from pathlib import Path
 
 import pytest
-from commands import run, torchrun
+from commands import run
 from torch.distributed import HashStore
 
-from paramp.distributed import heartbeat as module
-from paramp.distributed.heartbeat import Beat, Heartbeat, LivenessMonitor, ending_in_time
-from paramp.distributed.progress_record import SETUP, ProgressRecord, Where
+from paramp.distributed import failures, heartbeat
+from paramp.distributed.failures import ending_in_time
+from paramp.distributed.heartbeat import Heartbeat
+from paramp.distributed.liveness import Beat, LivenessMonitor
+from paramp.distributed.progress import SETUP, ProgressRecord
 
 # --------------------------------------------------------------------------------------------- ranks of their own
 
@@ -20,9 +21,9 @@ CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait",
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def output(tmp_path_factory):
     """What each rank of each case wrote, and its exit code; all cases run at once."""
-    folder = tmp_path_factory.mktemp("said")
+    folder = tmp_path_factory.mktemp("output")
     result = run([sys.executable, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
     assert result.returncode == 0, result.stderr
     codes = json.loads((folder / "codes.json").read_text())
@@ -38,8 +39,8 @@ def said(tmp_path_factory):
         ("checkpoint", "rank 1 (pp 0, dp 1, tp 0)", "in checkpoint, step 1"),
     ],
 )
-def test_a_stopped_rank_is_named_with_its_phase_by_every_other(said, case, victim, place):
-    others = [(rank, *found) for rank, found in enumerate(said[case]) if f"rank {rank} " not in victim]
+def test_a_stopped_rank_is_named_with_its_phase_by_every_other(output, case, victim, place):
+    others = [(rank, *found) for rank, found in enumerate(output[case]) if f"rank {rank} " not in victim]
     for rank, text, code in others:
         assert code == 1
         assert text.count("\n") == 1, text
@@ -48,93 +49,102 @@ def test_a_stopped_rank_is_named_with_its_phase_by_every_other(said, case, victi
     assert len(others) == 2
 
 
-def test_a_stopped_rank_that_hosts_the_store_is_named_too(said):
-    for text, code in said["host"][1:]:
+def test_a_stopped_rank_that_hosts_the_store_is_named_too(output):
+    for text, code in output["host"][1:]:
         assert code == 1
         assert text.count("paramp: ") == 1
         assert "rank 0 (pp 0, dp 0, tp 0), which hosts the store, has been silent for " in text
         assert "; it was last seen in forward of microbatch 0, stage 0, step 2; ending rank " in text
 
 
-def test_one_ranks_exception_ends_all_and_is_shown_once(said):
-    texts, codes = zip(*said["failure"], strict=True)
+def test_one_ranks_exception_ends_all_and_is_shown_once(output):
+    texts, codes = zip(*output["failure"], strict=True)
     assert codes == (1, 1, 1)
     assert sum(text.count("disk on fire") for text in texts) == 2  # the line of source, and the message
     assert not texts[0]
     assert not texts[2]
 
 
-def test_a_job_that_waits_is_described_by_the_leader_and_goes_on(said):
-    assert [code for _, code in said["wait"]] == [0, 0, 0]
-    assert [text for text, _ in said["wait"][1:]] == ["", ""]
-    assert said["wait"][0][0].splitlines() == [
-        "paramp: no rank has got on for 3 s",
+def test_the_leader_describes_a_job_that_waits_and_that_goes_on(output):
+    assert [code for _, code in output["wait"]] == [0, 0, 0]
+    assert [text for text, _ in output["wait"][1:]] == ["", ""]
+    assert output["wait"][0][0].splitlines() == [
+        "paramp: no rank has made progress for 3 s",
         "paramp:   in step, step 1: ranks 0-1",
         "paramp:   in data, step 1: rank 2",
     ]
 
 
-def test_ranks_that_stay_longer_than_the_one_that_hosts_the_store_end_in_peace(said):
-    assert said["leave"] == [("", 0)] * 3
+def test_ranks_that_stay_longer_than_the_one_that_hosts_the_store_end_in_order(output):
+    assert output["leave"] == [("", 0)] * 3
 
 
-# -------------------------------------------------------------------------------------------------- by one's ears
+# ------------------------------------------------------------------------------------------------ liveness monitor
 
 
-def beats(*numbers, where=SETUP):
-    return {rank: Beat(number, where) for rank, number in enumerate(numbers)}
+def beats(*numbers, record=SETUP):
+    return {rank: Beat(number, record) for rank, number in enumerate(numbers)}
 
 
-def test_silence_is_a_number_that_does_not_change():
+def test_a_rank_is_silent_when_its_beats_number_does_not_change():
     monitor = LivenessMonitor(10.0)
     for now in range(9):
-        monitor.hear(beats(now, now, min(now, 3)), now=100.0 + now)
+        monitor.update(beats(now, now, min(now, 3)), now=100.0 + now)
         assert not monitor.silent()
-    monitor.hear(beats(9, 9, 3), 113.0)
+    monitor.update(beats(9, 9, 3), 113.0)
     assert not monitor.silent()  # exactly ten
-    monitor.hear(beats(10, 9, 3), 114.0)
+    monitor.update(beats(10, 9, 3), 114.0)
     (found,) = monitor.silent().items()
     assert (found[0], found[1][0], found[1][1].number) == (2, 11.0, 3)
-    monitor.hear(beats(11, 9, 3), 115.0)
+    monitor.update(beats(11, 9, 3), 115.0)
     assert set(monitor.silent(tolerance=9.0)) == {1, 2}  # the rank that fell silent a little later counts with it
 
 
-def test_one_that_was_stopped_itself_gives_the_others_time():
+def test_the_clock_stands_still_while_this_rank_is_stopped():
     monitor = LivenessMonitor(10.0)
-    monitor.hear(beats(1, 1), 0.0)
-    monitor.hear(beats(1, 1), 1000.0)
+    monitor.update(beats(1, 1), 0.0)
+    monitor.update(beats(1, 1), 1000.0)
     assert not monitor.silent()
-    monitor.hear(beats(1, 1), 1005.0)
+    monitor.update(beats(1, 1), 1005.0)
     assert not monitor.silent()
-    monitor.hear(beats(1, 1), 1006.0)
+    monitor.update(beats(1, 1), 1006.0)
     assert set(monitor.silent()) == {0, 1}
 
 
 def test_a_rank_that_left_is_not_missed():
     monitor = LivenessMonitor(10.0)
-    monitor.hear(beats(1, 1), 0.0)
+    monitor.update(beats(1, 1), 0.0)
     for now in range(1, 30):
-        monitor.hear({0: Beat(now)}, float(now))
+        monitor.update({0: Beat(now)}, float(now))
     assert not monitor.silent()
 
 
-def test_nobody_getting_on_is_told_again_and_again():
+def test_a_job_without_progress_is_reported_after_each_timeout():
     monitor = LivenessMonitor(10.0)
     reported = []
     for now in range(40):
-        monitor.hear(beats(now, now, where=Where("data", step=4)), float(now))
+        monitor.update(beats(now, now, record=ProgressRecord("data", step=4)), float(now))
         if monitor.stuck():
             reported.append(now)
     assert reported == [11, 22, 33]
-    monitor.hear({0: Beat(40, Where("data", step=4)), 1: Beat(40, Where("data", step=4), done=1)}, 40.0)
-    monitor.hear(beats(41, 41, where=Where("data", step=4)), 46.0)
+    record = ProgressRecord("data", step=4)
+    monitor.update({0: Beat(40, record), 1: Beat(40, record, num_done=1)}, 40.0)
+    monitor.update(beats(41, 41, record=record), 46.0)
     assert not monitor.stuck()
 
 
-def test_a_program_that_does_not_tell_where_it_is_does_not_hang():
+def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
+    monitor = LivenessMonitor(10.0)
+    for now in range(12):
+        monitor.update(beats(now, min(now, 6), record=ProgressRecord("step")), float(now))
+    assert not monitor.stuck(2.0)
+    assert monitor.stuck()
+
+
+def test_a_program_that_reports_no_phases_is_not_stuck():
     monitor = LivenessMonitor(10.0)
     for now in range(40):
-        monitor.hear(beats(now, now), float(now))
+        monitor.update(beats(now, now), float(now))
         assert not monitor.stuck()
 
 
@@ -157,16 +167,15 @@ class Ranks:
             Heartbeat(store, rank, size, timeout, clock=lambda: self.now, host="the launcher") for rank in range(size)
         ]
         for one in self.all:
-            one._look_around()
             one._interval = 0.0
 
         def end():
             raise Ended
 
-        monkeypatch.setattr(module, "_exit", end)
-        monkeypatch.setattr(module, "_write", self.written.append)
-        monkeypatch.setattr(module, "SECONDS_OF_GRACE", 5.0)
-        monkeypatch.setattr(module.time, "sleep", lambda _: None)
+        monkeypatch.setattr(heartbeat, "end_process", end)
+        monkeypatch.setattr(heartbeat, "write_stderr", self.written.append)
+        monkeypatch.setattr(heartbeat, "SECONDS_OF_GRACE", 5.0)
+        monkeypatch.setattr(heartbeat.time, "sleep", lambda _: None)
 
     def seconds(self, count, *silent):
         """Every rank beats once a second, but for the ``silent`` ones; those that ended are returned."""
@@ -185,14 +194,15 @@ class Ranks:
     def leave(self, rank, failed=False):
         self.all[rank].stop(failed=failed)
         self.all[rank]._failed = failed
-        self.all[rank]._say_goodbye()
+        self.all[rank]._leave()
         self.left.append(rank)
 
 
-def test_who_is_silent_is_named_by_all(monkeypatch):
+def test_a_silent_rank_is_named_by_all(monkeypatch):
     ranks = Ranks(4, monkeypatch)
     assert ranks.seconds(20) == set()
     with ranks.all[2].span("forward", 1, 3):
+        assert ranks.seconds(1) == set()  # the last beat, with the phase
         assert ranks.seconds(9, 2) == set()
         assert ranks.seconds(4, 2) == {0, 1, 3}
     assert len(ranks.written) == 3
@@ -233,7 +243,7 @@ def test_the_next_one_leads_when_the_leader_has_left(monkeypatch):
     assert ranks.written[0].startswith("paramp: rank 3 has been silent for ")
 
 
-def test_a_rank_that_failed_ends_the_others_without_a_word(monkeypatch):
+def test_a_rank_that_failed_ends_the_others_quietly(monkeypatch):
     ranks = Ranks(3, monkeypatch)
     ranks.seconds(3)
     ranks.leave(1, failed=True)
@@ -242,7 +252,7 @@ def test_a_rank_that_failed_ends_the_others_without_a_word(monkeypatch):
     assert not ranks.written
 
 
-def test_the_store_is_named_if_it_is_what_is_silent(monkeypatch):
+def test_a_silent_store_is_named_with_its_host(monkeypatch):
     ranks = Ranks(2, monkeypatch)
     ranks.seconds(3)
     one = ranks.all[1]
@@ -255,7 +265,7 @@ def test_the_store_is_named_if_it_is_what_is_silent(monkeypatch):
 
     one._stopped = Clock()
     with pytest.raises(Ended):
-        one._guard()
+        one._watch_store()
     assert ranks.written == [
         "paramp: the store has not answered for 11 s: the launcher, which hosts it, is stopped or lost; ending rank 1, "
         "which was in setup, step 1\n"
@@ -270,11 +280,11 @@ def test_phases_lie_within_each_other():
     places = []
     for kind in ("forward", "step"):
         with one.span("evaluation"), one.span(kind, 1, 2):
-            places.append(str(one._at))
-        places.append(str(one._at))
+            places.append(str(one._tracker.record))
+        places.append(str(one._tracker.record))
     with pytest.raises(KeyError), one.span("data"):
         raise KeyError
-    places.append(str(one._at))
+    places.append(str(one._tracker.record))
     assert places == [
         "in forward of microbatch 2, stage 1, step 1",
         "after evaluation, step 1",
@@ -282,49 +292,21 @@ def test_phases_lie_within_each_other():
         "after evaluation, step 1",
         "after data, step 2",
     ]
-    assert (one._step, one._done) == (2, 2)
+    assert (one._tracker.step, one._tracker.num_done) == (2, 2)
     one.stop()
 
 
-def test_a_slate_is_read_by_another_process_and_has_no_name_in_the_end(tmp_path):
-    record = ProgressRecord.create(tmp_path / "slate")
-    other = ProgressRecord.find(tmp_path / "slate")
-    assert other.read() == (SETUP, 0)
-    (tmp_path / "slate").unlink()
-    places = [Where("backward weight", True, 3, 4, 5), Where("data", False, None, None, 2**40), Where("p" * 40)]
-    for done, where in enumerate(places):
-        record.write(where, done)
-        assert other.read() == (where._replace(phase=where.phase[:32]), done)
-    assert ProgressRecord.find(tmp_path / "slate") is None
-    alone = ProgressRecord.create(tmp_path / "no" / "such" / "folder")
-    alone.write(places[0], 1)
-    assert alone.read() == (places[0], 1)
-
-
-def test_a_beat_says_all_of_it():
-    beat = Beat(7, Where("forward", True, 0, 1, 12), done=3, gone=True)
+def test_a_beat_survives_encoding():
+    beat = Beat(7, ProgressRecord("forward", True, 0, 1, 12), num_done=3, gone=True)
     assert Beat.decode(beat.encode().encode()) == beat
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_an_error_is_told_although_closing_takes_for_ever(monkeypatch, quiet):
+def test_an_error_is_reported_although_closing_never_returns(monkeypatch, quiet):
     written, ended = [], threading.Event()
-    monkeypatch.setattr(module, "SECONDS_OF_GRACE", 0.01)
-    monkeypatch.setattr(module, "_write", written.append)
-    monkeypatch.setattr(module, "_exit", ended.set)
+    monkeypatch.setattr(failures, "SECONDS_OF_GRACE", 0.01)
+    monkeypatch.setattr(failures, "write_stderr", written.append)
+    monkeypatch.setattr(failures, "end_process", ended.set)
     with ending_in_time(ValueError("disk full"), quiet=quiet):
         assert ended.wait(20)
     assert [text.strip() for text in written] == ([] if quiet else ["ValueError: disk full"])
-
-
-def test_a_launch_that_fails_leaves_no_slate(tmp_path):
-    """Ranks that were given different configurations."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, paramp\nwith paramp.launch_from_torch({'seed': int(os.environ['RANK'])}):\n    pass\n"
-    )
-    before = {path.name for path in Path("/dev/shm").glob("paramp-*")}
-    result = torchrun(2, str(script))
-    assert result.returncode != 0
-    assert "seed: rank 0 has 0, but rank 1 has 1" in result.stderr
-    assert {path.name for path in Path("/dev/shm").glob("paramp-*")} <= before

@@ -95,7 +95,7 @@ def test_worlds_one_after_another_under_torchrun(standalone):
 
 
 @on_ranks(8)
-def test_ranks_are_dealt_with_tp_fastest_and_pp_slowest(world):
+def test_tp_varies_fastest_over_the_ranks_and_pp_slowest(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}) as context:
         assert (context.pp.size, context.dp.size, context.tp.size) == (2, 2, 2)
         rank = world.rank

@@ -84,7 +84,7 @@ def test_seeds_of_neighbours_are_unrelated():
 
 
 class Draws(nn.Module):
-    """Notes a number of the stage's stream, one for shards, and one more of the stage's."""
+    """Records a number of the stage's stream, one for shards, and one more of the stage's."""
 
     def __init__(self):
         super().__init__()

@@ -174,12 +174,12 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
             engine, *_ = paramp.initialize(model, adamw, loss_of)
             seen = {}
 
-            def note(_module, inputs, output, seen=seen, out=out):
+            def record(_module, inputs, output, seen=seen, out=out):
                 key, value = ("mixed", inputs) if _module is out else ("output", output)
                 seen[key] = value[0].detach()
 
-            out.register_forward_hook(note)
-            attention.register_forward_hook(note)
+            out.register_forward_hook(record)
+            attention.register_forward_hook(record)
             x, y = next(batches(1))
             engine.forward_backward(x, y)
             for key, equal in (("mixed", False), ("output", True)):

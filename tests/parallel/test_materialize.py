@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import paramp
+from paramp.optim import param_buffer
 from paramp.parallel.materialize import materialize, outline
 from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
 from paramp.precision.policy import ALIASES, PRESETS
@@ -146,11 +147,11 @@ def stack():
 @on_ranks(4)
 def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
     """A bucket of weights, or of masters, is there twice while it moves in; here it is one shard of one layer."""
-    paramp.optim.param_buffer.BUCKET, whole = WIDTH * WIDTH // 2, paramp.optim.param_buffer.BUCKET
+    param_buffer.BUCKET, whole = WIDTH * WIDTH // 2, param_buffer.BUCKET
     try:
         check_what_a_rank_holds(precision, most)
     finally:
-        paramp.optim.param_buffer.BUCKET = whole
+        param_buffer.BUCKET = whole
 
 
 def check_what_a_rank_holds(precision, most):

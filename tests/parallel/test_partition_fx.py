@@ -127,11 +127,11 @@ def test_dropout_draws_from_the_stages_streams(world):
         x = torch.ones(2, 8)
         outputs = []
 
-        def note(output, target):
+        def record(output, target):
             outputs.append(output.detach().clone())
             return output.mean()
 
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), note)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), record)
         before = torch.get_rng_state()
         engine.forward_backward(x, x)
         assert torch.equal(before, torch.get_rng_state())
@@ -193,7 +193,11 @@ class TwoInputs(Branching):
 @pytest.mark.parametrize(
     ("model", "split", "message"),
     [
-        (Branching(), None, r"Branching is no nn\.Sequential.*test_tracing\.py:\d+ .*control flow.*module of its own"),
+        (
+            Branching(),
+            None,
+            r"Branching is no nn\.Sequential.*test_partition_fx\.py:\d+ .*control flow.*module of its own",
+        ),
         (Silent(), None, r"inside torch\.no_grad"),
         (TwoInputs(), None, "missing 1 required positional argument: 'y'"),
         (Drawing(random.random), None, "random numbers from Python's random between"),
@@ -317,7 +321,7 @@ def test_a_style_for_a_module_that_is_opened_is_an_error(world):
 
 @on_ranks(4)
 def test_fixed_values_travel_unchanged_and_in_half_modes(world):
-    """Tokens beyond fp16's integers, fp32 tables and masks cross a stage boundary exactly, whatever the compute dtype."""
+    """Tokens beyond fp16's integers, fp32 tables and masks reach the next stage exactly, in every compute dtype."""
 
     class Passing(nn.Module):
         def __init__(self):

@@ -21,9 +21,12 @@ from paramp.models import GPT
 from paramp.parallel.tensor_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
 from paramp.precision.autocast import computing
-from paramp.precision.float8 import choose_layers, convert, find_library, transformer_engine_recipe
+from paramp.precision.capabilities import find_library
+from paramp.precision.float8 import convert
+from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation import emulate_fp16
 from paramp.precision.policy import ConfigError, Float8, Precision
+from paramp.precision.transformer_engine import transformer_engine_recipe
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -59,7 +62,7 @@ class Zoo(nn.Module):
 def test_linear_layers_of_sizes_that_the_hardware_takes_are_chosen():
     choice = choose_layers(Zoo(), Float8())
     assert choice.linear == ("blocks.0.up", "blocks.1.up")
-    assert choice.left == {
+    assert choice.kept == {
         "a size is no multiple of 16": ("blocks.0.odd", "blocks.1.odd"),
         "they compute something of their own": ("attention.out_proj", "scaled"),
         "an embedding uses their weight": ("tied",),
@@ -98,7 +101,7 @@ def test_a_glob_that_matches_nothing_is_refused(option):
 def test_layers_keep_what_they_have(capsys):
     model = Zoo().eval()
     layer = model.blocks[0]["up"]
-    layer.note = "kept"
+    layer.label = "kept"
     layer.weight.requires_grad_(False)
     seen = []
     layer.register_forward_hook(lambda *_: seen.append(True))
@@ -109,7 +112,7 @@ def test_layers_keep_what_they_have(capsys):
     new = model.blocks[0]["up"]
     assert type(new).__name__ == "Float8Linear"
     assert type(model.blocks[0]["odd"]) is nn.Linear
-    assert (new.note, new.training, new.weight.requires_grad) == ("kept", False, False)
+    assert (new.label, new.training, new.weight.requires_grad) == ("kept", False, False)
     new(torch.randn(16, 32))
     assert seen == [True]
 
@@ -474,7 +477,7 @@ class DelayedScaling:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Modules of the names of Transformer Engine's, which compute in the input's dtype and note what they are given."""
+    """Modules of the names of Transformer Engine's, which compute in the input's dtype and record their arguments."""
     entered = []
 
     class Linear(nn.Module):
@@ -525,9 +528,9 @@ def stand_in(monkeypatch):
         if owner:
             setattr(sys.modules[owner], leaf, module)
     monkeypatch.setattr(
-        "paramp.precision.float8.find_transformer_engine", lambda: PackageStatus(found=True, reason="stand-in")
+        "paramp.precision.capabilities.find_transformer_engine", lambda: PackageStatus(found=True, reason="stand-in")
     )
-    monkeypatch.setattr("paramp.precision.float8._why_not_native", lambda device: "")
+    monkeypatch.setattr("paramp.precision.capabilities.why_not_native_float8", lambda device: "")
     return entered
 
 

@@ -93,12 +93,12 @@ def test_it_works_below_autocast():
 def test_what_is_saved_for_the_backward_stays_fp16():
     saved = []
 
-    def note(tensor):
+    def record(tensor):
         saved.append(tensor.dtype)
         return tensor
 
     x, w = (torch.randn(4, 4).half().requires_grad_() for _ in range(2))
-    with emulate_fp16(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with emulate_fp16(), torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         x @ w
     assert saved
     assert set(saved) == {torch.float16}

@@ -178,7 +178,7 @@ def test_traces_and_compiled_modules_have_them_as_one_call():
 
 @pytest.fixture
 def apex(tmp_path, monkeypatch):
-    """A stand-in for NVIDIA's Apex, whose functions note their calls; CPU tensors count as its GPU's."""
+    """A stand-in for NVIDIA's Apex, whose functions record their calls; CPU tensors count as its GPU's."""
     kernels = """
 import torch.nn.functional as F
 calls = []
@@ -259,12 +259,12 @@ def test_pypis_apex_changes_nothing(apex):
 class Described(nn.LayerNorm):
     """A subclass with everything but a forward."""
 
-    def __init__(self, width, note):
+    def __init__(self, width, label):
         super().__init__(width)
-        self.note = note
+        self.label = label
 
     def extra_repr(self):
-        return f"{super().extra_repr()}, note={self.note}"
+        return f"{super().extra_repr()}, label={self.label}"
 
 
 class Shifted(nn.LayerNorm):
@@ -376,7 +376,7 @@ def test_a_subclass_without_a_forward_stays_one():
     assert isinstance(norm, LPLayerNorm)
     assert isinstance(norm, Described)
     assert type(norm).__name__ == "LPDescribed"
-    assert repr(norm) == "LPDescribed((8,), eps=1e-05, elementwise_affine=True, bias=True, note=mine)"
+    assert repr(norm) == "LPDescribed((8,), eps=1e-05, elementwise_affine=True, bias=True, label=mine)"
     file = io.BytesIO()
     torch.save(norm, file)
     file.seek(0)
@@ -388,7 +388,7 @@ def test_a_subclass_without_a_forward_stays_one():
         torch.load(file, weights_only=False),
     ):
         assert type(other) is type(norm)
-        assert other.note == "mine"
+        assert other.label == "mine"
         with torch.autocast("cpu", dtype=torch.float16):
             assert torch.equal(other(x), norm(x))
             assert other(x).dtype is torch.float16

@@ -35,12 +35,12 @@ class UNet(nn.Module):
         batch, length, _ = x.shape
         assert length <= 16, "too long"
         start = self.norm(self.inner(x)) * self.gain
-        first, norm_weight = self.down1(start)
+        first, positive = self.down1(start)
         second, _ = self.down2(self.norm(first))
         bottom, _ = self.middle(second)
         up = self.join2(torch.cat([bottom, second], -1))
         up += self.table[:length].view(1, length, 1)
-        up = self.norm(self.join1(torch.cat([up, first], -1))) + norm_weight
+        up = self.norm(self.join1(torch.cat([up, first], -1))) + positive
         up = up * self.gain + torch.arange(length, device=x.device).view(1, -1, 1) / scale
         return self.head(up.reshape(batch, length, -1) + x.mean(-1, keepdim=True))
 

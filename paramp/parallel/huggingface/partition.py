@@ -126,8 +126,8 @@ class PretrainedPartition:
             reason = f"it calls {', '.join(odd)} {order.count(odd[0])} times"
         if not same:
             raise ConfigError(
-                f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, since its forward does not just "
-                f"apply {', '.join(known)} one after the other ({reason}); set the size to 1"
+                f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, since its forward does "
+                f"not just apply {', '.join(known)} one after the other ({reason}); set the size to 1"
             )
         self.units = [(name, known[name]) for name in order]
 

@@ -1,4 +1,4 @@
-"""Three ranks for each case named, all at once: one of them stops, fails or waits. What they say goes to a folder.
+"""Three ranks for each case named, all at once: one of them stops, fails or waits. Their output goes to a folder.
 
 Started as ``ranks_that_hang.py FOLDER CASE...``. The ranks of a case write to ``FOLDER/CASE.RANK``; the exit codes,
 None for a rank that was stopped, go to ``FOLDER/codes.json``. Ranks are forked, so that torch is imported only once.
@@ -22,6 +22,7 @@ PIPELINE = {"pipeline": {"size": 3, "microbatches": 4}}
 
 
 def stop():
+    time.sleep(1.5)  # a beat with the phase; at a time-out of 3 s there is one every 0.6 s
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -86,7 +87,7 @@ def failure(context):
 
 
 def wait(context):
-    """Nobody gets on for a while, and then all is well."""
+    """No rank makes progress for a while; then all end in order."""
     with context.phase("step"):
         if context.rank == 2:
             with context.phase("data"):

@@ -1,0 +1,176 @@
+"""Tokens by index: in memory, several sources one after the other, a slice of one, or checked against a vocabulary."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.errors import DataError
+
+__all__ = [
+    "ArrayTokens",
+    "ChainedTokens",
+    "CheckedTokens",
+    "SlicedTokens",
+    "TokenSource",
+    "Tokens",
+    "fingerprint",
+    "sample",
+]
+
+Tokens: TypeAlias = NDArray[np.integer[Any]]
+"""1-dim, of any integer dtype."""
+
+TOKENS_AT_ONCE = 2**18
+"""That a source is read in where it is read as a whole."""
+NUM_SAMPLES = 48
+SAMPLED_TOKENS = 1024
+"""In each sample."""
+
+
+class TokenSource(ABC):
+    """A sequence of token ids that can be read in slices. Pickles, and may be used in forked processes."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, start: int, count: int) -> Tokens:
+        """Tokens ``start`` to ``start + count - 1``, all of which exist, as a 1-d array of some integer dtype."""
+
+    @abstractmethod
+    def place(self, index: int) -> str:
+        """Where token ``index`` lies, for messages."""
+
+    def blocks(self, size: int = TOKENS_AT_ONCE) -> Iterator[Tokens]:
+        """All tokens in order, ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield self.read(start, min(size, len(self) - start))
+
+
+class ArrayTokens(TokenSource):
+    """Tokens in memory (or in a buffer that somebody else has mapped, such as Arrow)."""
+
+    def __init__(self, array: Tokens, name: str) -> None:
+        self.array = array
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, start: int, count: int) -> Tokens:
+        return self.array[start : start + count]
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, token {index}"
+
+
+class ChainedTokens(TokenSource):
+    """Sources one after the other; a read may cross their borders."""
+
+    def __init__(self, parts: Sequence[TokenSource]) -> None:
+        self.parts = list(parts)
+        self._ends = list(itertools.accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, count: int) -> Tokens:
+        index, found = bisect.bisect_right(self._ends, start), []
+        while count > 0:
+            within = start - (self._ends[index] - len(self.parts[index]))
+            size = min(count, len(self.parts[index]) - within)
+            found.append(self.parts[index].read(within, size))
+            start, count, index = start + size, count - size, index + 1
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.zeros(0, np.uint8)])
+
+    def place(self, index: int) -> str:
+        part = bisect.bisect_right(self._ends, index)
+        return self.parts[part].place(index - (self._ends[part] - len(self.parts[part])))
+
+
+class SlicedTokens(TokenSource):
+    """``count`` tokens of ``source`` from ``start`` on."""
+
+    def __init__(self, source: TokenSource, start: int, count: int) -> None:
+        assert 0 <= start <= start + count <= len(source)
+        self.source = source
+        self.start = start
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, count: int) -> Tokens:
+        return self.source.read(self.start + start, count)
+
+    def place(self, index: int) -> str:
+        return self.source.place(self.start + index)
+
+
+class CheckedTokens(TokenSource):
+    """``source``, with every token that is read compared with the vocabulary.
+
+    A token outside would otherwise be an index error deep in the embedding, or, on a GPU, a failed assertion that
+    names nothing.
+    """
+
+    def __init__(self, source: TokenSource, vocab_size: int) -> None:
+        self.source = source
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, start: int, count: int) -> Tokens:
+        """As the source does.
+
+        Raises:
+            DataError: a token is negative, or not below ``vocab_size``.
+        """
+        tokens = self.source.read(start, count)
+        if count and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
+            first = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
+            raise DataError(
+                f"data: {self.source.place(start + first)} is {int(tokens[first])}, expected 0 to "
+                f"{self.vocab_size - 1}, the vocabulary's {self.vocab_size} tokens; set train.vocab_size or "
+                "train.tokenizer to the one it was made with, or train.data_dtype if it is not "
+                f"{tokens.dtype.name}"
+            )
+        return tokens
+
+    def place(self, index: int) -> str:
+        return self.source.place(index)
+
+
+def sample(source: TokenSource) -> Iterator[tuple[int, Tokens]]:
+    """A few dozen short slices with their starts, spread from end to end: all of a short source."""
+    starts = range(0, len(source), max(SAMPLED_TOKENS, -(-len(source) // NUM_SAMPLES)))
+    last = max(0, len(source) - SAMPLED_TOKENS)
+    for start in sorted({*starts, last}):
+        yield start, source.read(start, min(SAMPLED_TOKENS, len(source) - start))
+
+
+def fingerprint(*sources: TokenSource) -> str:
+    """A SHA-256 by which data differ, at little cost, in hexadecimal.
+
+    Of each source it takes the length and the tokens: all of them where they are in memory, else those of
+    :func:`sample`. Two large files that differ in a few places only may thus have the same.
+    """
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{len(source)}\0".encode())
+        if isinstance(source, ArrayTokens):
+            slices: Iterator[Tokens] = source.blocks()
+        else:
+            slices = (tokens for _, tokens in sample(source))
+        for tokens in slices:
+            digest.update(np.ascontiguousarray(tokens).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,140 @@
+"""How one rank's failure ends the job: in time, and reported once, by the rank that failed first."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
+
+__all__ = [
+    "SECONDS_OF_GRACE",
+    "end_process",
+    "ending_in_time",
+    "failed_after_another",
+    "is_echo",
+    "mark_as_echo",
+    "report_once",
+    "wait_for_failures",
+    "write_stderr",
+]
+
+ECHO = "_paramp_echo"
+"""The mark of an exception that only follows from another rank's."""
+EXIT_CODE = 1
+SECONDS_OF_GRACE = 5.0
+"""What a rank gets to end by itself once it or another has failed."""
+SECONDS_FOR_THE_OTHERS = 2.0
+"""What rank 0, which may host the store, leaves the others to read who failed first."""
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error``, which left a context, only follows from another rank's, which reports it."""
+    return ECHO in error.__dict__
+
+
+def mark_as_echo(error: BaseException) -> None:
+    """Make :func:`is_echo` true for ``error``."""
+    error.__dict__[ECHO] = True
+
+
+def report_once() -> None:
+    """Make the interpreter end without a traceback for errors that only follow from another rank's."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not is_echo(error):
+            previous(kind, error, traceback)
+
+    if not getattr(previous, "reports_once", False):
+        hook.reports_once = True  # type: ignore[attr-defined]
+        sys.excepthook = hook
+
+
+def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
+    """Whether another rank failed before this one, which fails with ``error``. Every rank that fails calls it once.
+
+    A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank finds
+    the same mistake in the configuration. The first to count its failure in the shared store reports it.
+
+    Args:
+        key: of the counter in ``store``.
+    """
+    try:
+        return store.add(key, 1) > 1
+    except RuntimeError:  # the process that hosted the store has ended
+        return _is_lost_connection(error)
+
+
+def wait_for_failures(store: Store, key: str, world_size: int) -> None:
+    """Wait until all ranks have called :func:`failed_after_another`, at most a moment."""
+    deadline = time.monotonic() + SECONDS_FOR_THE_OTHERS
+    try:
+        while store.add(key, 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+    except RuntimeError:  # this rank was not the host, and the host has ended
+        return
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "socket"))
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None]:
+    """End the process with ``error``, if there is one and what runs inside takes too long.
+
+    Closing a group whose other ranks wait in a collective may never return, and the error would not be reported.
+
+    Args:
+        quiet: another rank reports it.
+    """
+
+    def give_up() -> None:
+        if not quiet:
+            write_stderr("".join(traceback.format_exception(error)))
+        end_process()
+
+    if error is None:
+        yield
+        return
+    timer = threading.Timer(SECONDS_OF_GRACE, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # a thread that still runs when the interpreter ends may abort the process
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr at once, whatever the main thread does with Python's own stream."""
+    os.write(2, text.encode())
+
+
+def end_process() -> None:
+    """End the process with an error code: its main thread may be where no exception reaches it."""
+
+    def flush() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    # In a thread, because the main thread may hold their locks.
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(1.0)
+    os._exit(EXIT_CODE)

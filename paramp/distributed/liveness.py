@@ -1,0 +1,113 @@
+"""Which ranks are alive and which make progress, from the beats that they send."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from .progress import SETUP, ProgressRecord
+
+__all__ = ["Beat", "LivenessMonitor", "describe_stuck"]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank reports of itself."""
+
+    number: int = 0
+    """Of its beats; grows as long as the rank is alive."""
+    record: ProgressRecord = SETUP
+    num_done: int = 0
+    """Phases that have ended in this step."""
+    gone: bool = False
+    """It has left, and is no longer expected."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: bytes) -> Beat:
+        fields = json.loads(text)
+        return Beat(**fields | {"record": ProgressRecord(*fields["record"])})
+
+
+class LivenessMonitor:
+    """When each rank last sent a new beat, and when any of them last made progress, on this rank's clock.
+
+    The clock stands still while this rank itself does: a job that was stopped and goes on would otherwise find that
+    all others have been silent.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._updated: float | None = None
+        self._now = 0.0
+        self._last: dict[int, tuple[float, Beat]] = {}
+        self._progressed = 0.0
+
+    def update(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Take in the ``beats`` of all ranks that are expected, read at the time ``now`` (seconds)."""
+        if self._updated is not None:
+            self._now += min(now - self._updated, self._timeout / 2)
+        self._updated = now
+        for rank, beat in beats.items():
+            _, before = self._last.get(rank, (0.0, None))
+            if before is None or (before.record, before.num_done) != (beat.record, beat.num_done):
+                self._progressed = self._now
+            if before is None or before.number != beat.number:
+                self._last[rank] = self._now, beat
+        self._last = {rank: last for rank, last in self._last.items() if rank in beats}
+
+    def silent(self, tolerance: float = 0.0) -> dict[int, tuple[float, Beat]]:
+        """The ranks that have been silent for the time-out: for how many seconds, and their last beat.
+
+        Args:
+            tolerance: once there is one, those that fell silent by so many seconds later count too.
+        """
+        silence = {rank: (self._now - since, beat) for rank, (since, beat) in self._last.items()}
+        if not any(seconds > self._timeout for seconds, _ in silence.values()):
+            return {}
+        return {rank: found for rank, found in silence.items() if found[0] > self._timeout - tolerance}
+
+    def stuck(self, patience: float = float("inf")) -> dict[int, Beat]:
+        """Every rank's last beat if none made progress for the time-out; then nothing until it has passed again.
+
+        Ranks that never began are not stuck: their program does not report its phases.
+
+        Args:
+            patience: seconds after which a beat is overdue; such a rank may prove silent, which explains the rest.
+        """
+        beats = {rank: beat for rank, (_, beat) in self._last.items()}
+        begun = any(beat.record != SETUP for beat in beats.values())
+        overdue = any(self._now - since > patience for since, _ in self._last.values())
+        if overdue or not begun or self._now - self._progressed <= self._timeout:
+            return {}
+        self._progressed = self._now
+        return beats
+
+
+def describe_stuck(beats: Mapping[int, Beat], seconds: float) -> str:
+    """The table of where each rank is, when none makes progress."""
+    ranks_at: dict[str, list[int]] = defaultdict(list)
+    for rank, beat in beats.items():
+        ranks_at[str(beat.record)].append(rank)
+    least = min((beat.record.step, beat.num_done) for beat in beats.values())
+    behind = [rank for rank, beat in beats.items() if (beat.record.step, beat.num_done) == least]
+    last = f"; furthest behind: {_list_ranks(behind)}" if len(behind) < len(beats) else ""
+    lines = [f"paramp: no rank has made progress for {seconds:.0f} s{last}"]
+    lines += [f"paramp:   {where}: {_list_ranks(ranks)}" for where, ranks in ranks_at.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

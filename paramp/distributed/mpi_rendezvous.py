@@ -1,0 +1,101 @@
+"""How ranks that ``mpirun`` started agree, by MPI, on the store at which they meet."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
+
+from ..base.errors import LaunchError
+from .launcher_env import LauncherRank
+from .rendezvous import PASSWORD, find_store, host_store, own_hosts
+
+__all__ = ["meet_by_mpi"]
+
+_met: tuple[LauncherRank, TCPStore] | None = None
+"""Kept until the process ends: MPI cannot be started a second time."""
+
+
+def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tuple[LauncherRank, Store]:
+    """Ranks, local ranks and a common store by MPI, once a process.
+
+    Args:
+        place: as mpirun's variables say.
+        host: at which all machines reach rank 0's. None: found.
+        port: where rank 0 listens. None: one that is free.
+
+    Raises:
+        LaunchError: mpi4py is missing or belongs to another MPI, the port is taken, or a rank does not reach rank 0.
+    """
+    global _met
+    if _met is not None:
+        return _met
+    ours = "mpi4py.MPI" not in sys.modules
+    mpi = _import_mpi(place, ours)
+    world = mpi.COMM_WORLD
+    if world.size != place.world_size:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
+            f"{mpi.Get_library_version().splitlines()[0]!r}; start with that one's mpirun"
+        )
+    machine = world.Split_type(mpi.COMM_TYPE_SHARED)
+    one_machine = world.allreduce(machine.size, mpi.MIN) == world.size
+    hosts = [host] if host else ["localhost"] if one_machine else None
+    found, store = _share_store(world, hosts, port or 0)
+    place = replace(place, rank=world.rank, local_rank=machine.rank, host=found, port=store.port)
+    machine.Free()
+    if ours:
+        world.Barrier()
+        mpi.Finalize()
+    _met = place, store
+    return _met
+
+
+def _import_mpi(place: LauncherRank, ours: bool) -> Any:
+    """The module ``mpi4py.MPI``; importing it starts MPI. ``ours``: nobody has imported it yet."""
+    try:
+        import mpi4py
+
+        if ours:
+            # MPI's own end waits for all ranks, also for those that wait for one that has failed.
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
+            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and an MPI that it finds'
+        ) from None
+    return MPI
+
+
+def _share_store(world: Any, hosts: list[str] | None, port: int) -> tuple[str, TCPStore]:
+    """The store that rank 0 of the communicator ``world`` hosts, and the host at which this rank reaches it.
+
+    Args:
+        hosts: where the other ranks may reach it. None: at any address of rank 0's machine.
+    """
+    problem, store, meeting = None, None, None
+    if world.rank == 0:
+        try:
+            store = host_store(port)
+            password = secrets.token_hex(16)
+            store.set(PASSWORD, password)
+            meeting = (own_hosts() if hosts is None else hosts, store.port, password)
+        except LaunchError as error:
+            problem = error
+    # Rank 0 sends its error too: the others would wait for it otherwise.
+    meeting, reason = world.bcast((meeting, None if problem is None else str(problem)), root=0)
+    if reason is not None:
+        raise problem or LaunchError(reason)
+    hosts, port, password = meeting
+    if not hosts:
+        raise LaunchError(
+            "launch: the machine of rank 0 has no address but loopback, and there are several machines; "
+            "pass launch_from_openmpi the host at which they reach it"
+        )
+    if store is not None:
+        return hosts[0], store
+    return find_store(hosts, port, password.encode())

@@ -1,0 +1,182 @@
+"""Recording what a model's forward does as a graph, with ``torch.fx``: what it takes beyond what torch traces itself.
+
+Factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph would
+not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from ..base.errors import ConfigError
+from .partition import is_sequential
+
+__all__ = ["check_mode", "trace"]
+
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
+"""torch functions that take numbers only, which may be proxies here."""
+RANDOM = ("normal", "rand", "randint", "randn", "randperm")
+"""The same, always recorded: they return other numbers in each call."""
+
+
+def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
+    """The graphs of ``model`` in training (True) and in evaluation (False), between which its forward may branch.
+
+    Args:
+        opened: names of modules whose forwards are traced too; others are calls in the graph.
+
+    Raises:
+        ConfigError: the forward cannot be traced.
+    """
+    modes = {module: module.training for module in model.modules()}
+    for name in sorted(opened):
+        check_mode(name, model.get_submodule(name), model)
+    start = _random_states()
+    graphs = {}
+    try:
+        for training in (True, False):
+            model.train(training)
+            tracer = _Tracer(opened)
+            with tracer.recording_factories():
+                graphs[training] = tracer.trace(model)
+            moved = [source for source, state in _random_states().items() if state != start[source]]
+            if moved:
+                raise fx.proxy.TraceError(
+                    f"it draws random numbers from {' and '.join(moved)} between its modules, which would be the same "
+                    "in each step; use torch.rand and the like, or F.dropout"
+                )
+    except Exception as error:
+        raise ConfigError(
+            f"parallel.pipeline.size: {type(model).__name__} is no nn.Sequential, and tracing its forward failed"
+            f"{_where(error)}: {error}. Put what depends on values into a module of its own, which is not traced, "
+            "or make the model an nn.Sequential"
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for source, restore in RESTORE.items():
+            restore(start[source])
+    return graphs
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the generators that a forward may use, comparable by value."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "Python's random": random.getstate(),
+        "numpy": (kind, tuple(keys), *rest),
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+RESTORE: dict[str, Callable[[Any], None]] = {
+    "Python's random": random.setstate,
+    "numpy": np.random.set_state,
+    "torch's generator": lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+}
+
+
+def _where(error: Exception) -> str:
+    """The line of the user's code that an exception came from."""
+    inside = (torch.__path__[0], __file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: frozenset[str]) -> None:
+        super().__init__()
+        self._opened = opened
+        self._modes = _modes()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        # The model's one input; its other parameters take their defaults.
+        return root_fn, [self.root, self.create_proxy("placeholder", "x", (), {})]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise fx.proxy.TraceError(
+                "it computes inside torch.no_grad(), torch.autocast() or the like, which tracing does not see"
+            )
+        return super().create_node(*args, **kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # torch's own trace_asserts knows the bytecode of older Pythons only.
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
+            frame = frame.f_back
+        if frame is None or not _asserts(frame):
+            return super().to_bool(obj)
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.create_proxy("call_function", _check, (obj, f"the model's assertion at {where} failed"), {})
+        return True
+
+    @contextmanager
+    def recording_factories(self) -> Iterator[None]:
+        """Inside, functions such as ``torch.arange`` take proxies in place of numbers."""
+        originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
+
+        def recording(name: str) -> Callable[..., Any]:
+            def function(*args: Any, **kwargs: Any) -> Any:
+                if name in RANDOM or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                    return self.create_proxy("call_function", originals[name], args, kwargs)
+                return originals[name](*args, **kwargs)
+
+            return function
+
+        try:
+            for name in originals:
+                setattr(torch, name, recording(name))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(torch, name, original)
+
+
+def _check(condition: object, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _modes() -> tuple[bool, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
+    )
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Whether ``frame`` is about to raise AssertionError should the value that it tests be false."""
+    following = [step.opname for step in dis.get_instructions(frame.f_code) if step.offset > frame.f_lasti]
+    return "LOAD_ASSERTION_ERROR" in following[:2] or "LOAD_COMMON_CONSTANT" in following[:2]
+
+
+def check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
+    """Refuse an opened ``module`` in another mode than ``model``, which has one graph for each mode."""
+    if module.training == model.training or is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return
+    own, other = ("training" if part.training else "evaluation" for part in (module, model))
+    raise ConfigError(
+        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode; a module that is split "
+        "has the model's, so split around it, or set the modes of the modules in it instead"
+    )
