@@ -1,15 +1,15 @@
-"""``python -m paramp doctor``: what of paramp runs on this machine, and why the rest does not.
+"""``paramp doctor``: which parts of paramp run on this machine, and why the others do not.
 
 It imports no optional package and starts no process group: packages are looked up on disk, launchers in the
-environment. So it can be run anywhere, also where a training run does not start. Whatever is broken is a line of the
-report, and never an exception.
+environment. So it runs anywhere, also where training does not start. A problem is a line of the report, never an
+exception.
 
-``--json`` prints one object. Its keys are kept from version to version; there may be more of them later:
+``--json`` prints one object. Its keys are stable between versions; later versions may add some:
 
     versions      {"paramp", "python", "torch", and each optional package: its version, or null}
-    device        what ``launch`` would choose: "cpu" or "cuda"
+    device        the device that ``launch`` would choose: "cpu" or "cuda"
     devices       [{"kind": "cuda" | "cpu", "name", "capability": "9.0" or null}], the GPUs first
-    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": what ``launch`` would take for one rank a GPU}
+    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank a GPU}
     launcher      {"name": "torchrun" | "mpi" | "slurm" | null, "rank", "world_size", "problem": null or a sentence}
     mpi           {"mpirun": its kind, or null, "path", "mpi4py": its version, or null}
     slurm         {"job", "nodes", "tasks": each null outside of a job, "srun": its path, or null}
@@ -46,19 +46,21 @@ PACKAGES = (
     *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),
 )
-"""Distributions whose versions are of interest, by the names that pip knows them by."""
+"""Distributions whose versions are reported, by pip's names."""
 
+IN_FP32 = "products are computed in fp32 and rounded"
+WIDER = "operands are rounded to it and multiplied in a wider dtype"
 SECONDS_FOR_MPIRUN = 10.0
 
 
 def doctor(as_json: bool = False) -> str:
-    """The report, for people, or as one JSON object with the keys above."""
+    """The report as text, or as one JSON object with the keys above."""
     found = examine()
     return json.dumps(found, indent=2) if as_json else "\n".join(_lines(found))
 
 
 def examine() -> dict[str, Any]:
-    """What was found, with the keys above."""
+    """The report as an object with the keys above."""
     devices = _devices()
     return {
         "versions": _versions(),
@@ -95,7 +97,7 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except RuntimeError:  # a driver that lists a GPU which it cannot start
+        except RuntimeError:  # the driver lists a GPU that it cannot start
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}]
@@ -133,7 +135,7 @@ def _launcher() -> dict[str, Any]:
 
 
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
-"""What is found in the first answer of ``mpirun --version``."""
+"""Text in the output of ``mpirun --version`` -> the kind of MPI."""
 
 
 def _mpi() -> dict[str, Any]:
@@ -188,28 +190,23 @@ def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
 def _lacking_fp16(device: Mapping[str, Any]) -> str | None:
     if has_native_fp16(device["kind"]):
         return None
-    return "this CPU has no fp16 arithmetic: products are computed in fp32 and rounded"
+    return f"this CPU has no fp16 arithmetic: {IN_FP32}"
 
 
 def _lacking_bf16(device: Mapping[str, Any]) -> str | None:
-    if device["kind"] == "cuda":
-        if gpu_has_bf16(_capability(device)):
-            return None
-        return f"{device['name']} (compute capability {device['capability']}) has no bfloat16 arithmetic, from 8.0 on"
-    if has_bf16_on_cpu():
+    if device["kind"] == "cpu":
+        return None if has_bf16_on_cpu() else f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
+    if gpu_has_bf16(_capability(device)):
         return None
-    return "this CPU has no bfloat16 arithmetic: products are computed in fp32 and rounded"
+    return f"{device['name']}{_capability_text(device)} has no bfloat16 arithmetic, from 8.0 on"
 
 
 def _lacking_float8(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cpu":
-        return "no CPU multiplies in float8: operands are rounded to it and multiplied in a wider dtype"
+        return f"no CPU multiplies in float8: {WIDER}"
     if gpu_has_float8(_capability(device)):
         return None
-    return (
-        f"{device['name']} (compute capability {device['capability']}) has no float8 arithmetic, from 8.9 on: operands "
-        "are rounded to it and multiplied in a wider dtype"
-    )
+    return f"{device['name']}{_capability_text(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
 
 
 LACKS: dict[torch.dtype, Callable[[Mapping[str, Any]], str | None]] = {

@@ -1,4 +1,4 @@
-"""What is said of a skipped step: every place where a value that is not finite was planted is named."""
+"""The report on a skipped step names every place where a non-finite value was planted."""
 
 import math
 import warnings

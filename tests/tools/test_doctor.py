@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are made up."""
+"""The doctor's report on made-up machines."""
 
 import json
 import os

@@ -352,22 +352,22 @@ def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, me
     def start(command, size):
         folder, run = Path(command[-2]), command[-1]
         if size == 1:
-            code, said = run_in(World(0, 1, "cpu"), folder, run)
+            code, output = run_in(World(0, 1, "cpu"), folder, run)
             codes = [code]
         else:
             found = run_on_ranks(size, __name__, "run_in", {"folder": folder, "run": run})
-            codes, said = [code for code, _ in found], "".join(text for _, text in found)
-        print(said, file=sys.stderr)
+            codes, output = [code for code, _ in found], "".join(text for _, text in found)
+        print(output, file=sys.stderr)
         return max(codes)
 
     monkeypatch.setattr(paramp.tools.verify.launch, "start_processes", start)
     own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--plan", "verified:RIGHT"]
     assert main(["verify", f"verified:{model}", "--tp", "2", *own]) == code
-    said = capfd.readouterr()
-    assert said.err.count(message) == 1
+    output = capfd.readouterr()
+    assert output.err.count(message) == 1
     run = "sharded run failed (2 processes)" if code == 1 else "single run failed (1 process)"
-    assert f"error: the {run}" in said.err
-    assert "layer" not in said.out
+    assert f"error: the {run}" in output.err
+    assert "layer" not in output.out
 
 
 def test_distances():

@@ -184,7 +184,7 @@ def _vocabulary(model: nn.Module) -> int:
     if not isinstance(first, nn.Embedding):
         what = "no layer with weights" if first is None else f"a {type(first).__name__} as its first layer"
         raise ConfigError(
-            f"batches: {type(model).__name__} has {what} and no Embedding, so nothing says what its inputs are; pass "
+            f"batches: {type(model).__name__} has {what} and no Embedding, so its inputs are not known; pass "
             "--batches module:function, a function of the step that returns (inputs, targets)"
         )
     known = getattr(getattr(model, "config", None), "vocab_size", None)
