@@ -15,6 +15,7 @@ from commands import COLD, ROOT, environment, python, torchrun
 
 import paramp
 from paramp.data.sampling import sample_offsets
+from paramp.distributed import local_launcher
 
 SMALL = ("--batch-size", "8", "--seq-len", "32", "--steps", "4", "--set", "train.eval_sequences=8")
 
@@ -280,6 +281,7 @@ def test_launchers_variables_that_are_missing_or_contradict(variables, message, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it was not installed
+    monkeypatch.setattr(local_launcher, "SECONDS_FOR_RANK_0", 0.01)
     code, errors = run_here([], monkeypatch, capfd)
     assert code == 2
     assert message in errors
