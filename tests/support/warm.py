@@ -5,14 +5,15 @@ has a server that imported torch once fork a process for it, hands over its envi
 on and ends as that process does. Whatever the process starts with ``sys.executable`` goes the same way.
 
 Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
-they do in processes that were started one by one. Command lines with options of the interpreter, processes in another
-network namespace, and all with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
+they do in processes that were started one by one. Command lines with options of the interpreter, and all with another
+``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -55,7 +56,7 @@ def cold():
     os.execv({python!r}, [{python!r}, *words])
 if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
     cold()
-if os.environ.get("PARAMP_TEST_COLD") or os.readlink("/proc/self/ns/net") != {namespace!r}:
+if os.environ.get("PARAMP_TEST_COLD") or os.environ.get("LD_LIBRARY_PATH", "") != {libraries!r}:
     cold()
 rank = os.environ.get("RANK", "")
 server = bin(int(rank)).count("1") % {servers} if rank.isdecimal() else 0
@@ -65,7 +66,7 @@ try:
     connection.connect(os.path.join({folder!r}, str(server)))
 except OSError:
     cold()
-job = marshal.dumps((words, dict(os.environ), os.getcwd(), os.getppid(), files))
+job = marshal.dumps((words, dict(os.environ), os.getcwd(), os.getpid(), os.getppid(), files))
 socket.send_fds(connection, [len(job).to_bytes(8, "big")], files)
 connection.sendall(job)
 pid = int(connection.recv(20))
@@ -121,8 +122,8 @@ def start() -> None:
         )
         listener.close()
         atexit.register(_stop, process)
-    namespace = os.readlink("/proc/self/ns/net")
-    names = {"python": sys.executable, "folder": str(folder()), "servers": SERVERS, "namespace": namespace}
+    libraries = os.environ.get("LD_LIBRARY_PATH", "")
+    names = {"python": sys.executable, "folder": str(folder()), "servers": SERVERS, "libraries": libraries}
     for name, text in {
         "python": CLIENT.format(**names),
         "torchrun": f'#!/bin/sh\nexec "{python()}" -m torch.distributed.run "$@"\n',
@@ -237,8 +238,12 @@ def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 def become(job: list, base: Sequence[str], executable: str) -> None:
     """Run the job's command line as the interpreter would."""
-    words, environment, cwd, parent, _ = job
+    words, environment, cwd, client, parent, _ = job
     os.setsid()
+    for kind in ("net", "uts", "mnt"):  # of another host, where a test makes some
+        if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(f"/proc/{client}/ns/{kind}") as namespace:
+                ctypes.CDLL(None).setns(namespace.fileno(), 0)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

@@ -134,7 +134,7 @@ def test_a_command_runs(command, clone):
     if words[0] == "make":
         subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True)
         return  # the whole of it is what .ci/run does, or a benchmark
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # `python` itself starts warm
     if "launch/train.py" in words:
         words += SHORT
     result = run(words, cwd=clone, PATH=path, PYTHONPATH=str(ROOT))

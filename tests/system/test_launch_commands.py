@@ -66,7 +66,7 @@ def test_mpirun_with_a_hostfile(mpi, tmp_path, expected):
 
 def test_a_batch_script_of_slurms(tmp_path, expected):
     """``sbatch`` and ``srun`` are stand-ins that set the variables which Slurm sets."""
-    path = os.pathsep.join([str(ROOT / "tests" / "bin"), os.environ["PATH"]])
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "bin"), os.environ["PATH"]])
     arguments = [*JOB[5:], "--log-dir", str(tmp_path)]
     result = run(["sbatch", "launch/slurm.sbatch", *arguments], PATH=path, PYTHON=PYTHON)
     assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ from commands import COLD, ROOT, environment, python, torchrun
 
 import paramp
 from paramp.data.sampling import sample_offsets
+from paramp.distributed import local_launcher
 from paramp.models.gpt import PRESETS, GPTConfig
 from paramp.tools.train_config import configure
 
@@ -347,6 +348,7 @@ def test_launchers_variables_that_are_missing_or_contradict(variables, message, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it was not installed
+    monkeypatch.setattr(local_launcher, "SECONDS_FOR_RANK_0", 0.01)
     code, errors = run_here([], monkeypatch, capfd)
     assert code == 2
     assert message in errors

@@ -1,0 +1,55 @@
+"""What importing paramp, and training without a layout, loads: nothing that a plain loop of torch does not."""
+
+import json
+
+import pytest
+from commands import COLD, ROOT, python
+
+HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo"]
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.nn.functional.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 2)).backward()
+optimizer.step()
+"""
+PARAMP = """
+import torch, paramp
+with paramp.launch_from_torch({"precision": "32-true"}):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+    engine.forward_backward(torch.ones(1, 2), torch.ones(1, 2))
+    assert engine.step().stepped
+"""
+
+
+def loaded(source):
+    """The modules that are loaded after ``source`` has run in a process of its own."""
+    result = python(
+        "-c", f"{source}\nimport json, sys; print(json.dumps(list(sys.modules)))", PYTHONPATH=str(ROOT), **COLD
+    )
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return loaded(PLAIN)
+
+
+def test_importing_paramp_loads_neither_layouts_nor_compilers_nor_its_own_parts():
+    modules = loaded("import paramp")
+    assert not modules.intersection(HEAVY)
+    assert {name for name in modules if name.startswith("paramp.")} == set()
+
+
+def test_public_names_load_on_use():
+    modules = loaded("import paramp; [getattr(paramp, name) for name in paramp.__all__]")
+    assert not modules.intersection(HEAVY)
+
+
+def test_a_step_without_a_layout_loads_what_a_plain_loop_does(plain):
+    modules = loaded(PARAMP)
+    assert not modules.intersection(set(HEAVY) - plain)

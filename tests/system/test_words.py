@@ -1,0 +1,53 @@
+"""Words that were given up for the field's own stand nowhere, and common words name nothing in the package."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACES = ["paramp", "launch", "examples", "benchmarks", "docs", "tests", "README.md", "CONTRIBUTING.md"]
+SUFFIXES = {".py", ".md", ".toml", ".sh", ".sbatch"}
+
+RETIRED = ["parcel", "slate", "obituary", "obituaries", "witness", "whereabouts", "spelling", "verdict", "ears"]
+NO_IDENTIFIERS = {"share", "piece", "early", "cut", "note"}
+
+
+def files():
+    for place in PLACES:
+        path = ROOT / place
+        yield from [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.suffix in SUFFIXES)
+
+
+def words_of(line):
+    """The words of a line, those of snake_case and CamelCase apart, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", line)]
+
+
+def test_retired_words_stand_nowhere():
+    retired = {form for word in RETIRED for form in (word, f"{word}s", f"{word}es")}
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in files()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for word in retired.intersection(words_of(line))
+    ]
+    assert not found, "\n".join(found)
+
+
+def identifiers(tree):
+    """Every name that the code gives to something or calls something by, with its line."""
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield name, getattr(node, "lineno", 0)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "paramp").rglob("*.py")), ids=lambda path: path.stem)
+def test_common_words_are_no_identifiers(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = sorted({(line, name) for name, line in identifiers(tree) if name.strip("_") in NO_IDENTIFIERS})
+    assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in found)
