@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from pool import on_each_device, on_ranks
 from reference import batches, small_gpt
-from test_partition_fx import UNet, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrize
+from traceable import UNet
 
 import paramp
 from paramp import algorithms, functional
@@ -493,7 +493,8 @@ def test_wrapped_models_and_what_is_no_optimizer_are_refused():
 
 def test_a_traced_model_is_cut_in_the_same_places():
     for num_stages in (2, 12):  # of more stages than modules all that can be opened is
-        plain, changed = build(UNet), build(UNet)
+        plain = UNet()
+        changed = copy.deepcopy(plain)
         assert functional.apply_low_precision_layernorm(changed) == 1
         cuts = [TracedPartition(model, num_stages, None) for model in (plain, changed)]
         assert [name for name, _ in cuts[0].units] == [name for name, _ in cuts[1].units]
