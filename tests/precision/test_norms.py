@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrize
-from traceable import UNet, build
+from traceable import UNet
 
 import paramp
 from paramp import algorithms, functional
@@ -491,13 +491,14 @@ def test_wrapped_models_and_what_is_no_optimizer_are_refused():
     assert functional.apply_low_precision_layernorm(model, optimizers=optimizers) == 1
 
 
-def test_a_traced_model_is_cut_in_the_same_places():
+def test_a_traced_model_is_partitioned_in_the_same_places():
     for num_stages in (2, 12):  # of more stages than modules all that can be opened is
-        plain, changed = build(UNet), build(UNet)
+        plain = UNet()
+        changed = copy.deepcopy(plain)
         assert functional.apply_low_precision_layernorm(changed) == 1
-        cuts = [TracedPartition(model, num_stages, None) for model in (plain, changed)]
-        assert [name for name, _ in cuts[0].units] == [name for name, _ in cuts[1].units]
-        assert cuts[0].opened == cuts[1].opened
+        partitions = [TracedPartition(model, num_stages, None) for model in (plain, changed)]
+        assert [name for name, _ in partitions[0].units] == [name for name, _ in partitions[1].units]
+        assert partitions[0].opened == partitions[1].opened
 
 
 # --------------------------------------------------------------------------------------------- under tensor parallelism
