@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, shown
 from ...config.files import load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
-from .user_code import check_target
 
-__all__ = ["RUNS", "Options", "configure"]
+__all__ = ["RUNS", "Options", "check_target", "configure"]
 
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
@@ -86,3 +85,14 @@ def configure(options: Options, run: str) -> Config:
         gradient_accumulation=1,
         train=type(config.train)(),
     )
+
+
+def check_target(text: str, option: str) -> None:
+    """Check the form of ``module:attribute``.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{option}: got {shown(text)}, expected module:attribute or path/to/file.py:attribute")

@@ -16,24 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...base.errors import ConfigError, nearest, shown
+from ...base.errors import ConfigError, nearest
+from .options import Options, check_target
 
 if TYPE_CHECKING:
     from ...engine.loss_window import Criterion
-    from .options import Options
 
-__all__ = ["build_model", "check_target", "choose_criterion", "cross_entropy", "load_attribute", "load_batches"]
-
-
-def check_target(text: str, option: str) -> None:
-    """Check the form of ``module:attribute``.
-
-    Raises:
-        ConfigError: it has another one.
-    """
-    where, _, name = text.rpartition(":")
-    if not where or not name:
-        raise ConfigError(f"{option}: got {shown(text)}, expected module:attribute or path/to/file.py:attribute")
+__all__ = ["build_model", "choose_criterion", "cross_entropy", "load_attribute", "load_batches"]
 
 
 def load_attribute(text: str, option: str) -> Any:
