@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError, key_name, nearest, shown
 
-__all__ = ["build", "convert", "keys"]
-
 T = TypeVar("T")
 
 

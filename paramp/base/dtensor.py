@@ -13,8 +13,6 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["forget_sharding_decisions", "full_tensor", "is_dtensor", "local", "own_part", "version", "wrap"]
-
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: without it there are none."""

@@ -5,20 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "LaunchError",
-    "ReplicaDrift",
-    "TrainingDiverged",
-    "key_name",
-    "nearest",
-    "one_line",
-    "require",
-    "shown",
-]
-
 LONGEST = 200
 """Characters of a value in a message."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-__all__ = ["matches"]
-
 
 def matches(name: str, pattern: str) -> bool:
     """Whether ``name`` is one that ``pattern`` means.

@@ -9,21 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "BATCH_NORMS",
-    "PassThrough",
-    "cast_parameters",
-    "keep_only",
-    "keeping_buffers",
-    "keeping_ties",
-    "named_tensors",
-    "names_outside",
-    "run_within",
-    "shallow_copy",
-    "stored_dtype",
-    "with_forward",
-]
-
 
 class PassThrough(nn.Module):
     """Stands where a model calls a module that another pipeline stage has; returns its first argument."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Literal
 
-__all__ = ["ApexStatus", "PackageStatus", "find_apex", "find_torchao", "find_transformer_engine"]
-
 SUBPACKAGES = ("normalization", "optimizers")
 """What of NVIDIA's Apex the package on PyPI does not have."""
 

@@ -12,8 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-__all__ = ["replace_class"]
-
 
 def replace_class(
     model: nn.Module,

@@ -11,8 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Observer", "Recorder", "Span", "begin_call", "observed", "span"]
-
 STEP = "step"
 """The kind of an engine's step; all others are the pipeline's."""
 

@@ -21,8 +21,6 @@ from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
 from .json_codec import encode
 
-__all__ = ["Saver"]
-
 Collected = tuple[Sequence[Chunk], Mapping[str, Any]]
 
 

@@ -25,22 +25,6 @@ import torch.distributed as dist
 from ..base.errors import CheckpointError
 from ..distributed.collectives import gather_objects
 
-__all__ = [
-    "HEADER",
-    "MANIFEST",
-    "PARTIAL",
-    "REPLACED",
-    "Written",
-    "finish_replacing",
-    "listed",
-    "new_partial",
-    "problems",
-    "problems_together",
-    "publish",
-    "write_file",
-    "write_json",
-]
-
 MANIFEST = "manifest.json"
 HEADER = "checkpoint.json"
 FORMAT = "paramp checkpoint"

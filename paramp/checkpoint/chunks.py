@@ -20,8 +20,6 @@ import torch
 from ..base.dtensor import is_dtensor
 from ..base.errors import CheckpointError
 
-__all__ = ["Chunk", "TensorSlice", "chunk_of", "flat_slices", "ranges", "whole_chunk"]
-
 Ints = tuple[int, ...]
 
 

@@ -15,8 +15,6 @@ from .dcp_storage import rank_file, read_tensor
 from .header import MODEL, Header, StoredSlice, StoredTensor, read_header, write_header
 from .safetensors_io import TensorFile, write_tensors
 
-__all__ = ["describe", "export_weights", "import_weights", "inspect"]
-
 
 def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | None = torch.float32) -> Path:
     """Write the weights of a checkpoint, whole and under the model's names, to one safetensors file.

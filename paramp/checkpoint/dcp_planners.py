@@ -32,8 +32,6 @@ from ..base.errors import CheckpointError
 from .chunks import Chunk, TensorSlice, ranges
 from .header import StoredSlice
 
-__all__ = ["ChunkLoadPlanner", "ChunkSavePlanner", "rectangle"]
-
 
 def rectangle(slice_: TensorSlice | StoredSlice) -> ChunkStorageMetadata:
     """Where ``slice_`` lies in its tensor, as DCP has it."""

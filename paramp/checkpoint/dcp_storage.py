@@ -38,8 +38,6 @@ from .dcp_planners import ChunkLoadPlanner, ChunkSavePlanner, rectangle
 from .header import Header, StoredSlice, StoredTensor, key_in_file, write_header
 from .safetensors_io import TensorFile, write_tensors
 
-__all__ = ["rank_file", "read", "read_tensor", "write"]
-
 Result = TypeVar("Result")
 
 

@@ -16,8 +16,6 @@ from .atomic_dir import HEADER, Written, listed, write_json
 from .json_codec import decode
 from .safetensors_io import DTYPES
 
-__all__ = ["MODEL", "Header", "StoredSlice", "StoredTensor", "key_in_file", "read_header", "write_header"]
-
 MODEL = "model."
 """What the names of weights and buffers begin with."""
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

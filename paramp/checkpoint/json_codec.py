@@ -22,8 +22,6 @@ import torch
 
 from ..base.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
-
 TYPE = "<type>"
 LARGEST_TENSOR = 2**16
 """Bytes. What is larger belongs among a checkpoint's tensors."""

@@ -24,8 +24,6 @@ from safetensors import SafetensorError, safe_open
 from ..base.errors import CheckpointError
 from .atomic_dir import Written, write_file
 
-__all__ = ["DTYPES", "TensorFile", "write_tensors"]
-
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from .atomic_dir import PARTIAL, REPLACED, finish_replacing, problems_together
 
-__all__ = ["checkpoints_in", "newest_whole", "remove", "step_folder"]
-
 STEP = re.compile(r"step-(\d+)")
 
 

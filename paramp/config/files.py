@@ -10,10 +10,9 @@ from typing import Any
 
 from ..base.coerce import build, convert
 from ..base.errors import ConfigError, one_line, shown
-from ..precision.policy import AMP_TYPE, Precision
+from ..precision.foreign_options import AMP_TYPE
+from ..precision.policy import Precision
 from .schema import Config
-
-__all__ = ["load", "merge", "read_file"]
 
 
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:

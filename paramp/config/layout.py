@@ -8,8 +8,6 @@ from typing import Literal
 from ..base.errors import ConfigError, nearest, require
 from .schedules import SCHEDULES, Schedule, canonical_name
 
-__all__ = ["ParallelConfig", "PipelineConfig", "TensorConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig:

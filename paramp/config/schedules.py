@@ -24,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["SCHEDULES", "Schedule", "canonical_name"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

@@ -21,8 +21,6 @@ from ..precision.policy import STORAGE, Precision
 from .layout import ParallelConfig
 from .training import TrainConfig
 
-__all__ = ["DEFAULT_SEED", "Config", "flatten"]
-
 DEFAULT_SEED = 1024
 
 

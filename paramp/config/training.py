@@ -8,8 +8,6 @@ from typing import Literal
 
 from ..base.errors import require
 
-__all__ = ["TrainConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

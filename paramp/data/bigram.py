@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from .corpus import Corpus
 from .token_sources import SlicedTokens, TokenSource
 
-__all__ = ["bigram_loss"]
-
 BIGRAM_TOKENS = 2**26
 
 

@@ -21,8 +21,6 @@ from .sampling import check_length
 from .text_corpus import Bytes, Encoder, Tokenizer
 from .token_sources import CheckedTokens, SlicedTokens, TokenSource, fingerprint, sample
 
-__all__ = ["Corpus", "load_corpus", "standard_library"]
-
 TAIL_ONE_IN = 20
 
 

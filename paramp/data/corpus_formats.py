@@ -36,8 +36,6 @@ from .token_files import FileTokens
 from .token_formats import FLAT_DTYPES, open_flat, open_indexed
 from .token_sources import ArrayTokens, TokenSource
 
-__all__ = ["FoundData", "ReadOptions", "open_data", "open_standard_library"]
-
 STANDARD_LIBRARY = "stdlib"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TOKEN_SUFFIXES = (".bin", ".idx")

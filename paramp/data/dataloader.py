@@ -31,8 +31,6 @@ from ..distributed.rng import derive_seed
 from .loader_position import LoaderPosition, WithPosition
 from .sharded_sampler import ShardedSampler
 
-__all__ = ["ShardedBatches", "shard_loader", "shard_loaders"]
-
 
 class _Batches:
     """Every ``size``-th batch of a loader over an iterable dataset; everything else is the loader's.

@@ -14,8 +14,6 @@ from ..base.errors import ConfigError
 from .text_corpus import TextChunk
 from .token_sources import ArrayTokens, ChainedTokens, Tokens
 
-__all__ = ["column_of", "is_saved_dataset", "load_splits", "rows_of_text", "tokens_of"]
-
 TOKENS = "input_ids"
 TEXT = "text"
 HELD_OUT_SPLITS = ("validation", "valid", "val", "test", "eval")

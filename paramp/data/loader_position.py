@@ -12,8 +12,6 @@ import torch
 from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
 
-__all__ = ["LoaderPosition", "WithPosition"]
-
 
 class LoaderPosition:
     """Where the user of a sharded loader is: in which epoch, and how many of its batches were given out.

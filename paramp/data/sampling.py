@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from ..base.errors import ConfigError
 from .token_sources import TokenSource
 
-__all__ = ["check_length", "held_out_windows", "sample_offsets", "training_windows"]
-
 
 def sample_offsets(seed: int, step: int, indices: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
     """An offset from 0 to ``limit - 1`` for each sample of ``indices`` in the global batch of ``step``.

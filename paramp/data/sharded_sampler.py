@@ -13,8 +13,6 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRa
 
 from ..distributed.rng import RandomStream, derive_seed
 
-__all__ = ["ShardedSampler"]
-
 DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 

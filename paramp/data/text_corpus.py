@@ -21,20 +21,6 @@ from numpy.typing import NDArray
 from ..base.errors import ConfigError
 from .token_sources import Tokens
 
-__all__ = [
-    "Bytes",
-    "Encoder",
-    "TextChunk",
-    "TextFile",
-    "Tokenizer",
-    "encode",
-    "find_text",
-    "held_out_by_name",
-    "read_chunks",
-    "text_of",
-    "why_not_text",
-]
-
 HELD_OUT_ONE_IN = 20
 CHUNK = 2**22
 """Bytes that are read, and at most encoded, at once."""

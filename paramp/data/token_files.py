@@ -25,8 +25,6 @@ from numpy.typing import DTypeLike
 from ..base.errors import ConfigError, DataError
 from .token_sources import Tokens, TokenSource
 
-__all__ = ["FileState", "FileTokens"]
-
 
 @dataclass(frozen=True)
 class FileState:

@@ -26,8 +26,6 @@ from ..base.errors import ConfigError
 from .token_files import FileTokens
 from .token_sources import sample
 
-__all__ = ["FLAT_DTYPES", "open_flat", "open_indexed"]
-
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float64", 7: "float32", 8: "<u2"}

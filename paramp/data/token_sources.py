@@ -14,17 +14,6 @@ from numpy.typing import NDArray
 
 from ..base.errors import DataError
 
-__all__ = [
-    "ArrayTokens",
-    "ChainedTokens",
-    "CheckedTokens",
-    "SlicedTokens",
-    "TokenSource",
-    "Tokens",
-    "fingerprint",
-    "sample",
-]
-
 Tokens: TypeAlias = NDArray[np.integer[Any]]
 """1-dim, of any integer dtype."""
 

@@ -15,8 +15,6 @@ from .context import PIPELINE_AXIS, ROLES, ParallelContext
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_replicas", "num_replicas", "ranks_along", "replicated_axes", "tensor_mesh"]
-
 
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     """How many ranks of the world hold each element of ``tensor``.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_shards", "gather_objects", "start_reduce_scatter", "sum_"]
-
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
     """Replace ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.

@@ -31,8 +31,6 @@ from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_f
 from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
-__all__ = ["Axis", "ParallelContext", "TiedParameter", "current_context", "get_context"]
-
 ROLES = {"stage": "pp", "batch": "dp", "tensor": "tp"}
 """What the mesh axes mean; the slowest first. ``stage``: each rank has parameters of its own. ``batch``: ranks have
 parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, as each

@@ -14,18 +14,6 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-__all__ = [
-    "SECONDS_OF_GRACE",
-    "end_process",
-    "ending_in_time",
-    "failed_after_another",
-    "is_echo",
-    "mark_as_echo",
-    "report_once",
-    "wait_for_failures",
-    "write_stderr",
-]
-
 ECHO = "_paramp_echo"
 """The mark of an exception that only follows from another rank's."""
 EXIT_CODE = 1

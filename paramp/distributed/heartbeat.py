@@ -27,8 +27,6 @@ from .failures import SECONDS_OF_GRACE, end_process, write_stderr
 from .liveness import Beat, LivenessMonitor, describe_stuck
 from .progress import PhaseTracker
 
-__all__ = ["Heartbeat"]
-
 LOST = (DistError, RuntimeError)
 """What the store raises when its host is gone."""
 REPORT = "failure_report"

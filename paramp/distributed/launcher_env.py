@@ -14,16 +14,6 @@ from dataclasses import dataclass
 
 from ..base.errors import LaunchError
 
-__all__ = [
-    "LauncherRank",
-    "find_place",
-    "first_host",
-    "mpi_place",
-    "rank_by_any_variable",
-    "slurm_place",
-    "torchrun_place",
-]
-
 
 @dataclass(frozen=True)
 class LauncherRank:

@@ -27,14 +27,6 @@ from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torc
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import choose_interface, exchange, host_store, join_store, meet
 
-__all__ = [
-    "launch",
-    "launch_from_environment",
-    "launch_from_openmpi",
-    "launch_from_slurm",
-    "launch_from_torch",
-]
-
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
 

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 
 from .progress import SETUP, ProgressRecord
 
-__all__ = ["Beat", "LivenessMonitor", "describe_stuck"]
-
 
 @dataclass(frozen=True)
 class Beat:

@@ -15,8 +15,6 @@ from typing import NoReturn
 
 from .rendezvous import host_store
 
-__all__ = ["reported_by_rank_0", "start_processes"]
-
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
 SECONDS_TO_SAVE = 30.0

@@ -13,8 +13,6 @@ from ..base.errors import LaunchError
 from .launcher_env import LauncherRank
 from .rendezvous import PASSWORD, find_store, host_store, own_hosts
 
-__all__ = ["meet_by_mpi"]
-
 _met: tuple[LauncherRank, TCPStore] | None = None
 """Kept until the process ends: MPI cannot be started a second time."""
 

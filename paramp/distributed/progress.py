@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NamedTuple
 
-__all__ = ["SETUP", "PhaseTracker", "ProgressRecord"]
-
 STEP = "step"
 """The phase that ends a step."""
 

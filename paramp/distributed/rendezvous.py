@@ -25,20 +25,6 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import LaunchError
 
-__all__ = [
-    "PASSWORD",
-    "choose_interface",
-    "exchange",
-    "find_store",
-    "free_port",
-    "host_store",
-    "join_store",
-    "launch_timeout",
-    "meet",
-    "own_hosts",
-]
-
-
 PASSWORD = "paramp/password"
 """The key of a random text by which ranks recognise the store of their own rank 0."""
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["RandomStream", "derive_seed", "random_states", "replicated_random", "set_random_states", "sharded_random"]
-
 
 def derive_seed(*parts: object) -> int:
     """A seed of 63 bits from ``parts`` (ints and strings): a hash, so that nearby parts give unrelated seeds."""

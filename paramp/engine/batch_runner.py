@@ -19,8 +19,6 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
 
-__all__ = ["BatchRunner", "evaluation_mode", "failure_message", "next_batch"]
-
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a microbatch's output and target to the 0-dim tensor at which its backward begins."""
 

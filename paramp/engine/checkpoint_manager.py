@@ -31,8 +31,6 @@ from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.step_folders import checkpoints_in, newest_whole, remove, step_folder
 from .engine import Engine
 
-__all__ = ["Checkpoints", "accumulation_for", "find"]
-
 
 @dataclass(frozen=True)
 class Checkpoints:

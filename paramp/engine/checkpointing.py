@@ -21,8 +21,6 @@ from .loss_window import LossWindow
 from .step_result import StepCounters
 from .train_state import TrainingState
 
-__all__ = ["Checkpointed", "Stateful"]
-
 
 class Stateful(Protocol):
     """What :meth:`Checkpointed.track` takes."""

@@ -23,8 +23,6 @@ from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16
 from ..precision.policy import Precision
 
-__all__ = ["ComputeContext", "emulates_fp16"]
-
 
 def emulates_fp16(
     precision: Precision, device: torch.device | str, setting: bool | Literal["auto"] | None = "auto"

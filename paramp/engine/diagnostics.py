@@ -24,8 +24,6 @@ from .batch_runner import BatchRunner, failure_message
 from .loss_window import CheckedCriterion, LossWindow
 from .step_result import StepCounters
 
-__all__ = ["Diagnosed", "stop", "stops_after_skip"]
-
 
 class Diagnosed:
     """The part of an :class:`~paramp.Engine` that reports about it, which sets the attributes."""

@@ -38,8 +38,6 @@ from .step_decision import StepGradients, decide_step
 from .step_result import StepCounters, StepResult
 from .train_state import TrainingState
 
-__all__ = ["Engine"]
-
 
 class Engine(Checkpointed, Diagnosed):
     """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.

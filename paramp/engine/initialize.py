@@ -31,8 +31,6 @@ from .lr_scheduler import Scheduler, build_scheduler
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["initialize"]
-
 
 def initialize(
     model: nn.Module | Callable[[], nn.Module],

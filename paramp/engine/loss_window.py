@@ -24,8 +24,6 @@ from .batch_runner import BatchRunner, failure_message
 from .compute_context import ComputeContext
 from .step_decision import StepGradients
 
-__all__ = ["CheckedCriterion", "Criterion", "Loss", "LossWindow"]
-
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
 Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]

@@ -11,8 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.errors import ConfigError
 from .engine import Engine
 
-__all__ = ["Scheduler", "build_scheduler"]
-
 
 class Scheduler:
     """A learning-rate scheduler that advances only with the optimizer.

@@ -42,22 +42,6 @@ from .engine import Engine
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = [
-    "apply_algorithms",
-    "build_model",
-    "build_optimizer",
-    "check_libraries",
-    "flatten_weights",
-    "float8_conversion",
-    "make_stages",
-    "partition",
-    "plan_layers",
-    "prepare_criterion",
-    "read_names",
-    "shard",
-    "track",
-]
-
 Parameters: TypeAlias = Iterable[nn.Parameter]
 
 

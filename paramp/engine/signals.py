@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from ..distributed.context import ParallelContext
 
-__all__ = ["StopRequest"]
-
 
 class StopRequest:
     """Records the signals that ask this process to stop, so that it can save first. A context manager.

@@ -17,8 +17,6 @@ from ..optim.flat_gradients import FlatGradients
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.param_buffer import FlatParam
 
-__all__ = ["StepDecision", "StepGradients", "decide_step"]
-
 
 class StepGradients:
     """The gradients of this rank's weights, from their backward to the step.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["StepCounters", "StepResult"]
-
 
 class StepResult:
     """What :meth:`Engine.step` did; the same on every rank.

@@ -31,8 +31,6 @@ from .state.optimizer_state import OptimizerState
 from .state.param_chunks import ParamChunks
 from .state.random_streams import RandomStreams, saved_layout
 
-__all__ = ["TrainingState"]
-
 
 class TrainingState:
     """What a rank trains, as chunks of the whole model.

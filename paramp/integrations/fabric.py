@@ -29,11 +29,10 @@ from ..engine.compute_context import ComputeContext, emulates_fp16
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute, to_outputs
-from ..precision.policy import AMP_TYPE, Precision
+from ..precision.foreign_options import AMP_TYPE
+from ..precision.policy import Precision
 from .logical_gradient import logical_parameter
 from .shared_scale import SharedScale, device_types
-
-__all__ = ["FabricPrecision"]
 
 
 class FabricPrecision:

@@ -14,8 +14,6 @@ from ..base.dtensor import is_dtensor, local
 from ..optim.grad_norm import total_norm
 from ..optim.grad_reduce import align_gradients
 
-__all__ = ["LogicalGradient", "logical_parameter"]
-
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods with which torch clips."""
 

@@ -15,8 +15,6 @@ from ..base.dtensor import local
 from ..optim.loss_scaler import DistributedGradScaler
 from ..precision.policy import LossScaling, Precision
 
-__all__ = ["SharedScale", "device_types"]
-
 
 def device_types(models: Collection[nn.Module]) -> list[str]:
     """Where ``models`` are; where it is not known yet, wherever they may be moved to."""

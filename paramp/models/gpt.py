@@ -23,8 +23,6 @@ from .transformer import Block, Linear, TransformerConfig
 if TYPE_CHECKING:
     from ..parallel.tensor_plan import Plan
 
-__all__ = ["GPT", "GPTConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):

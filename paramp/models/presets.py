@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from ..base.errors import ConfigError, nearest
 
-__all__ = ["check_counts", "choose", "is_count"]
-
 Config = TypeVar("Config")
 
 

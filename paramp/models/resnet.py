@@ -32,8 +32,6 @@ from .presets import check_counts, choose, is_count
 if TYPE_CHECKING:
     from ..parallel.tensor_plan import Plan
 
-__all__ = ["ResNet", "ResNetConfig", "resnet34"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:

@@ -22,8 +22,6 @@ from .presets import check_counts
 if TYPE_CHECKING:
     from ..parallel.tensor_plan import Plan
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "TransformerConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:

@@ -12,8 +12,6 @@ import functools
 import torch
 import torch.nn.functional as F
 
-__all__ = ["hash_bits"]
-
 CHUNK_WORDS = {"cpu": 2**18, "cuda": 2**22}
 """Words that are hashed at once. The hash needs 16 bytes for each, beside the tensor."""
 

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from ..base.dtensor import local
 from ..optim.flat_params import FlatWeights
 
-__all__ = ["GradientHistogram", "histogram_of"]
-
 LOWEST, HIGHEST = -1074, 1023
 """Exponents of the smallest and the largest float64."""
 ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2

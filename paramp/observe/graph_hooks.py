@@ -19,8 +19,6 @@ import torch
 from ..optim.overflow_report import flaw
 from .overflow_findings import Findings, StagePass
 
-__all__ = ["GraphHooks"]
-
 PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 """autograd's names of the operations that may lie between a parameter and its use."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"

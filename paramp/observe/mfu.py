@@ -19,8 +19,6 @@ import torch
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 
-__all__ = ["Peak", "mfu", "peak_flops", "world_peak_flops"]
-
 
 @dataclass(frozen=True)
 class Peak:

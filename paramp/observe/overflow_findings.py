@@ -25,8 +25,6 @@ from ..optim.overflow_report import (
     largest_finite,
 )
 
-__all__ = ["Finding", "Findings", "StagePass", "find_origin"]
-
 Batch = tuple[int, int, int]
 """Data rank, call and microbatch."""
 

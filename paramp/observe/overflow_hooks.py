@@ -26,8 +26,6 @@ from ..parallel.stage import Stage, Stages
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
 
-__all__ = ["Tracer"]
-
 BATCH = "the batch"
 CAST = "the cast of the batch to the compute dtype"
 CRITERION = "the criterion"

@@ -19,8 +19,6 @@ from .overflow_findings import find_origin
 from .overflow_hooks import Tracer, owner_of
 from .replay import Window
 
-__all__ = ["investigate", "stages_by_parameter"]
-
 NOT_RECORDED = (
     "which module, microbatch and data rank it was is not known, because the engine was not given the batch: call "
     "forward_backward(x, y)"

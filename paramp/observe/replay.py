@@ -12,8 +12,6 @@ from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
 from ..parallel.stage import Stages
 
-__all__ = ["Call", "Window"]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -30,8 +30,6 @@ from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
 
-__all__ = ["Difference", "Replicas"]
-
 NAMED = 4
 """Ranks, and differences, that a message lists."""
 WEIGHT, MASTER, STATE, SCALE = "weight", "master", "optimizer state", "loss scale"

@@ -19,8 +19,6 @@ import torch
 
 from ..base.errors import ConfigError
 
-__all__ = ["Reporter", "Writer", "check_tensorboard", "memory_bytes"]
-
 TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",

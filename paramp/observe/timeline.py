@@ -30,8 +30,6 @@ from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ROLES, ParallelContext
 
-__all__ = ["RankSpans", "Timeline", "recording"]
-
 
 @dataclass(frozen=True)
 class RankSpans:

@@ -26,8 +26,6 @@ from .zero import OverlappedReduceScatter
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FlatGradients"]
-
 
 class FlatGradients:
     """The gradients of one rank's trained parameters.

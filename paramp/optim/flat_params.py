@@ -35,8 +35,6 @@ from .grad_norm import norm_weight
 from .master_weights import cast_weights, install_follower, trained_and_frozen
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 
-__all__ = ["NO_GROUP", "FlatWeights"]
-
 NO_GROUP = -1
 """The optimizer group of a parameter that the optimizer was not given."""
 

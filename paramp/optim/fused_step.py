@@ -21,8 +21,6 @@ from ..base.errors import ConfigError
 from .flat_params import NO_GROUP, FlatWeights
 from .param_buffer import Buffer, FlatParam, StepRange
 
-__all__ = ["FusedStep", "PlainStep", "Step", "choose_step", "why_not_fused"]
-
 CACHE_BLOCK = {"cpu": 2**20, "cuda": 2**23}
 """Elements that go through a step together, by device: few enough that they stay in the cache from one pass over them
 to the next."""

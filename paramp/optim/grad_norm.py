@@ -21,18 +21,6 @@ from ..distributed.axes import num_replicas
 from ..distributed.context import ParallelContext, current_context
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients
 
-__all__ = [
-    "clip_coefficient",
-    "clip_grad_norm_",
-    "complete_and_check",
-    "count_zeros",
-    "dense_gradients",
-    "norm_power",
-    "norm_weight",
-    "total_norm",
-    "unscale_and_check_",
-]
-
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],

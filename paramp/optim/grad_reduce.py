@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["align_gradients", "mark_tied_sums", "sum_tied_gradients"]
-
 
 def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Bring each DTensor gradient to its parameter's placements, in ``.grad``.

@@ -24,8 +24,6 @@ from ..precision.policy import LossScaling
 from .grad_norm import complete_and_check, dense_gradients, unscale_and_check_
 from .overflow_report import OverflowReport, find_gradients, gather_findings
 
-__all__ = ["DistributedGradScaler"]
-
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Without a floor of the user's, the scale stops here: from 0 it could never grow again."""
 

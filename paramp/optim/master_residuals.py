@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["join", "split"]
-
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16), elementwise."""

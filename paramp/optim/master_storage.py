@@ -21,8 +21,6 @@ import torch
 from .master_residuals import join, split
 from .master_weights import follow
 
-__all__ = ["MASTER_STORAGE", "FullMasters", "NoMasters", "ResidualMasters"]
-
 
 class NoMasters:
     """The weights are stepped themselves. Also the base of the ways to store masters.

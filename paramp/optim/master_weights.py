@@ -21,18 +21,6 @@ from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters
 from ..precision.policy import Precision
 
-__all__ = [
-    "MasterWeight",
-    "NamedParameters",
-    "Weights",
-    "cast_weights",
-    "check_frozen",
-    "follow",
-    "install_follower",
-    "trained_and_frozen",
-    "write_back",
-]
-
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
 

@@ -18,17 +18,6 @@ from ..base.dtensor import local
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 
-__all__ = [
-    "NonFiniteGradient",
-    "Origin",
-    "OverflowReport",
-    "RankCoordinates",
-    "find_gradients",
-    "flaw",
-    "gather_findings",
-    "largest_finite",
-]
-
 Kind = Literal["NaN", "inf"]
 During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]
 

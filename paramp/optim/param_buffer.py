@@ -14,8 +14,6 @@ from ..precision.policy import Precision
 from .grad_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE
 
-__all__ = ["Buffer", "FlatParam", "StepRange", "StepRanges", "in_buckets"]
-
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels see no odd ends, wherever they begin."""
 BUCKET = 2**25

@@ -11,16 +11,6 @@ from torch import nn
 
 from ..base.errors import ConfigError
 
-__all__ = [
-    "StepGuard",
-    "check_elementwise",
-    "check_optimizer",
-    "groups_by_name",
-    "names_by_parameter",
-    "repoint",
-    "warn_of_eps",
-]
-
 
 class SteppedWeights(Protocol):
     """The trained parameters of a rank, and what the optimizer steps in their place: flat buffers, or masters alone."""

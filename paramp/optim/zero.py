@@ -13,8 +13,6 @@ from ..distributed.collectives import start_reduce_scatter
 from ..distributed.context import ParallelContext
 from .param_buffer import Buffer, FlatParam
 
-__all__ = ["OverlappedReduceScatter"]
-
 
 class OverlappedReduceScatter:
     """The reduce-scatter of each buffer while the backward still goes on, as soon as its gradients are complete.

@@ -17,8 +17,6 @@ from .partition import Partition, SequentialPartition, is_sequential
 if TYPE_CHECKING:
     from .tensor_plan import Plan
 
-__all__ = ["ADAPTERS", "HuggingFaceAdapter", "ModelAdapter", "SequentialAdapter", "TracedAdapter", "adapter_for"]
-
 
 class ModelAdapter:
     """One model, as its family takes it. A family overrides what it does differently.

@@ -9,8 +9,6 @@ import torch
 
 from ..base.dtensor import is_dtensor, wrap
 
-__all__ = ["mask_tail", "vocab_parallel_loss"]
-
 _loss_depth = 0
 
 

@@ -33,9 +33,8 @@ from ..base.module_surgery import BATCH_NORMS, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import derive_seed
 from ..precision.autocast import default_dtype
-from ..precision.policy import AMP_TYPE, Precision
-
-__all__ = ["check_materializable", "init_module", "materialize", "outline", "stored_as"]
+from ..precision.foreign_options import AMP_TYPE
+from ..precision.policy import Precision
 
 
 @contextmanager

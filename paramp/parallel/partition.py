@@ -17,16 +17,6 @@ from torch import nn
 from ..base.errors import ConfigError, nearest
 from ..base.module_surgery import keep_only, names_outside
 
-__all__ = [
-    "Partition",
-    "SequentialPartition",
-    "check_names",
-    "is_sequential",
-    "partition_model",
-    "plan_stages",
-    "units",
-]
-
 
 class Partition(Protocol):
     """One model, ready to be made into stages."""

@@ -25,8 +25,6 @@ from ..precision import norms
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 from .tracing import check_mode, trace
 
-__all__ = ["TracedPartition"]
-
 UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this many times the average."""
 

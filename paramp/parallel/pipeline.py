@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .recorded_stage import RecordedStage
 
-__all__ = ["Pipeline"]
-
 
 class _LinkedStage(nn.Module):
     """A stage as torch's schedules see it: from plain tensors to plain tensors.

@@ -10,8 +10,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
 
-__all__ = ["RecordedStage"]
-
 
 class RecordedStage(PipelineStage):
     """A ``PipelineStage`` whose forwards and backwards are spans of observers.

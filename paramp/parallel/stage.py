@@ -21,8 +21,6 @@ from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from .stage_io import StageOutput
 
-__all__ = ["Joined", "Stage", "Stages"]
-
 
 class Stage(nn.Module):
     """The modules of one pipeline stage, computing in a mode's precision; the whole model without a pipeline."""

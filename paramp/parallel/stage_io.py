@@ -23,8 +23,6 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..precision.policy import Precision
 
-__all__ = ["StageOutput"]
-
 NUMBERS = (int, float, complex, str, type(None), type(...), slice, range, torch.Size)
 KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 

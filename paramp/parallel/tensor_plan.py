@@ -19,8 +19,6 @@ from ..base.globs import matches
 from ..base.module_surgery import PassThrough, keeping_ties
 from .tensor_styles import STYLES, PackedColwise, sharded_dim
 
-__all__ = ["Plan", "apply_plan", "check_divisible", "resolve_plan", "sharded_dims"]
-
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
 

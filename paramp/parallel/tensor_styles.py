@@ -27,8 +27,6 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..distributed.rng import replicated_random, sharded_random
 
-__all__ = ["STYLES", "LocalHeads", "PackedColwise", "PackedRowwise", "PartialGradient", "sharded_dim"]
-
 SEQUENCE = Shard(1)
 """Activations are (batch, sequence, features)."""
 Forward = Callable[[torch.Tensor], Any]

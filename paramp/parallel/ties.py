@@ -13,8 +13,6 @@ from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 
-__all__ = ["tie_stages"]
-
 
 def tie_stages(
     names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], module: nn.Module, context: ParallelContext

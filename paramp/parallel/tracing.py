@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 from ..base.errors import ConfigError
 from .partition import is_sequential
 
-__all__ = ["check_mode", "trace"]
-
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
 """torch functions that take numbers only, which may be proxies here."""
 RANDOM = ("normal", "rand", "randint", "randn", "randperm")

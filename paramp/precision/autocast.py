@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .policy import Precision
 
-__all__ = ["computing", "default_dtype", "to_compute", "to_outputs", "widening"]
-
 NAMES = (
     # norms
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "norm", "renorm", "frobenius_norm", "nuclear_norm"),

@@ -12,16 +12,6 @@ from ..base.errors import ConfigError
 from ..base.optional_packages import find_torchao, find_transformer_engine
 from .policy import Float8
 
-__all__ = [
-    "Library",
-    "find_library",
-    "gpu_has_bf16",
-    "gpu_has_float8",
-    "has_bf16_on_cpu",
-    "has_native_fp16",
-    "why_not_native_float8",
-]
-
 NATIVE_BF16 = (8, 0)
 """Compute capability of the first GPUs that multiply in bfloat16: Ampere."""
 NATIVE_FLOAT8 = (8, 9)

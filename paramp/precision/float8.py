@@ -41,8 +41,6 @@ from .float8_layers import Choice, choose_layers
 from .policy import Float8, Precision
 from .transformer_engine import engine_autocast, engine_layer, transformer_engine_recipe
 
-__all__ = ["convert"]
-
 
 def convert(
     module: nn.Module,

@@ -11,8 +11,6 @@ from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
 from .policy import Float8
 
-__all__ = ["Choice", "choose_layers"]
-
 MULTIPLE = 16
 """What both sizes of a layer have to be multiples of, for the float8 products of a GPU."""
 

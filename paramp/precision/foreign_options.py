@@ -16,16 +16,6 @@ import torch
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, shown
 
-__all__ = [
-    "AMP_TYPE",
-    "OPT_LEVELS",
-    "ParsedOptions",
-    "Properties",
-    "apex_options",
-    "apex_properties",
-    "colossalai_options",
-]
-
 
 class AMP_TYPE(enum.Enum):
     """The three modes of Colossal-AI's ``fp16=dict(mode=...)``."""

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-__all__ = ["emulate_fp16"]
-
 aten = torch.ops.aten
 
 # Operator -> the positions of its outputs that are fp32 even for fp16 operands (attention's logsumexp).

@@ -36,18 +36,8 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.optional_packages import find_apex
 from ..base.replace_class import replace_class
-from .policy import AMP_TYPE, Precision
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "LPGroupNorm",
-    "LPLayerNorm",
-    "LPRMSNorm",
-    "NoEffectWarning",
-    "Optimizers",
-    "replace_norms",
-]
+from .foreign_options import AMP_TYPE
+from .policy import Precision
 
 log = logging.getLogger(__name__)
 

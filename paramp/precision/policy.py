@@ -22,9 +22,6 @@ from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
 from .foreign_options import AMP_TYPE, ParsedOptions, as_dtype, colossalai_options
 
-__all__ = ["ALIASES", "AMP_TYPE", "PRESETS", "ConfigError", "Float8", "LossScaling", "Precision", "nearest"]
-
-
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from ..base.errors import ConfigError, nearest
 
-__all__ = ["engine_autocast", "engine_layer", "transformer_engine_recipe"]
-
 HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

@@ -40,8 +40,6 @@ from ..distributed.launcher_env import find_place
 from ..precision.capabilities import gpu_has_bf16, gpu_has_float8, has_bf16_on_cpu, has_native_fp16
 from ..precision.policy import PRESETS, Precision
 
-__all__ = ["doctor", "examine"]
-
 PACKAGES = (
     *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),

@@ -10,8 +10,6 @@ from ..distributed.failures import is_echo
 from ..distributed.launcher_env import rank_by_any_variable
 from ..distributed.local_launcher import reported_by_rank_0
 
-__all__ = ["report_failure"]
-
 USER_ERRORS = (
     CheckpointError,
     ConfigError,

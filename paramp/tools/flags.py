@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from ..base.errors import ConfigError, one_line
 from ..config.files import merge
 
-__all__ = ["FLAGS", "Flag", "Parser", "add_flags", "flag_settings", "formatter", "nested"]
-
 
 @dataclass(frozen=True)
 class Flag:

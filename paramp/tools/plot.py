@@ -19,14 +19,6 @@ from ..base.errors import ConfigError
 from ..observe.grad_histogram import GradientHistogram
 from .run_log import LoggedRun, read_run
 
-__all__ = [
-    "check_matplotlib",
-    "draw",
-    "draw_histogram",
-    "plot",
-    "plot_histogram",
-]
-
 # Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SECOND = "#D55E00"

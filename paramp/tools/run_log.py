@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
 
-__all__ = ["LoggedRun", "read_run"]
-
 
 @dataclass(frozen=True)
 class LoggedRun:

@@ -16,8 +16,6 @@ from ..models.gpt import PRESETS, GPTConfig
 from ..models.presets import choose
 from .flags import FLAGS, Parser, add_flags, flag_settings, formatter, nested
 
-__all__ = ["DEFAULTS", "NORMS", "build_parser", "configure", "model_config"]
-
 NORMS: dict[str, list[Any]] = {
     "plain": [],
     "low-precision": [LowPrecisionLayerNorm()],

@@ -20,17 +20,6 @@ from ..distributed.context import ParallelContext
 from ..engine.checkpoint_manager import accumulation_for
 from ..engine.engine import Engine
 
-__all__ = [
-    "Batches",
-    "DataPosition",
-    "check_sizes",
-    "evaluate",
-    "keep_global_batch",
-    "max_over_ranks",
-    "open_corpus",
-    "raise_on_all_ranks",
-]
-
 
 def check_sizes(context: ParallelContext) -> None:
     """Raise if the batch or the sequence does not divide over the ranks.

@@ -16,8 +16,6 @@ from ..observe.reporter import Reporter, set_aside
 from ..observe.timeline import Timeline
 from .plot import plot_histogram
 
-__all__ = ["announce", "announce_kept_settings", "save_histogram", "save_trace"]
-
 
 def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_parameters: int) -> None:
     """Print the resolved configuration once, and save it beside the metrics."""

@@ -10,8 +10,8 @@ from pool import on_ranks
 from reference import rank_slice
 
 import paramp
+from paramp.base.errors import ConfigError
 from paramp.models import GPT, ResNet, ResNetConfig, ViT, ViTConfig, resnet34
-from paramp.precision.policy import ConfigError
 
 
 def size_of(build):

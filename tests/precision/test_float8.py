@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import paramp
+from paramp.base.errors import ConfigError
 from paramp.base.optional_packages import PackageStatus, find_transformer_engine
 from paramp.models import GPT
 from paramp.parallel.tensor_plan import apply_plan, resolve_plan, sharded_dims
@@ -25,7 +26,7 @@ from paramp.precision.capabilities import find_library
 from paramp.precision.float8 import convert
 from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation import emulate_fp16
-from paramp.precision.policy import ConfigError, Float8, Precision
+from paramp.precision.policy import Float8, Precision
 from paramp.precision.transformer_engine import transformer_engine_recipe
 
 CPU = torch.device("cpu")

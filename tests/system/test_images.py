@@ -7,7 +7,7 @@ import pytest
 import torch
 from images import load_images
 
-from paramp.precision.policy import ConfigError
+from paramp.base.errors import ConfigError
 
 
 def save_cifar10(folder, training=40, held_out=8):

@@ -13,8 +13,6 @@ import torch
 
 from ...base.optional_packages import find_apex
 
-__all__ = ["FusedAdam", "FusedSGD"]
-
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 

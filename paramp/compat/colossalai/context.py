@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ParallelMode"]
-
 
 class ParallelMode(enum.Enum):
     """Which of a rank's groups is meant. There is one kind of tensor parallelism here, so that 1D is TENSOR."""

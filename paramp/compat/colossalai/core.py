@@ -10,8 +10,6 @@ from ...config.schema import Config
 from ...distributed.context import current_context, get_context
 from .context import ParallelMode
 
-__all__ = ["GlobalContext", "global_context"]
-
 
 class GlobalContext:
     """Answers from the context of the latest ``launch`` that is still open.

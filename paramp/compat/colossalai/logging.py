@@ -13,8 +13,6 @@ from ...base.errors import ConfigError, nearest
 from .context import ParallelMode
 from .core import global_context
 
-__all__ = ["DistributedLogger", "get_dist_logger"]
-
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMAT = "[%(asctime)s] %(name)s %(levelname)s: %(message)s"
 

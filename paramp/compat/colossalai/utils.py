@@ -12,8 +12,6 @@ from ...data.dataloader import shard_loader
 from ...distributed.context import current_context
 from ...distributed.rng import derive_seed
 
-__all__ = ["get_current_device", "get_dataloader"]
-
 
 def get_dataloader(
     dataset: Dataset[Any],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...precision.foreign_options import AMP_TYPE
 from ...precision.norms import (
     FusedLayerNorm,
     FusedRMSNorm,
@@ -19,15 +20,7 @@ from ...precision.norms import (
     Optimizers,
     replace_norms,
 )
-from ...precision.policy import AMP_TYPE, Precision
-
-__all__ = [
-    "apply_fused_layernorm",
-    "apply_fused_rmsnorm",
-    "apply_low_precision_groupnorm",
-    "apply_low_precision_layernorm",
-    "apply_low_precision_rmsnorm",
-]
+from ...precision.policy import Precision
 
 
 def apply_low_precision_layernorm(

@@ -13,8 +13,6 @@ from ...base.dtensor import full_tensor
 from ...distributed.context import ParallelContext
 from ...optim.flat_params import FlatWeights
 
-__all__ = ["full_state_dict"]
-
 
 @torch.no_grad()
 def full_state_dict(

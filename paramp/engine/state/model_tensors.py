@@ -16,8 +16,6 @@ from ...distributed.collectives import gather_objects
 from ...optim.param_buffer import FlatParam
 from .param_chunks import ParamChunks
 
-__all__ = ["ModelTensors"]
-
 DATA = "data."
 """What the names of other data ranks' buffers begin with."""
 EXTRA_STATE = "_extra_state"

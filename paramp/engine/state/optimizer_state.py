@@ -16,8 +16,6 @@ from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
 from .param_chunks import ParamChunks
 
-__all__ = ["OptimizerState"]
-
 OPTIMIZER = "optimizer."
 """What the names of state begin with."""
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

@@ -17,8 +17,6 @@ from ...distributed.context import ROLES, ParallelContext, TiedParameter
 from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
 
-__all__ = ["ParamChunks"]
-
 
 @dataclass(frozen=True)
 class ParamChunks:

@@ -17,8 +17,6 @@ from ...distributed.context import ParallelContext
 from ...distributed.rng import RandomStream, derive_seed, random_states, set_random_states
 from ...parallel.stage import Stages
 
-__all__ = ["RandomStreams", "saved_layout"]
-
 STAGE, RANK = "random.stage.", "random.rank."
 PYTHON_STATE = 2**15
 """Bytes for the states of Python's and NumPy's streams, as JSON: two times 624 numbers of 32 bits."""

@@ -11,8 +11,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..tensor_styles import LocalHeads, PackedColwise, PackedRowwise
 
-__all__ = ["ARCHITECTURES", "HEAD", "Architecture", "find_architecture"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

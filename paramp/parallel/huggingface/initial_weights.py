@@ -11,8 +11,6 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import named_tensors
 from ..materialize import outline
 
-__all__ = ["pretrained_filler"]
-
 
 def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
     """A function that fills the tensors of one module of ``model``: the model's own ``_init_weights``.

@@ -10,8 +10,6 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
 
-__all__ = ["call_options", "check_output", "main_output", "returning_logits"]
-
 
 def returning_logits(model: nn.Module) -> nn.Module:
     """``model`` with its logits as its output, and without a cache of keys and values.

@@ -23,8 +23,6 @@ from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_
 from .architectures import HEAD, find_architecture
 from .output import call_options, check_output, main_output
 
-__all__ = ["PretrainedPartition"]
-
 
 class PretrainedPartition:
     """The partition of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.

@@ -15,8 +15,6 @@ from ..tensor_plan import Plan
 from ..tensor_styles import PackedColwise, PackedRowwise
 from .architectures import HEAD, find_architecture
 
-__all__ = ["pretrained_plan"]
-
 TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "colwise": "colwise",
     "rowwise": "rowwise",

@@ -21,8 +21,6 @@ from ...base.dtensor import is_dtensor, local
 from ...base.module_surgery import PassThrough
 from ...engine.engine import Engine
 
-__all__ = ["ActivationRecord", "ActivationRecorder", "first_gradient"]
-
 BUDGET = 2**30
 """Bytes of recorded outputs beyond which only the first microbatch is recorded."""
 

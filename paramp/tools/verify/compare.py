@@ -34,8 +34,6 @@ from .options import RUNS
 from .report import Layer, Report
 from .run import RankRecord
 
-__all__ = ["FLOAT8_ROUNDING", "LATER", "UNITS", "UNITS_FLOAT8", "UNITS_LOSS", "compare", "rounding"]
-
 UNITS = 32.0
 """The tolerance of a layer, in rounding errors."""
 UNITS_FLOAT8 = 6.0

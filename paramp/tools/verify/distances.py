@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-__all__ = ["distance_of_numbers", "distance_of_parts", "has_nan_or_inf", "joined", "relative", "rms"]
-
 
 def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """``|| actual - expected || / max(|| expected ||, least)``, L2 norms of tensors of one shape.

@@ -18,8 +18,6 @@ from .options import Options, configure
 from .report import Report
 from .run import RankRecord
 
-__all__ = ["verify"]
-
 
 def verify(options: Options, tolerance: float | None = None) -> Report | int:
     """Run the model in one process and then sharded, on this machine, and compare.

@@ -12,8 +12,6 @@ from ...config.files import load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
 
-__all__ = ["RUNS", "Options", "check_target", "configure"]
-
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
 INIT_SCALE = 2.0**10

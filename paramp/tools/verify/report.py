@@ -12,8 +12,6 @@ import torch
 from .distances import distance_of_numbers
 from .options import RUNS
 
-__all__ = ["Layer", "Report"]
-
 WHAT = ("forward", "gradient", "step", "weights")
 """What is compared of a layer."""
 

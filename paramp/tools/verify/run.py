@@ -28,8 +28,6 @@ from .activation_recorder import ActivationRecorder, first_gradient
 from .options import Options, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
-__all__ = ["RankRecord", "main", "train"]
-
 MOMENTUM = 0.9
 STANDARD_ERROR = 2
 """The file descriptor, which stays when ``sys.stderr`` is replaced."""

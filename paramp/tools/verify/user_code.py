@@ -22,8 +22,6 @@ from .options import Options, check_target
 if TYPE_CHECKING:
     from ...engine.loss_window import Criterion
 
-__all__ = ["build_model", "choose_criterion", "cross_entropy", "load_attribute", "load_batches"]
-
 
 def load_attribute(text: str, option: str) -> Any:
     """Import the object that ``module:attribute`` or ``path/to/file.py:attribute`` names.

@@ -17,17 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .errors import AmpError
 from .session import state
 
-__all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "patch_registered",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
-
 Function = Callable[..., Any]
 Choose = Callable[[list[torch.dtype]], torch.dtype]
 """From the dtypes of a call's arguments, that in which it is to compute."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ....base.errors import ConfigError
 
-__all__ = ["AmpError"]
-
 
 class AmpError(ConfigError, RuntimeError):
     """A mistake in the use of amp. Also a ``RuntimeError``, which is what Apex raises."""

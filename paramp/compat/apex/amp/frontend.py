@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ....base.errors import ConfigError
-from ....precision.foreign_options import OPT_LEVELS, Properties, apex_properties
-from ....precision.policy import AMP_TYPE, LossScaling, Precision
+from ....precision.foreign_options import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
+from ....precision.policy import LossScaling, Precision
 from .casts import patch_registered
 from .errors import AmpError
 from .loss_scaler import LossScaler
@@ -21,8 +21,6 @@ from .models import AmpForward, Casts, cast_models, check_models
 from .optimizers import ApexOptimizer, check_optimizers
 from .session import Session, print_on_main, state
 from .state_dicts import keep_state_dicts_fp32
-
-__all__ = ["initialize", "load_state_dict", "master_params", "reset", "state_dict"]
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

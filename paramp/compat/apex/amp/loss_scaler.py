@@ -11,8 +11,6 @@ import torch
 from ....optim.loss_scaler import DistributedGradScaler
 from ....precision.policy import LossScaling
 
-__all__ = ["LossScaler"]
-
 
 class _Steps(Protocol):
     """What of an optimizer a loss scaler knows."""

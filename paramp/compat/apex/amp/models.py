@@ -22,8 +22,6 @@ from .errors import AmpError
 from .session import state
 from .weights import is_low
 
-__all__ = ["AmpForward", "Casts", "cast_models", "check_models", "compute_context"]
-
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 

@@ -22,8 +22,6 @@ from .errors import AmpError
 from .session import Session, print_on_main
 from .weights import AmpWeight, is_low
 
-__all__ = ["ApexOptimizer", "check_optimizers"]
-
 
 def check_optimizers(optimizers: Sequence[object]) -> None:
     """Refuse what is no optimizer of torch's, and one that was given to an earlier ``initialize``.

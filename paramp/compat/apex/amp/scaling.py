@@ -17,8 +17,6 @@ from .optimizers import ApexOptimizer
 from .session import Session, state
 from .weights import AmpWeight, take_up_changes, unscale_
 
-__all__ = ["scale_loss"]
-
 
 @contextmanager
 def scale_loss(

@@ -15,8 +15,6 @@ from .errors import AmpError
 from .loss_scaler import LossScaler
 from .weights import AmpWeight
 
-__all__ = ["AmpState", "Session", "print_on_main", "state"]
-
 
 @dataclass(eq=False)
 class Session:

@@ -14,8 +14,6 @@ from torch import nn
 from .session import state
 from .weights import AmpWeight, is_low
 
-__all__ = ["keep_state_dicts_fp32"]
-
 
 def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
     """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""

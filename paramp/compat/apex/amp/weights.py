@@ -11,8 +11,6 @@ from ....optim.grad_norm import complete_and_check, dense_gradients, unscale_and
 from ....optim.master_weights import MasterWeight
 from .errors import AmpError
 
-__all__ = ["AmpWeight", "is_low", "take_up_changes", "unscale_"]
-
 
 def is_low(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds floating-point numbers of less than 32 bits."""

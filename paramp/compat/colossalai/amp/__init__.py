@@ -1,6 +1,6 @@
 """Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
 
-from ....precision.policy import AMP_TYPE
+from ....precision.foreign_options import AMP_TYPE
 from .convert import convert_to_amp, convert_to_apex_amp, convert_to_naive_amp, convert_to_torch_amp
 from .model import AmpCriterion, AmpModel
 from .optimizer import AmpOptimizer

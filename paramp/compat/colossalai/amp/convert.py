@@ -28,11 +28,10 @@ from ....base.errors import ConfigError
 from ....engine.compute_context import ComputeContext
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
-from ....precision.policy import AMP_TYPE, Precision
+from ....precision.foreign_options import AMP_TYPE
+from ....precision.policy import Precision
 from .model import AmpCriterion, AmpModel
 from .optimizer import AmpOptimizer
-
-__all__ = ["convert_to_amp", "convert_to_apex_amp", "convert_to_naive_amp", "convert_to_torch_amp"]
 
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options

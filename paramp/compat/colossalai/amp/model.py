@@ -11,8 +11,6 @@ from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....parallel.stage import Stage
 
-__all__ = ["AmpCriterion", "AmpModel"]
-
 
 class AmpModel(Stage):
     """A model that computes in a mode: inputs are cast, floating-point outputs come back in fp32 at the least.

@@ -28,8 +28,6 @@ from ....optim.master_weights import Weights
 from ....optim.user_optimizer import StepGuard
 from ....precision.policy import LossScaling
 
-__all__ = ["AmpOptimizer"]
-
 
 class AmpOptimizer(torch.optim.Optimizer):
     """An optimizer that scales losses, checks gradients with all ranks, and steps fp32 masters where the mode has them.

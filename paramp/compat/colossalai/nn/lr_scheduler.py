@@ -19,18 +19,6 @@ from torch.optim import lr_scheduler as schedules
 
 from ....base.errors import ConfigError
 
-__all__ = [
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmupLR",
-    "FlatAnnealingLR",
-    "FlatAnnealingWarmupLR",
-    "LinearWarmupLR",
-    "MultiStepLR",
-    "MultiStepWarmupLR",
-    "PolynomialLR",
-    "PolynomialWarmupLR",
-]
-
 
 class CosineAnnealingLR(schedules.CosineAnnealingLR):
     """From the optimizer's rate down to ``eta_min`` along half a cosine of ``total_steps``."""
