@@ -148,9 +148,7 @@ class TrainingState:
             for name, thing in self._tracked.items():
                 if name in values["tracked"]:
                     thing.load_state_dict(values["tracked"][name])
-        except (
-            Exception
-        ) as error:  # raised by this rank alone, it would leave the others waiting
+        except Exception as error:  # raised by this rank alone, it would leave the others waiting
             failure = error
         failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self._saver.group)
         if failure is not None:

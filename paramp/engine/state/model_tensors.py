@@ -16,7 +16,7 @@ from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
 from ...distributed.collectives import gather_objects
-from ...distributed.context import ROLES, ParallelContext, TiedParameter
+from ...distributed.context import DATA_AXIS, ParallelContext, TiedParameter
 from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
 
@@ -68,7 +68,7 @@ class ParamChunks:
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its place on the batch axes, that holds this part of ``tensor``."""
-        copies = set(replicated_axes(tensor, self.context)).difference(ROLES["batch"])
+        copies = set(replicated_axes(tensor, self.context)) - {DATA_AXIS}
         return all(self.context.coordinates[axis] == 0 for axis in copies)
 
     def _is_writer(self, parameter: torch.Tensor) -> bool:
