@@ -154,9 +154,7 @@ class Engine(Diagnosed):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Run the next batch of ``data_iter``, in every layout: Colossal-AI's way to train and to evaluate.
-
-        ``step()``, ``zero_grad()``, ``train()`` and ``eval()`` stay the caller's.
+        """Run the next batch of ``data_iter``, in every layout, as Colossal-AI trains and evaluates; no step, no mode.
 
         Args:
             data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
@@ -212,11 +210,7 @@ class Engine(Diagnosed):
         return self._criterion(output, target)
 
     def backward(self, loss: Loss) -> torch.Tensor:
-        """Scale ``loss``, as :meth:`criterion` returned it, and run its backward.
-
-        Returns:
-            The true loss, as :meth:`forward_backward` does.
-        """
+        """Run the backward of ``loss``, as :meth:`criterion` returned it; the true loss as :meth:`forward_backward`."""
         self._losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         scaled = self._losses.scaled(loss)
         if self._losses.in_last_call:
@@ -296,10 +290,8 @@ class Engine(Diagnosed):
     def track(self, name: str, thing: Stateful) -> None:
         """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
 
-        :func:`paramp.initialize` tracks the learning-rate scheduler and the loaders that it returns.
-
-        Args:
-            thing: its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts.
+        Its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
+        tracks the learning-rate scheduler and the loaders that it returns.
 
         Raises:
             ConfigError: it has no ``state_dict`` or no ``load_state_dict``.

@@ -46,11 +46,7 @@ Parameters: TypeAlias = Iterable[nn.Parameter]
 
 
 def check_libraries(context: ParallelContext) -> None:
-    """Check that what the mode computes with is installed, before anything is built.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a ConfigError if what the mode computes with is not installed, before anything is built."""
     if context.config.precision.float8 is not None:
         find_library(context.config.precision.float8, context.device, context.tensor_axis.size)
 
@@ -105,11 +101,7 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
 
 
 def read_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter of the whole model, after checks. A collective of the world.
-
-    Raises:
-        ConfigError: ranks have built different models, or ``optimizer`` is not a fresh one over the parameters.
-    """
+    """All names of each parameter of the whole model, after checks of it and the optimizer. A collective."""
     names_of = names_by_parameter(model)
     _check_same_model(model)
     check_optimizer(optimizer, names_of)
@@ -119,8 +111,7 @@ def read_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Pa
 def _check_same_model(model: nn.Module) -> None:
     """Check that every rank has built the same parameters; else raise, on every rank, with the first difference."""
     own = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
-    # In a world of thousands a list of parameters from every rank takes seconds to read, so that it is gathered only if
-    # the lists' digests, which every rank sees, differ.
+    # In a world of thousands it takes seconds to read the lists of all ranks: only if their digests differ.
     digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -135,11 +126,7 @@ def _check_same_model(model: nn.Module) -> None:
 def plan_layers(
     adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle] | None, context: ParallelContext
 ) -> dict[str, ParallelStyle]:
-    """The tensor-parallel style of each module: of the user's ``plan``, else of the model's own.
-
-    Raises:
-        ConfigError: there is none where the layout needs one, or it does not fit the model.
-    """
+    """The tensor-parallel style of each module: of the user's ``plan``, else of the model's own."""
     size = context.tensor_axis.size
     if plan is None and size > 1:
         plan = adapter.plan(size, context.config.parallel.sequence_parallel)
@@ -157,10 +144,7 @@ def float8_conversion(
 ) -> Callable[[nn.Module], nn.Module]:
     """A function that lets the layers of a stage compute in float8, those that are chosen of the whole ``model``.
 
-    Where the mode has no such layers it returns the stage unchanged.
-
-    Args:
-        overflow: 0-dim, on the device; raised by these layers when they are given a gradient that is not finite.
+    They set ``overflow``, 0-dim, to 1 when they are given a gradient that is not finite.
     """
     precision, size = context.config.precision, context.tensor_axis.size
     if precision.float8 is None:
@@ -183,11 +167,7 @@ def float8_conversion(
 
 
 def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
-    """The module of each pipeline stage, those of other ranks too; the model where there is one stage only.
-
-    Raises:
-        ConfigError: the model cannot be partitioned, or a style is for a module that would be split.
-    """
+    """The module of each pipeline stage, those of other ranks too; the model where there is one stage only."""
     pipeline = context.config.parallel.pipeline
     if pipeline.num_stages == 1:
         return [adapter.single_stage()]
@@ -259,18 +239,14 @@ def flatten_weights(
 def make_stages(stages: Joined, context: ParallelContext) -> Stages:
     """This rank's modules as stages that compute in the mode's precision, with random streams of their own."""
     last = context.config.parallel.pipeline.num_stages - 1
-    computing = [
-        Stage(
-            part,
-            context.config.precision,
-            context.device,
-            is_first=index == 0,
-            is_last=index == last,
-            random=context.activation_stream(index),
-        )
-        for index, part in zip(context.local_stages, stages.parts, strict=True)
-    ]
-    return Stages(stages, computing)
+    stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
+    return Stages(
+        stages,
+        [
+            stage(part, is_first=index == 0, is_last=index == last, random=context.activation_stream(index))
+            for index, part in zip(context.local_stages, stages.parts, strict=True)
+        ],
+    )
 
 
 def track(engine: Engine, **parts: Any) -> None:
