@@ -97,4 +97,4 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
     """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
-    return context.mesh[ROLES["tensor"]]
+    return context.mesh[ROLES["tensor"][0]]

@@ -31,14 +31,14 @@ from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_f
 from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
-ROLES = {"stage": "pp", "batch": "dp", "tensor": "tp"}
+ROLES = {"stage": ("pp",), "batch": ("dp",), "tensor": ("tp",)}
 """What the mesh axes mean; the slowest first. ``stage``: each rank has parameters of its own. ``batch``: ranks have
 parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, as each
 DTensor's placements say."""
-AXES = tuple(ROLES.values())
-PIPELINE_AXIS = ROLES["stage"]
+AXES = tuple(name for names in ROLES.values() for name in names)
+(PIPELINE_AXIS,) = ROLES["stage"]
 """The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
-DATA_AXIS = ROLES["batch"]
+(DATA_AXIS,) = ROLES["batch"]
 """The axis over which ZeRO shards what the optimizer keeps."""
 SECONDS_FOR_THREADS = 0.2
 
@@ -117,7 +117,7 @@ class ParallelContext:
         }
         self.pp, self.dp, self.tp = axes["pp"], axes["dp"], axes["tp"]
         self.stage_axis, self.batch_axis, self.tensor_axis = (
-            axes[ROLES[role]] for role in ("stage", "batch", "tensor")
+            axes[ROLES[role][0]] for role in ("stage", "batch", "tensor")
         )
         replicas = self.mesh.mesh.movedim(AXES.index(DATA_AXIS), 0).flatten(1).tolist()
         self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))

@@ -174,7 +174,9 @@ def test_a_run_does_not_begin_among_later_checkpoints(world):
         checkpoints = Checkpoints(folder, keep_last=2)
         for step in (10, 20):
             checkpoints.save(engine, step, wait=True)
-        with pytest.raises(ConfigError, match=r"has checkpoints of an earlier run, up to step-00000020; go on from"):
+        with pytest.raises(
+            ConfigError, match=r"has checkpoints of an earlier run, up to step-00000020; continue from there"
+        ):
             find(None, folder)
         with pytest.raises(ConfigError, match=r"up to step-00000020"):
             find(str(folder / "step-00000010"), folder)
