@@ -1,8 +1,5 @@
 """Building a model: in the dtype that its mode stores, and, where it is too large for one process, shard by shard.
 
-:func:`init_module` is a context in which a model's parameters are created directly in the mode's weight dtype, on the
-device; without it they are created in fp32 on the CPU, and rounded and moved later.
-
 A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are sharded there,
 and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed derived
 from its name, keeps this rank's shard, and frees the rest::
@@ -94,11 +91,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def check_materializable(module: nn.Module) -> None:
-    """Check that :func:`materialize` could fill each submodule.
-
-    Raises:
-        ValueError: one has tensors on ``meta`` and no ``reset_parameters``.
-    """
+    """Raise a ValueError if a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them."""
     for name, child in module.named_modules():
         if is_on_meta(child) and not hasattr(child, "reset_parameters"):
             raise ValueError(
@@ -114,26 +107,21 @@ def is_on_meta(module: nn.Module) -> bool:
 
 def outline(module: nn.Module) -> nn.Module:
     """A copy of ``module`` that shares its tensors, and keeps them when those of ``module`` are sharded."""
-    return _outline(module, {})
-
-
-def _outline(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module not in made:
-        made[module] = _copy(module)
-        children = {name: child and _outline(child, made) for name, child in module._modules.items()}
-        made[module]._modules = children
-    return made[module]
+    copies = {original: _copy(original) for original in module.modules()}
+    for copied in copies.values():
+        copied._modules = {name: child and copies[child] for name, child in copied._modules.items()}
+    return copies[module]
 
 
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same tensors and children, in tables of its own."""
     copied = shallow_copy(module)
-    for table in TABLES:
+    for table in (*TENSORS, "_modules"):
         setattr(copied, table, dict(getattr(module, table)))
     return copied
 
 
-TABLES = ("_parameters", "_buffers", "_modules")
+TENSORS = ("_parameters", "_buffers")
 
 
 def materialize(
@@ -186,27 +174,23 @@ def _fill(
 ) -> None:
     """Draw the module ``original`` in full on the CPU, and put this rank's shards of it into ``child``."""
     drawn = _copy(original)
-    for table in ("_parameters", "_buffers"):
+    for table in TENSORS:
         tensors = getattr(drawn, table)
         tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
     fill(drawn)
     _check_filled(drawn)
-    for table in ("_parameters", "_buffers"):
+    for table in TENSORS:
         tensors, values = getattr(child, table), getattr(drawn, table)
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)
     for name, value in drawn.__dict__.items():  # attributes that filling it computed
-        if name not in TABLES and value is not original.__dict__.get(name):
+        if name not in (*TENSORS, "_modules") and value is not original.__dict__.get(name):
             child.__dict__[name] = value
 
 
 def _check_filled(drawn: nn.Module) -> None:
-    """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`.
-
-    Raises:
-        ValueError: one does.
-    """
+    """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`."""
     for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
         if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
             raise ValueError(
@@ -223,10 +207,9 @@ def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's shard of ``value``, a copy, where ``like`` is a DTensor on ``meta``; else all of ``value``."""
-    value = value.detach()
     if is_dtensor(like):
-        part = own_part(value.reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
+        part = own_part(value.detach().reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:
-        value = value.to(device, dtype)
+        value = value.detach().to(device, dtype)
     return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value
