@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,22 +51,17 @@ class Stage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
-            args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
+            enter = partial(to_compute, precision=self.precision, device=self.device)
+            args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
         with self.random, computing(self.precision, self.device.type):
             output = self.module(*args, **kwargs)
-        return tree_map_only(torch.Tensor, self._leave, output) if self.is_last else output
-
-    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_compute(tensor, self.precision, self.device)
-
-    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_outputs(tensor, self.precision)
+        leave = partial(to_outputs, precision=self.precision)
+        return tree_map_only(torch.Tensor, leave, output) if self.is_last else output
 
     def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from the ``tensors`` that the stage before sent."""
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            # A received tensor is a leaf of the graph, which the module could not change in place.
+        def own(tensor: torch.Tensor) -> torch.Tensor:  # a leaf of the graph could not be changed in place
             return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
 
         values = stage_output.unpack(tensors, self.device, self.precision.weights)
@@ -73,15 +69,12 @@ class Stage(nn.Module):
 
 
 class Stages(nn.Module):
-    """The stages of one rank, in the model's order, with one mode of training or evaluation.
-
-    Attributes:
-        module: all of their modules, under the whole model's names (:class:`Joined`).
-    """
+    """The stages of one rank, in the model's order, with one mode of training or evaluation."""
 
     def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.module = joined.module
+        """All of their modules, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
         self.training = self.module.training
         self._joined = joined
@@ -90,7 +83,7 @@ class Stages(nn.Module):
         return (cast(Stage, stage) for stage in self.stages)
 
     def align_modes(self) -> None:
-        """Let every stage have the modes of training that the modules of :attr:`module` have."""
+        """Give every stage the modes of training that the modules of :attr:`module` have."""
         self._joined.align_modes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,14 +95,10 @@ class Stages(nn.Module):
 class Joined:
     """Several stages of one model, which share modules, seen as one module.
 
-    :attr:`module` has the modules, parameters and buffers of all parts, under the names that they have in the model.
-    What parts have in common is there once. It shares all of it with the parts: a parameter that is replaced in it is
-    replaced in the parts. Modules that lead to others are one copy in each part and one in :attr:`module`, which share
-    their own parameters, buffers and hooks. It cannot be called; the parts can.
-
-    Attributes:
-        parts: the stages' modules, as :func:`~paramp.base.module_surgery.keep_only` makes them.
-        module: all of them; the part itself if there is only one.
+    :attr:`module` has the modules, parameters and buffers of all parts, once, under the names that they have in the
+    model. It shares all of it with the parts: a parameter that is replaced in it is replaced in the parts. Modules that
+    lead to others are one copy in each part and one in :attr:`module`, which share their own parameters, buffers and
+    hooks. It cannot be called; the parts can, which are as :func:`~paramp.base.module_surgery.keep_only` makes them.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
