@@ -1,15 +1,13 @@
 """A decoder-only transformer of GPT-2's shape (Radford et al. 2019).
 
-:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. Pipeline stages begin at any of its modules, and
-:meth:`GPT.tensor_parallel_plan` is one table of how each layer is sharded over the tensor axis. It is plain torch
-otherwise and runs without paramp around it.
+:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. It is plain torch and runs without paramp, too.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,9 +15,6 @@ from torch import nn
 from ..parallel.loss import mask_tail
 from .presets import PresetModel
 from .transformer import Linear, TransformerConfig
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +111,10 @@ class GPT(PresetModel):
         weights = config.num_layers * 12 * config.width**2 + config.vocab_size * config.width
         return 6 * weights + 12 * config.num_layers * config.width * seq_len
 
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How each layer is sharded over ``tensor_size`` ranks.
-
-        Raises:
-            ConfigError: the heads do not divide evenly.
-        """
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
+        """How each layer is sharded over ``tensor_size`` ranks; ConfigError if the heads do not divide evenly."""
         blocks = self.config.blocks_plan(tensor_size, sequence_parallel)
-        ends: Plan = {"embedding.tokens": "vocab", "head": "vocab_logits"}
+        ends: dict[str, str] = {"embedding.tokens": "vocab", "head": "vocab_logits"}
         if sequence_parallel:
             ends |= {"embedding": "scatter_sequence", "norm": "sequence", "head": "sequence_vocab_logits"}
         return blocks | ends

@@ -54,11 +54,7 @@ def check_counts(config: Any) -> None:
 
 
 def choose(presets: Mapping[str, Config], name: str, **changes: object) -> Config:
-    """The one of ``presets`` that is called ``name``, with ``changes`` in place of its fields.
-
-    Raises:
-        ConfigError: there is none, or it has no such field, or not with such a value.
-    """
+    """The one of ``presets`` that is called ``name``, with ``changes`` in place of its fields."""
     if name not in presets:
         raise ConfigError(f"model: got {name!r}, expected one of {', '.join(presets)}{nearest(name, presets)}")
     preset: Any = presets[name]

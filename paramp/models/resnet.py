@@ -15,7 +15,6 @@ cuDNN may add up a weight's gradient in another order on each rank, and what is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,6 @@ from torch import nn
 
 from ..base.errors import ConfigError, require
 from .presets import PresetModel, check_counts, is_count
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +124,7 @@ class ResNet(PresetModel):
             return None
         return [names[len(names) * stage // num_stages] for stage in range(1, num_stages)]
 
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """The classifier by its inputs, which divide whatever the number of classes; all else is whole on every rank.
 
         Raises:

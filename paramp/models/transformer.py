@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,6 @@ from torch import nn
 from ..base.errors import ConfigError, require
 from ..distributed.rng import sharded_random
 from .presets import check_counts
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +49,15 @@ class TransformerConfig:
         blocks = nn.Sequential(*(Block(self) for _ in range(self.num_layers)))
         return {"blocks": blocks, "norm": nn.LayerNorm(self.width, self.norm_eps)}
 
-    def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How the layers of ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al.
-        2022).
-
-        Raises:
-            ConfigError: the heads do not divide evenly.
-        """
+    def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
+        """How ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if self.num_heads % tensor_size:
             raise ConfigError(
                 f"parallel.tensor.size: got {tensor_size}, but the model's {self.num_heads} heads do not divide by it; "
                 f"expected a divisor of {self.num_heads}"
             )
         prefix = "sequence_" if sequence_parallel else ""
-        plan: Plan = {
+        plan: dict[str, str] = {
             "blocks.*.attention.qkv": f"{prefix}colwise",
             "blocks.*.attention.out": f"{prefix}rowwise",
             "blocks.*.mlp.up": f"{prefix}colwise",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from torch import nn
 from ..base.errors import ConfigError, require
 from .presets import PresetModel
 from .transformer import Linear, TransformerConfig
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +109,7 @@ class ViT(PresetModel):
         layers = {"embedding": PatchEmbedding(config), **config.body(), "pool": Pool(config.class_token)}
         super().__init__(config, {**layers, "head": Linear(config.width, config.num_classes, config.init_std)})
 
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """How each layer is sharded over ``tensor_size`` ranks; the embedding is replicated.
 
         Raises:
@@ -120,7 +117,7 @@ class ViT(PresetModel):
         """
         config = self.config
         # By its inputs, which divide whatever the number of classes.
-        plan: Plan = {**config.blocks_plan(tensor_size, sequence_parallel), "head": "rowwise_scatter"}
+        plan: dict[str, str] = {**config.blocks_plan(tensor_size, sequence_parallel), "head": "rowwise_scatter"}
         if not sequence_parallel:
             return plan
         if config.seq_len % tensor_size:

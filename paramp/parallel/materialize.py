@@ -40,11 +40,9 @@ def init_module(
 ) -> Iterator[None]:
     """A context in which ``Model()`` creates its parameters and buffers in the mode's weight dtype, on the device.
 
-    Tensors that a model creates with an explicit dtype keep that. Where the mode keeps batch norms in fp32 (O2), theirs
-    are created in fp32. Contexts nest; the innermost counts.
-
-    With masters (the naive modes, O2) the masters of a model that was built here start from its half weights. Build it
-    outside, or on ``meta`` in fp32, for masters that start from fp32 weights.
+    Tensors that a model creates with an explicit dtype keep that; batch norms' are in fp32 where the mode keeps them
+    there (O2). Contexts nest; the innermost counts. Masters (the naive modes, O2) of a model that was built here start
+    from its half weights; to start from fp32 weights, build it outside, or on ``meta`` in fp32.
 
     Args:
         precision: what :meth:`Precision.parse` takes.
@@ -58,10 +56,7 @@ def init_module(
     if device is None:
         context = current_context()
         device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with ExitStack() as stack:
-        stack.enter_context(stored_as(mode))
-        stack.enter_context(default_dtype(mode.weights))
-        stack.enter_context(torch.device(device))
+    with stored_as(mode), default_dtype(mode.weights), torch.device(device):
         yield
 
 
@@ -75,14 +70,11 @@ def stored_as(mode: Precision) -> Iterator[None]:
         wide = tensor.detach().float()
         return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
+    kinds = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
     with ExitStack() as stack:
-        if mode.keep_batchnorm_fp32:
-            for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-                stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
+        for register in kinds if mode.keep_batchnorm_fp32 else ():
+            stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
         yield
-
-
-# ------------------------------------------------------------------------------------------------------ from meta
 
 
 def reset_parameters(module: nn.Module) -> None:
@@ -136,9 +128,8 @@ def materialize(
 ) -> None:
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
-    Each submodule with tensors on ``meta`` is filled in full on the CPU, with the random state seeded by ``seed`` and
-    the submodule's name; of a DTensor in ``module``, this rank's shard is kept. Tied parameters stay tied: the first
-    module that has one fills it. The caller's random state is restored. No collective is used.
+    Each submodule's random state is seeded by ``seed`` and its name; the caller's is restored. Tied parameters stay
+    tied: the first module that has one fills it. No collective is used.
 
     Args:
         whole: the :func:`outline` of ``module`` from before it was sharded. None: it is not sharded.

@@ -68,11 +68,7 @@ class SequentialPartition:
 def partition_model(
     model: nn.Module, partition: Partition, num_stages: int, split: Sequence[str] | None
 ) -> list[nn.Module]:
-    """The module of each pipeline stage of ``model``.
-
-    Raises:
-        ConfigError: the stages would compute something else than the model, or :func:`plan_stages` cannot plan them.
-    """
+    """The module of each stage of ``model``; ConfigError if the stages would compute something else than the model."""
     plan = plan_stages(partition.units, num_stages, split)
     _check_hooks(model, plan, partition.opened)
     stages = partition.stages(plan)
@@ -112,14 +108,9 @@ def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
 def plan_stages(
     units: Sequence[tuple[str, nn.Module]], num_stages: int, split: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """The names of the units of each stage.
+    """The names of the units of each stage. ``split`` names where the second and each later stage begins.
 
-    Args:
-        split: the names at which the second and each later stage begins. None: the partition whose largest stage is
-            smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
-
-    Raises:
-        ConfigError: there are fewer units than stages, or none of a name in ``split``.
+    None: the largest stage is smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
     """
     names = [name for name, _ in units]
     if len(names) < num_stages:

@@ -85,12 +85,7 @@ FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
 class Pipeline:
-    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes.
-
-    Attributes:
-        last_rank: the pipeline rank that has the last stage.
-        observers: of each forward, loss and backward (:mod:`paramp.base.spans`).
-    """
+    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes."""
 
     def __init__(
         self, stages: Stages, context: ParallelContext, config: PipelineConfig, observers: Sequence[Observer] = ()
@@ -105,6 +100,7 @@ class Pipeline:
         self._schedule_class = get_schedule_class(config.row.torch_name)
         self._before_last_backward: Callable[[], None] = lambda: None
         self.last_rank = config.rank_of(config.num_stages - 1)
+        """The pipeline rank that has the last stage."""
         self.observers = observers
         if context.device.type == "cuda" and dist.get_backend(context.pp.group) == "gloo":
             for stage in stages:
@@ -130,8 +126,7 @@ class Pipeline:
         Args:
             x, y: the local batch; dim 0 is split into microbatches.
             loss: of a microbatch's output and target, a 0-dim tensor.
-            before_last_backward: called before a rank's last backward, where each rank has one stage, so that this has
-                all of a microbatch's gradients.
+            before_last_backward: called before this rank's last backward, where each rank has one stage only.
 
         Returns:
             Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
@@ -198,15 +193,8 @@ class Pipeline:
     ) -> RecordedStage:
         from .recorded_stage import RecordedStage
 
-        stage = RecordedStage(
-            linked,
-            index,
-            self._config.num_stages,
-            self._link_device,
-            input_args=inputs,
-            output_args=outputs,
-            group=self._context.pp.group,
-        )
+        place = (index, self._config.num_stages, self._link_device)
+        stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
         stage.observers = self.observers
         stage.before_last_backward = lambda: self._before_last_backward()
         return stage

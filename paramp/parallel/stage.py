@@ -1,4 +1,4 @@
-"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline.
+"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline; and what ranks share.
 
 A stage computes in the mode's precision and exchanges hidden states with its neighbours in the compute dtype::
 
@@ -8,16 +8,22 @@ A stage computes in the mode's precision and exchanges hidden states with its ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..base.dtensor import local
+from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, shallow_copy
+from ..distributed.axes import ranks_along
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from .stage_io import StageOutput
@@ -148,3 +154,35 @@ def _refuse_to_run(*_: Any, **__: Any) -> Any:
         "engine.module holds several stages of a pipeline, which do not follow one another; call engine.eval() and "
         "engine(x), or engine.forward_backward(x, y)"
     )
+
+
+def tie_stages(
+    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], module: nn.Module, context: ParallelContext
+) -> list[TiedParameter]:
+    """Tie the parameters of this rank's ``module`` that other pipeline ranks hold too, with equal values.
+
+    ``names_of`` has all names of each parameter of the whole model, ``stages`` are those of all ranks. Returns such
+    parameters, with groups to sum over. What only stages of one rank share is one parameter there anyway.
+    """
+    stages_of = context.config.parallel.pipeline.stages_of
+    held_by_stage = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
+    held = [set().union(*(held_by_stage[index] for index in stages_of(rank))) for rank in range(context.pp.size)]
+    ties: list[TiedParameter] = []
+    for names in names_of.values():
+        own_names = [next((name for name in names if name in there), None) for there in held]
+        holders = [rank for rank, name in enumerate(own_names) if name is not None]
+        if len(holders) < 2:
+            continue
+        # Making a group is a collective of the world: every rank takes part, also those that hold no copy.
+        group = context.make_group(ranks_along(context, ["pp"], holders).tolist())
+        name = own_names[context.pp.rank]
+        parameter = None if name is None else module.get_parameter(name)
+        layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))
+        if len({layout for layout in layouts if layout is not None}) > 1:
+            raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
+        if name is None or parameter is None or group is None:
+            continue
+        dist.broadcast(local(parameter).detach(), group=group, group_src=0)
+        ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
+    context.ties.extend(ties)
+    return ties

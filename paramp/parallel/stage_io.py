@@ -30,23 +30,21 @@ CONSTANTS = (
 
 
 @dataclass(frozen=True)
-class Differentiable:
-    """A floating-point tensor whose gradient is sent back."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A tensor without a gradient."""
-
+class _Sent:
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+
+class Differentiable(_Sent):
+    """A floating-point tensor whose gradient is sent back."""
+
+
+class Fixed(_Sent):
+    """A tensor without a gradient."""
 
 
 @dataclass(frozen=True)

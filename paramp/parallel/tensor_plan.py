@@ -54,11 +54,7 @@ def sharded_dims(styles: Mapping[str, ParallelStyle]) -> dict[str, int]:
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Check that each layer is one that its style takes, and divides over ``size`` ranks.
-
-    Raises:
-        ConfigError: one is not, or does not; the same on every rank.
-    """
+    """Check, the same on every rank, that each layer is one that its style takes, and divides over ``size`` ranks."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
         if isinstance(style, PackedColwise):
@@ -75,10 +71,7 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
 
 
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Apply each of ``styles`` to the submodule of its name, where ``module`` has one. Tied weights stay tied.
-
-    Args:
-        mesh: 1-dim, the tensor axis.
+    """Apply each of ``styles`` to the submodule of its name, over ``mesh``, the tensor axis. Tied weights stay tied.
 
     Raises:
         ConfigError: modules that share a weight are sharded differently, or a style does not take its module.

@@ -1,7 +1,7 @@
-"""Recording what a model's forward does as a graph, with ``torch.fx``: what it takes beyond what torch traces itself.
+"""Recording what a model's forward does as a graph, with ``torch.fx`` and what torch does not trace itself.
 
-Factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph would
-not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
+That is factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph
+would not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
 """
 
 from __future__ import annotations

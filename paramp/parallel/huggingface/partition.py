@@ -133,18 +133,11 @@ class _Nothing(PassThrough):
 
 def _replace(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
     """Put ``substitute`` at ``name`` of ``part``, in the place among its siblings that it has in ``model``."""
-    owner, _, leaf = name.rpartition(".")
-    _restore_path(part, model, owner)
-    parent = part.get_submodule(owner)
-    found = {**parent._modules, leaf: substitute}
-    order = list(model.get_submodule(owner)._modules)
-    parent._modules = {key: found[key] for key in order if key in found}
-
-
-def _restore_path(part: nn.Module, model: nn.Module, path: str) -> None:
-    """Make sure that ``part`` has a module at ``path``; a new one is empty."""
-    names = path.split(".") if path else []
-    for end in range(1, len(names) + 1):
-        parent = part.get_submodule(".".join(names[: end - 1]))
-        if names[end - 1] not in parent._modules:
-            parent._modules[names[end - 1]] = keep_only(model.get_submodule(".".join(names[:end])), ())
+    *owners, leaf = name.split(".")
+    for owner in owners:
+        model = model.get_submodule(owner)
+        if owner not in part._modules:
+            part._modules[owner] = keep_only(model, ())
+        part = part.get_submodule(owner)
+    found = {**part._modules, leaf: substitute}
+    part._modules = {key: found[key] for key in model._modules if key in found}

@@ -72,7 +72,7 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
                 f"here ({', '.join(TENSOR_STYLES)} of modules are); pass plan= to initialize"
             )
         if kind in WHOLE_IF_UNEVEN:
-            names = [name for name in names if modules[name].get_parameter("weight").shape[0] % size == 0]
+            names = [name for name in names if len(getattr(modules[name], "weight", ())) % size == 0]
         style = TENSOR_STYLES.get(kind, kind) if isinstance(kind, str) else kind
         if style is not None:
             plan |= {name: style if isinstance(style, (str, ParallelStyle)) else style() for name in names}
@@ -81,10 +81,7 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
 
 
 def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
-    """Refuse a parameter beside layers whose outputs are sharded, if the plan has no entry for it.
-
-    Each rank may apply it to its own heads or features only, so that no rank would have its whole gradient.
-    """
+    """Refuse a parameter beside sharded layers that the plan has no entry for: its gradient may be partial."""
     sharded = (name for name, style in plan.items() if style == "colwise" or isinstance(style, PackedColwise))
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in sharded):
         for name, _ in model.get_submodule(parent).named_parameters():
