@@ -1,7 +1,7 @@
 """The pipeline stages of a model that is not sequential: its forward is traced, and the graph partitioned.
 
-``torch.fx`` records the model's own forward. Modules are calls in the graph, so that plans, precision and hooks find them
-unchanged; only what lies between them, the glue, is traced::
+``torch.fx`` records the model's own forward. Modules are calls in the graph, so that plans, precision and hooks find
+them unchanged; only what lies between them, the glue, is traced::
 
     x ── down1 ── down2 ──── middle ── up2 ── cat ── up1 ──► output
            │         └───────────────────┘     │

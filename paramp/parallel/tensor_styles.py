@@ -66,7 +66,7 @@ class LocalHeads(ShardedRandom):
 
 
 class PartialGradient(ParallelStyle):
-    """A replicated module with partial gradients: each rank applies it to its own slice, such as a norm of each head."""
+    """A replicated module with partial gradients: each rank applies it to a slice, such as a norm of each head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
