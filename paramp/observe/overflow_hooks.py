@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.context import ParallelContext
-from ..optim.overflow_report import During, flaw
+from ..optim.overflow_report import flaw
 from ..parallel.stage import Stage, Stages
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
@@ -37,21 +37,14 @@ AFTER_NODES = (1, 0, 0)
 
 
 class Tracer:
-    """Checks one run of a window on this rank; an :class:`~paramp.base.spans.Observer`.
-
-    Args:
-        stages: this rank's stages.
-        places: their indices in the model.
-
-    Attributes:
-        findings: the first non-finite value of each call, microbatch, stage and pass.
-        failure: the message of the criterion's exception, where a pipeline went on without its loss.
-    """
+    """Checks one run of a window on this rank's ``stages``; an :class:`~paramp.base.spans.Observer`."""
 
     def __init__(self, stages: Stages, places: Sequence[int], context: ParallelContext) -> None:
-        self._stages = dict(zip(places, stages, strict=True))
+        self._stages = dict(zip(places, stages, strict=True))  # by their indices in the model
         self.findings = Findings(context)
+        """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
+        """The message of the criterion's exception, where a pipeline went on without its loss."""
         names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for stage in stages:
@@ -75,7 +68,8 @@ class Tracer:
         """Check one operation on one microbatch."""
         self._kind, self._at = kind, StagePass(self._at.call, microbatch or 0, stage or 0)
         if kind in FORWARDS:
-            self._running = [CRITERION if kind == "loss" else self._stage_input()]
+            first = (CAST if self._batch_is_finite else BATCH) if not stage else f"what stage {stage} received"
+            self._running = [CRITERION if kind == "loss" else first]
             self._graph.begin(self._running[-1])
         yield
         if kind.startswith("backward"):
@@ -173,11 +167,6 @@ class Tracer:
 
     # ---- checks
 
-    def _stage_input(self) -> str:
-        if self._at.stage == 0:
-            return CAST if self._batch_is_finite else BATCH
-        return f"what stage {self._at.stage} received"
-
     def _stage_output(self) -> str:
         stage = self._at.stage
         return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
@@ -191,20 +180,17 @@ class Tracer:
         everything: bool = False,
         received: bool = False,
     ) -> bool:
-        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made.
+        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made; whether there is one.
 
-        Args:
-            everything: count infinities in tensors without a gradient too, which are masks elsewhere.
-
-        Returns:
-            Whether there is one.
+        Infinities in tensors without a gradient are masks, and count with ``everything`` only.
         """
         self._num_checks += 1
         bad = next((value for value in tree_leaves(values) if _is_bad(value, everything)), None)
         if bad is not None:
             self.findings.meet(self._at, name)
             position = (self._num_checks, 0, 0)
-            weight = _bad_weight(module)
+            own = module.named_parameters(recurse=False) if module is not None else ()
+            weight = next((name for name, parameter in own if flaw(parameter)), None)
             self.findings.add("forward", name, bad, self._at, position, received=received, weight=weight)
         return bad is not None
 
@@ -214,20 +200,14 @@ class Tracer:
             return
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and flaw(parameter.grad):
-                during: During = "sum over microbatches"
-                self.findings.add(during, owner_of(name), parameter.grad, self._at, AFTER_NODES, parameter=name)
+                where = owner_of(name), parameter.grad, self._at, AFTER_NODES
+                self.findings.add("sum over microbatches", *where, parameter=name)
                 return
 
 
 def _is_bad(value: Any, everything: bool) -> bool:
     kind = flaw(value)
     return kind == "NaN" or (kind == "inf" and (everything or value.requires_grad))
-
-
-def _bad_weight(module: nn.Module | None) -> str | None:
-    """The name of a non-finite parameter of ``module`` itself."""
-    own = module.named_parameters(recurse=False) if module is not None else ()
-    return next((name for name, parameter in own if flaw(parameter)), None)
 
 
 def owner_of(parameter: str) -> str:
