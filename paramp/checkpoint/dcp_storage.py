@@ -58,11 +58,7 @@ def _one_error(what: str, path: str | Path) -> Iterator[None]:
 
 
 def write(
-    path: str | Path,
-    chunks: Sequence[Chunk],
-    values: Any,
-    group: dist.ProcessGroup,
-    failure: CheckpointError | None = None,
+    path: Path, chunks: Sequence[Chunk], values: Any, group: dist.ProcessGroup, failure: CheckpointError | None
 ) -> None:
     """Write a checkpoint to the folder ``path``, which appears when it is whole. Every rank of ``group`` calls this.
 
@@ -76,7 +72,7 @@ def write(
     """
     planner = ChunkSavePlanner(chunks, failure, str(path))
     with _one_error("written", path):
-        state_dict_saver.save({}, storage_writer=_Writer(Path(path), values), planner=planner, process_group=group)
+        state_dict_saver.save({}, storage_writer=_Writer(path, values), planner=planner, process_group=group)
 
 
 def rank_file(rank: int) -> str:
@@ -143,11 +139,9 @@ class _Writer(_Storage, StorageWriter):
 
 
 def _stored(name: str, tensor: TensorStorageMetadata, placed: Mapping[MetadataIndex, Any]) -> StoredTensor:
-    slices = [
-        StoredSlice(tuple(chunk.offsets), tuple(chunk.sizes), placed[MetadataIndex(name, chunk.offsets)][0])
-        for chunk in tensor.chunks
-    ]
-    return StoredTensor(name, tensor.properties.dtype, tuple(tensor.size), tuple(slices))
+    places = [(chunk.offsets, chunk.sizes, placed[MetadataIndex(name, chunk.offsets)][0]) for chunk in tensor.chunks]
+    slices = tuple(StoredSlice(tuple(offsets), tuple(sizes), file) for offsets, sizes, file in places)
+    return StoredTensor(name, tensor.properties.dtype, tuple(tensor.size), slices)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

@@ -82,10 +82,10 @@ class Tracer:
 
     def see_loss(self, output: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
         """Check the criterion's arguments, and its unscaled loss ``value``."""
-        if self._check(self._stage_output(), [output], everything=True):
+        if self._check(self._stage_output(), [output], masks=True):
             self.findings.meet(self._at, CRITERION)
-        self._check(TARGET, [target], everything=True)
-        self._check(CRITERION, [value], everything=True)
+        self._check(TARGET, [target], masks=True)
+        self._check(CRITERION, [value], masks=True)
         if flaw(value):
             self.findings.failed.add(self.findings.batch(self._at))
 
@@ -130,8 +130,8 @@ class Tracer:
         """The first hook: non-finite values here come from what runs around the module."""
         if self._kind not in FORWARDS:
             return
-        everything = len(self._running) == 1 and self._at.stage == 0
-        if self._check(self._running[-1], (args, kwargs), everything=everything, received=True):
+        of_batch = len(self._running) == 1 and self._at.stage == 0
+        if self._check(self._running[-1], (args, kwargs), masks=of_batch, received=True):
             self.findings.meet(self._at, name)
         self._running.append(name)
         self._graph.begin(name)
@@ -172,20 +172,14 @@ class Tracer:
         return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
 
     def _check(
-        self,
-        name: str,
-        values: Any,
-        *,
-        module: nn.Module | None = None,
-        everything: bool = False,
-        received: bool = False,
+        self, name: str, values: Any, *, module: nn.Module | None = None, masks: bool = False, received: bool = False
     ) -> bool:
         """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made; whether there is one.
 
-        Infinities in tensors without a gradient are masks, and count with ``everything`` only.
+        Infinities in tensors without a gradient, which often are ``masks``, count only where this is asked for.
         """
         self._num_checks += 1
-        bad = next((value for value in tree_leaves(values) if _is_bad(value, everything)), None)
+        bad = next((value for value in tree_leaves(values) if _is_bad(value, masks)), None)
         if bad is not None:
             self.findings.meet(self._at, name)
             position = (self._num_checks, 0, 0)
@@ -205,9 +199,9 @@ class Tracer:
                 return
 
 
-def _is_bad(value: Any, everything: bool) -> bool:
+def _is_bad(value: Any, masks: bool) -> bool:
     kind = flaw(value)
-    return kind == "NaN" or (kind == "inf" and (everything or value.requires_grad))
+    return kind == "NaN" or (kind == "inf" and (masks or value.requires_grad))
 
 
 def owner_of(parameter: str) -> str:

@@ -25,19 +25,16 @@ class Call(NamedTuple):
 
 
 class Window:
-    """The calls of an accumulation window, kept until the next window begins.
-
-    Attributes:
-        calls: None if a gradient came from elsewhere too, so that the window cannot be run again.
-        scale: the loss scale of the window's step, 0-dim; None before that step.
-    """
+    """The calls of an accumulation window, kept until the next window begins."""
 
     def __init__(self, stages: Stages, device: torch.device) -> None:
         self._stages = stages
         self._device = device
         self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
         self.calls: list[Call] | None = []
+        """None if a gradient came from elsewhere too, so that the window cannot be run again."""
         self.scale: torch.Tensor | None = None
+        """The loss scale of the window's step, 0-dim; None before that step."""
 
     def add(self, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Record that a backward of ``batch`` begins: inputs and targets, None where they are not known."""

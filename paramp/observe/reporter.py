@@ -110,9 +110,7 @@ class TextLog(Writer):
     """``train.log``: every message and every step's line."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
-        path = folder / "train.log"
-        if resumed_at is None:
-            set_aside(path)
+        path = folder / "train.log" if resumed_at is not None else set_aside(folder / "train.log")
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def say(self, text: str) -> None:
@@ -163,9 +161,7 @@ class TensorBoard(Writer):
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        path = folder / "tensorboard"
-        if resumed_at is None:
-            set_aside(path)
+        path = folder / "tensorboard" if resumed_at is not None else set_aside(folder / "tensorboard")
         purge_step = None if resumed_at is None else resumed_at + 1
         self._writer: Any = SummaryWriter(str(path), purge_step=purge_step)
 
