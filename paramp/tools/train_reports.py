@@ -35,8 +35,8 @@ def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_p
     }
     for name, value in (settings | facts).items():
         reporter.say(f"{name} = {value}")
-    for note in corpus.notes:
-        reporter.say(note)
+    for line in corpus.notes:
+        reporter.say(line)
     if context.config.train.log_dir is not None:
         path = set_aside(Path(context.config.train.log_dir) / "config.json")
         path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
