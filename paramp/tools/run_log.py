@@ -40,12 +40,10 @@ def read_run(log_dir: str | Path) -> LoggedRun:
     Raises:
         ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is no step's record.
     """
-    folder = Path(log_dir)
-    if not folder.is_dir():
-        raise ConfigError(f"plot: no folder {str(log_dir)!r}; expected the --log-dir of a run")
-    path = folder / "metrics.jsonl"
+    folder, path = Path(log_dir), Path(log_dir) / "metrics.jsonl"
     if not path.is_file():
-        raise ConfigError(f"plot: no metrics.jsonl in {str(log_dir)!r}; expected the --log-dir of a run")
+        missing = "metrics.jsonl in" if folder.is_dir() else "folder"
+        raise ConfigError(f"plot: no {missing} {str(log_dir)!r}; expected the --log-dir of a run")
     lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -62,11 +60,7 @@ def read_run(log_dir: str | Path) -> LoggedRun:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Parse a step's record, whose values are numbers or None.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Parse a step's record, whose values are numbers or None; a ValueError where it is something else."""
     try:
         record = json.loads(line)
     except ValueError:

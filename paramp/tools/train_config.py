@@ -36,13 +36,8 @@ def build_parser(description: str) -> Parser:
     add_flags(parser, defaults)
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", metavar="FILE", help=".toml or .py file; flags replace its values (default: none)")
-    group.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any key, such as model.num_layers=6; replaces flags and file (default: none)",
-    )
+    explained = "any key, such as model.num_layers=6; replaces flags and file (default: none)"
+    group.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=explained)
     return parser
 
 
@@ -81,10 +76,8 @@ def _plain_value(text: str) -> Any:
 def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
     """The shape of the model: the preset ``train.model``, with the fields that ``config.model`` replaces.
 
-    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it.
-
-    Args:
-        vocab_size: tokens of the data. None: not known yet; then the preset's are assumed.
+    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it. ``vocab_size`` is that of the data; None: not
+    known yet, the preset's is assumed.
 
     Raises:
         ConfigError: an unknown preset or field, an impossible value, or the data does not fit the model.
