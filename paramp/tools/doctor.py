@@ -98,10 +98,8 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    path = Path("/proc/cpuinfo")  # of Linux
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     named = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
 
@@ -118,8 +116,8 @@ def _launcher() -> dict[str, Any]:
         place = find_place()
     except LaunchError as error:
         return {"name": None, "rank": None, "world_size": None, "problem": str(error)}
-    launcher, rank, world_size = (place.launcher, place.rank, place.world_size) if place else (None, None, None)
-    return {"name": launcher, "rank": rank, "world_size": world_size, "problem": None}
+    name, rank, world_size = (place.launcher, place.rank, place.world_size) if place else (None, None, None)
+    return {"name": name, "rank": rank, "world_size": world_size, "problem": None}
 
 
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
@@ -129,10 +127,9 @@ MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MP
 def _mpi() -> dict[str, Any]:
     path, kind = shutil.which("mpirun"), None
     if path is not None:
+        command = [path, "--version"]
         try:
-            answer = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=SECONDS_FOR_MPIRUN, check=False
-            )
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_MPIRUN, check=False)
             text = (answer.stdout + answer.stderr).lower()
         except (OSError, subprocess.SubprocessError):
             text = ""
@@ -227,8 +224,5 @@ def _titled(device: Mapping[str, Any]) -> str:
 
 
 def _launcher_text(launcher: Mapping[str, Any]) -> str:
-    if launcher["problem"]:
-        return str(launcher["problem"])
-    if launcher["name"] is None:
-        return "none: a world of one"
-    return f"{launcher['name']}: rank {launcher['rank']} of {launcher['world_size']}"
+    started = "{name}: rank {rank} of {world_size}".format(**launcher) if launcher["name"] else "none: a world of one"
+    return launcher["problem"] or started

@@ -13,17 +13,14 @@ from ..config.files import merge
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag."""
+    """One flag, which sets the configuration key ``key``."""
 
     name: str
     key: str
-    """The configuration key that it sets."""
-    kind: type
-    """The type of its value. ``bool``: the flag takes no value and sets True."""
+    kind: type  # bool: the flag takes no value and sets True
     metavar: str | None
     help: str
-    unset: str = "none"
-    """What a default of None means."""
+    unset: str = "none"  # what a default of None means
     choices: Mapping[str, Any] | None = None
     """The values that are allowed, and what each sets. None: the configuration checks the value."""
 

@@ -8,29 +8,87 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
 from ..observe.grad_histogram import GradientHistogram
-from .run_log import LoggedRun, read_run
 
 # Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SECOND = "#D55E00"
-"""The colour of a single run's second line in a panel."""
+SECOND = "#D55E00"  # of a single run's second line in a panel
 SKIPPED = "#000000"
 FORMATS = (".png", ".svg", ".pdf")
-RUN = "run"
-"""The ``gid`` of the one line of each run that the legend lists."""
-LINES = ("-", "--", ":", "-.")
-"""Runs beyond the colours repeat them with the next kind of line."""
+RUN = "run"  # the gid of the one line of each run that the legend lists
+LINES = ("-", "--", ":", "-.")  # runs beyond the colours repeat them with the next kind of line
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": True, "framealpha": 0.85, "edgecolor": "none"}
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The steps of one run, oldest first."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+    def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The steps that have ``key``, and its values there, 1-dim each; NaN for null."""
+        found = [(record["step"], record[key]) for record in self.records if key in record]
+        table = np.array([(step, math.nan if value is None else value) for step, value in found], dtype=np.float64)
+        return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
+
+    def waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Steps, and the percentage of each that was spent waiting for data, 1-dim each."""
+        records = [record for record in self.records if record.get("step_seconds") and "data_seconds" in record]
+        percentages = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
+        return np.array([record["step"] for record in records], np.float64), np.array(percentages, np.float64)
+
+
+def read_run(log_dir: str | Path) -> LoggedRun:
+    """Read the run in ``log_dir``, without an incomplete last line, as a running or a killed process leaves it.
+
+    Raises:
+        ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is no step's record.
+    """
+    folder, path = Path(log_dir), Path(log_dir) / "metrics.jsonl"
+    if not path.is_file():
+        missing = "metrics.jsonl in" if folder.is_dir() else "folder"
+        raise ConfigError(f"plot: no {missing} {str(log_dir)!r}; expected the --log-dir of a run")
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):  # the last one, with no newline after it, may still be being written
+                raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
+    if not records:
+        raise ConfigError(f"plot: {str(path)!r} holds no step yet")
+    return LoggedRun(folder.name or str(folder), records)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Parse a step's record, whose values are numbers or None; a ValueError where it is something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"not JSON: {line[:40].decode(errors='replace')!r}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError('expected an object with a whole number as its "step"')
+    for key, value in record.items():
+        if not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"{key}: got {value!r}, expected a number or null")
+    return record
 
 
 def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -166,8 +224,9 @@ def _draw_norm(axes: Any, runs: Sequence[LoggedRun]) -> None:
 def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
+    single = len(runs) == 1
     for index, run in enumerate(runs):
-        axes.plot(*run.series("tokens_per_second"), **_style(index), label="tokens/s" if len(runs) == 1 else "_run")
+        axes.plot(*run.series("tokens_per_second"), **_style(index), label="tokens/s" if single else "_run")
     axes.margins(y=0.25)  # room for the legend
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -180,9 +239,9 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     right.set_ylabel("waiting for data")
     right.yaxis.set_major_formatter(PercentFormatter())
     for index, (steps, percentages) in enumerate(waits):
-        style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if len(runs) == 1 else {})
-        right.plot(steps, percentages, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
-    if len(runs) == 1:
+        style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if single else {})
+        right.plot(steps, percentages, **style, label="waiting for data" if single else "_waiting")
+    if single:
         _legend(axes, right)
     else:
         right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
