@@ -46,7 +46,11 @@ class PipelineConfig:
         require(self.schedule in SCHEDULES, "schedule", self.schedule, names)
         self._check_stages()
         self._check_microbatches()
-        self._check_split()
+        if self.split is not None:
+            per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
+            needed = self.num_stages - 1
+            names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
+            require(len(self.split) == needed, "split", list(self.split), names)
 
     def _check_stages(self) -> None:
         given = self.stages_per_rank
@@ -69,14 +73,6 @@ class PipelineConfig:
         why = f"because the schedule {self.schedule!r} runs them in {rounds} rounds of {self.size} or more"
         multiple = f"a multiple of {rounds}, such as {given - given % rounds}, {why}"
         require(not self.row.in_rounds or given % rounds == 0, "microbatches", given, multiple)
-
-    def _check_split(self) -> None:
-        if self.split is None:
-            return
-        per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
-        needed = self.num_stages - 1
-        names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
-        require(len(self.split) == needed, "split", list(self.split), names)
 
     @property
     def row(self) -> Schedule:

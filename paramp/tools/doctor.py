@@ -76,9 +76,6 @@ def examine() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- the machine
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -142,9 +139,6 @@ def _slurm() -> dict[str, Any]:
     return {key: os.environ.get(name) or None for key, name in variables.items()} | {"srun": shutil.which("srun")}
 
 
-# ------------------------------------------------------------------------------------------------------- the modes
-
-
 def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]:
     """How ``precision`` runs on the first of ``devices``."""
     device = devices[0]
@@ -186,9 +180,6 @@ def _lacking_float8(device: Mapping[str, Any]) -> str | None:
 
 def _capability(device: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(part) for part in device["capability"].split("."))
-
-
-# ------------------------------------------------------------------------------------------------------ the screen
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

@@ -247,9 +247,6 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
         right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
 
 
-# ------------------------------------------------------------------------------------------- gradients by exponent
-
-
 def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
     """Draw ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
     check_matplotlib("histogram")

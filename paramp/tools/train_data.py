@@ -102,19 +102,18 @@ class DataPosition:
 
 
 class Batches:
-    """This rank's parts of the global batches.
+    """This rank's parts of the global batches: a pair of inputs and targets for each accumulation step, token ids
+    (batch, sequence).
 
-    Each is fetched one step ahead, so that an error in the data is known while the step before can still be saved.
+    Each batch is fetched one step ahead, so that an error in the data, ``failure``, is known while the step before can
+    still be saved. ``seconds`` is the duration of the last fetch.
     """
 
     def __init__(self, context: ParallelContext, corpus: Corpus) -> None:
         self._context, self._corpus = context, corpus
         self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """One pair for each accumulation step: inputs and targets, token ids (batch, sequence)."""
         self.seconds = 0.0
-        """Duration of the last fetch."""
         self.failure: Exception | None = None
-        """The error of the last fetch on this rank."""
 
     def fetch(self, step: int) -> None:
         """Read the batch of ``step``."""
