@@ -72,8 +72,8 @@ def train(context: paramp.ParallelContext) -> int:
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
     resumed_at, writes = None if found is None else position.step, context.is_main
-    reporter = Reporter(job.steps, job.log_dir, enabled=writes, tensorboard=job.tensorboard, resumed_at=resumed_at)
-    with StopRequest() as stop, reporter:
+    open_reporter = functools.partial(Reporter, job.steps, job.log_dir, enabled=writes, tensorboard=job.tensorboard)
+    with StopRequest() as stop, open_reporter(resumed_at=resumed_at) as reporter:
         announce(reporter, context, corpus, num_parameters)
         if header is not None:
             reporter.say(f"resumed from {found}, after step {position.step}")
