@@ -14,8 +14,7 @@ from reference import batches, small_gpt
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
 from paramp.checkpoint import atomic_dir
-from paramp.checkpoint.atomic_dir import Written, problems
-from paramp.checkpoint.step_folders import checkpoints_in
+from paramp.checkpoint.atomic_dir import Written, checkpoints_in, problems
 from paramp.engine.checkpoint_manager import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
