@@ -113,11 +113,7 @@ class ResidualMasters(NoMasters):
         self.remainders[own].zero_()
 
 
-MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {
-    False: NoMasters,
-    True: FullMasters,
-    "remainder": ResidualMasters,
-}
+MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
 """By :attr:`paramp.Precision.masters`. Another way to store masters is another row."""
 
 

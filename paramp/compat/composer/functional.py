@@ -24,9 +24,7 @@ from ...precision.policy import Precision
 
 
 def apply_low_precision_layernorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """Let each ``nn.LayerNorm`` of ``model`` take and give autocast's dtype.
 
@@ -47,18 +45,14 @@ def apply_low_precision_layernorm(
 
 
 def apply_low_precision_groupnorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.GroupNorm``."""
     return replace_norms(model, nn.GroupNorm, LPGroupNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_low_precision_rmsnorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.RMSNorm``."""
     return replace_norms(model, nn.RMSNorm, LPRMSNorm, precision=precision, optimizers=optimizers)

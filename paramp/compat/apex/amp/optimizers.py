@@ -72,11 +72,7 @@ class ApexOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        session: Session,
-        replaced: Mapping[int, nn.Parameter],
-        known: set[int],
+        self, optimizer: torch.optim.Optimizer, session: Session, replaced: Mapping[int, nn.Parameter], known: set[int]
     ) -> None:
         self.optimizer = optimizer
         self.session = session

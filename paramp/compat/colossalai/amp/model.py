@@ -22,11 +22,7 @@ class AmpModel(Stage):
     def __init__(self, model: nn.Module, compute: ComputeContext) -> None:
         context = current_context()
         super().__init__(
-            model,
-            compute.precision,
-            compute.device,
-            is_first=True,
-            is_last=context is None or context.is_last_stage,
+            model, compute.precision, compute.device, is_first=True, is_last=context is None or context.is_last_stage
         )
         self._compute = compute
 

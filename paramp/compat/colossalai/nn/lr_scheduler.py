@@ -24,11 +24,7 @@ class CosineAnnealingLR(schedules.CosineAnnealingLR):
     """From the optimizer's rate down to ``eta_min`` along half a cosine of ``total_steps``."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        self, optimizer: torch.optim.Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
 
@@ -51,11 +47,7 @@ class _Warmup(schedules.LRScheduler):
     """Rises in a line for ``warmup_steps``, then follows :meth:`after`."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        last_epoch: int = -1,
+        self, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
         if not 0 <= warmup_steps < total_steps:
             raise ConfigError(f"warmup_steps: got {warmup_steps}, expected 0 to {total_steps - 1}, fewer than all")
@@ -127,11 +119,7 @@ class FlatAnnealingLR(FlatAnnealingWarmupLR):
     """The full rate for the part ``pct_start`` of all steps, then half a cosine down to 0."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        pct_start: float = 0.72,
-        last_epoch: int = -1,
+        self, optimizer: torch.optim.Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, 0, pct_start, 0.0, last_epoch)
 
