@@ -17,10 +17,9 @@ from ....precision.policy import LossScaling, Precision
 from .casts import patch_registered
 from .errors import AmpError
 from .loss_scaler import LossScaler
-from .models import AmpForward, Casts, cast_models, check_models
+from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
 from .optimizers import ApexOptimizer, check_optimizers
 from .session import Session, print_on_main, state
-from .state_dicts import keep_state_dicts_fp32
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -1,4 +1,4 @@
-"""Models under amp: what is refused, the cast of their weights, and their forward.
+"""Models under amp: what is refused, the cast of their weights, their forward, and their state dicts.
 
 A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out.
 """
@@ -144,3 +144,42 @@ def _has_to(value: object) -> bool:
 
 def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
+
+
+# State dicts are in fp32 at every level, so that they hold the masters' values. Loading one sets masters and weights.
+
+
+def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
+    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""
+    for module in nn.ModuleList(models).modules():
+        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
+            module.register_state_dict_post_hook(_widen_state)
+            module.register_load_state_dict_pre_hook(_load_masters)
+            module.register_load_state_dict_post_hook(_note_versions)
+
+
+def _widen_state(module: nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    weights = state.weights
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        saved = destination.get(prefix + name)
+        if tensor is None or saved is None or isinstance(saved, nn.Parameter) or not is_low(saved):
+            continue  # a parameter itself, and no copy of its values, was asked for with keep_vars=True
+        weight = weights.get(id(tensor))
+        destination[prefix + name] = saved.float() if weight is None else weight.full_precision()
+
+
+@torch.no_grad()
+def _load_masters(module: nn.Module, source: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    weights = state.weights
+    for name, parameter in module._parameters.items():
+        weight = weights.get(id(parameter))
+        value = source.get(prefix + name)
+        if weight is not None and weight.has_master and value is not None and value.shape == weight.stepped.shape:
+            weight.stepped.copy_(value)
+
+
+def _note_versions(module: nn.Module, _incompatible: Any) -> None:
+    weights = state.weights
+    for parameter in module._parameters.values():
+        if id(parameter) in weights:
+            weights[id(parameter)].note_version()

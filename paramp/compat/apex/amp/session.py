@@ -55,6 +55,10 @@ class AmpState:
         return [] if self.session is None else self.session.loss_scalers
 
     @property
+    def weights(self) -> dict[int, AmpWeight]:
+        return {} if self.session is None else self.session.weights
+
+    @property
     def opt_properties(self) -> Properties | None:
         return None if self.session is None else self.session.properties
 
