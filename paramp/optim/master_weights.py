@@ -65,11 +65,6 @@ class MasterWeight:
             given = gradient if is_dtensor(self.stepped) else local(gradient)
             self.stepped.grad = given.detach().to(self.stepped.dtype)
 
-    def drop_master_gradient(self) -> None:
-        """Free the master's fp32 gradient, which nobody reads after the step."""
-        if self.has_master:
-            self.stepped.grad = None
-
 
 @torch.no_grad()
 def write_back(weights: Iterable[MasterWeight]) -> None:
@@ -78,6 +73,13 @@ def write_back(weights: Iterable[MasterWeight]) -> None:
     if pairs:
         rounded, masters = zip(*pairs, strict=True)
         torch._foreach_copy_(list[torch.Tensor](rounded), list[torch.Tensor](masters))
+
+
+def drop_master_gradients(weights: Iterable[MasterWeight]) -> None:
+    """Free the masters' fp32 gradients, which nobody reads after the step."""
+    for one in weights:
+        if one.has_master:
+            one.stepped.grad = None
 
 
 class Weights:
@@ -163,8 +165,7 @@ class Weights:
 
     def drop_master_gradients(self) -> None:
         """Free the masters' fp32 gradients, which nobody reads after the step."""
-        for one in self._weights:
-            one.drop_master_gradient()
+        drop_master_gradients(self._weights)
 
 
 def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
@@ -211,11 +212,7 @@ def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParamet
 
 
 def check_frozen(frozen: NamedParameters) -> None:
-    """Refuse gradients of parameters that nobody steps.
-
-    Raises:
-        RuntimeError: naming one.
-    """
+    """Raise a RuntimeError for gradients of parameters that nobody steps."""
     for name, parameter in frozen:
         if parameter.grad is not None:
             raise RuntimeError(
@@ -225,11 +222,7 @@ def check_frozen(frozen: NamedParameters) -> None:
 
 
 def _check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to load ``masters`` where this rank has ``own``.
-
-    Raises:
-        ValueError: they have other names or shapes.
-    """
+    """Raise a ValueError for ``masters`` with other names or shapes than this rank's ``own``."""
     problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
     problems += [name for name in masters if name not in own]
     if problems:

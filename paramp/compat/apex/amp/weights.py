@@ -43,27 +43,19 @@ class AmpWeight(MasterWeight):
         """The weight in fp32 at least; shares storage with the master."""
         return self.stepped.detach() if self.has_master else self.stepped.detach().float()
 
-    def check(self, current: set[int]) -> bool:
-        """Before the first backward: that the weight is still the model's, and in the same place as its master.
-
-        Returns:
-            Whether this was the first time.
-
-        Raises:
-            AmpError: it is not.
-        """
-        first, self.checked = not self.checked, True
-        if first and self.of_model and id(self.weight) not in current:
+    def check(self, current: set[int]) -> None:
+        """Before the first backward: that the weight is still the model's, and in the same place as its master."""
+        self.checked = True
+        if self.of_model and id(self.weight) not in current:
             raise AmpError(
                 f"a parameter of shape {tuple(self.weight.shape)} is no longer in its model: something has replaced it "
                 "after amp.initialize; apply tensor parallelism (and make the optimizer) before amp.initialize"
             )
-        if first and self.weight.device != self.stepped.device:
+        if self.weight.device != self.stepped.device:
             raise AmpError(
                 f"a weight is on {self.weight.device} and its master on {self.stepped.device}; "
                 "move the model before amp.initialize, not after"
             )
-        return first
 
     def adopt(self) -> None:
         """Take the weight's values for the master's, if they were changed since these were made.
@@ -71,10 +63,11 @@ class AmpWeight(MasterWeight):
         DistributedDataParallel broadcasts rank 0's weights. Every rank has to round its masters to them then, rank 0
         too, so a write counts even where it wrote what was there.
         """
+        weight, master = local(self.weight).detach(), local(self.stepped).detach()
         if self.has_master and (
-            self.weight._version != self._version or not _same(local(self.weight), local(self.stepped))
+            self.weight._version != self._version or not torch.equal(weight, master.to(weight.dtype))
         ):
-            local(self.stepped).detach().copy_(local(self.weight).detach())
+            master.copy_(weight)
 
     def begin(self, scale: float) -> None:
         """Before a backward whose loss is multiplied by ``scale``: stash the gradients that are there, unscaled."""
@@ -123,10 +116,6 @@ class AmpWeight(MasterWeight):
             self._note_spent()
 
 
-def _same(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    return torch.equal(weight, master.to(weight.dtype))
-
-
 @torch.no_grad()
 def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor) -> None:
     """Bring the gradients of a backward to what is stepped, divided by ``scale``.
@@ -148,10 +137,8 @@ def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
 
     Args:
         current: ``id`` of every parameter that the models have now.
-
-    Raises:
-        AmpError: a weight is not in its model any more, or not on the device of its master.
     """
     for weight in weights:
-        if weight.check(current):
+        if not weight.checked:
+            weight.check(current)
             weight.adopt()
