@@ -15,9 +15,7 @@ from ....precision.policy import LossScaling
 class _Steps(Protocol):
     """What of an optimizer a loss scaler knows."""
 
-    @property
-    def overflows(self) -> dict[int, str]:
-        """By loss: what became of the scale after an overflow. Its next step is skipped if there are any."""
+    overflows: dict[int, str]
 
 
 class LossScaler:

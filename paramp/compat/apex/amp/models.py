@@ -26,11 +26,7 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def check_models(models: Sequence[object], *, cast: bool) -> None:
-    """Refuse what is no model, what is wrapped already, and what is in half precision already.
-
-    Raises:
-        AmpError: naming it.
-    """
+    """Raise an AmpError for what is no model, is wrapped already, or is in half precision already."""
     for model in models:
         if not isinstance(model, nn.Module):
             raise AmpError(f"models: got {type(model).__name__}, expected a torch.nn.Module or a list of them")
@@ -52,10 +48,9 @@ def check_models(models: Sequence[object], *, cast: bool) -> None:
 
 
 def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Cast the weights of ``models``; what they have in common stays in common.
+    """Cast the weights of ``models``; return each parameter that was replaced, with the one in its place.
 
-    Returns:
-        Each parameter that was replaced, with the one in its place. The old ones keep their full precision.
+    What the models have in common stays in common. The old parameters keep their full precision.
     """
     together = nn.ModuleList(models)
     before = dict(together.named_parameters(remove_duplicate=False))
@@ -113,9 +108,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return value if isinstance(value, nn.Module) else value.to(dtype or torch.float32)
     if is_dataclass(value) and not isinstance(value, type):
         return _cast_fields(value, dtype)
-    if isinstance(value, Mapping):
-        return _cast_items(value, dtype)
-    return value
+    return _cast_items(value, dtype) if isinstance(value, Mapping) else value
 
 
 def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
@@ -133,7 +126,7 @@ def _cast_items(value: Mapping[Any, Any], dtype: torch.dtype | None) -> Any:
     if not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     changed = copy.copy(value)
-    for key, item in items.items():
+    for key, item in items.items():  # not update(), which some such classes refuse
         changed[key] = item
     return changed
 

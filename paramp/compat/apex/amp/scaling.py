@@ -103,11 +103,7 @@ def _scaler_of(loss_id: int, session: Session) -> LossScaler:
 
 
 def _unscale_others(weights: Iterable[AmpWeight], scale: float, found_inf: torch.Tensor) -> bool:
-    """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix.
-
-    Returns:
-        Whether there were any.
-    """
+    """Unscale delayed gradients that carry another scale than ``scale``, so that they do not mix; whether there are."""
     others: dict[float, list[AmpWeight]] = defaultdict(list)
     for weight in weights:
         if weight.scale is not None and weight.scale != scale:
