@@ -69,8 +69,6 @@ class FlatGradients:
         if any(buffer.num_parts > 1 for buffer in buffers):
             self._overlapped = OverlappedReduceScatter(buffers, context, self._reduce_dtypes.dp, tied)
 
-    # -------------------------------------------------------------------------------------------- in their buffers
-
     def zero_grad(self) -> None:
         """Make every gradient zero: one fill for each buffer."""
         for buffer in self._buffers:
@@ -177,8 +175,6 @@ class FlatGradients:
             self._presence = key, values.to(self._context.device)
         return self._presence[1]
 
-    # ---------------------------------------------------------------------------------------- sums over data ranks
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
@@ -210,8 +206,6 @@ class FlatGradients:
         """Wait for the reductions, where any have begun."""
         if self._overlapped is not None:
             self._overlapped.end()
-
-    # --------------------------------------------------------------------------------------------- what is measured
 
     def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
         """The gradients that this rank counts, 1-dim and split in blocks of the norm, and each one's norm weight."""

@@ -1,9 +1,8 @@
 """What the engine trains, in a few long tensors.
 
 All trained parameters of a rank lie one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, one for each
-dtype of weights: the weights, their gradients, and what only the optimizer needs (fp32 masters, or the remainders that
-complete the weights to them). The model's parameters and gradients are views, so that nothing is copied on the way, the
-step runs over a few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
+dtype of weights. The model's parameters and gradients are views, so that nothing is copied on the way, the step runs
+over a few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
 
 ::
 
@@ -13,7 +12,6 @@ step runs over a few ranges instead of hundreds of tensors, and a reduction over
 
 Parameters are sorted by their optimizer group and by how many ranks hold them, so that neighbours are stepped and
 counted alike; within that, the last of the model first, because their gradients are ready first.
-
 ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. It alone has masters
 and optimizer state for it, receives its gradients summed, and sends its new weights to the others.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,20 +27,6 @@ to the next."""
 
 Options = Mapping[str, Any]
 State = Mapping[str, torch.Tensor]
-
-
-class Step(Protocol):
-    """How an engine's optimizer steps."""
-
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
-        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
-
-        Args:
-            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
-        """
-
-    def state_loaded(self) -> None:
-        """The optimizer's state was changed in place."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +144,11 @@ class FusedStep:
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
+
+        Args:
+            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
+        """
         self._check_unchanged()
         ranges = self._weights.step_ranges.without(absent)
         if self._kernel.counts_steps:
@@ -251,8 +242,6 @@ class FusedStep:
             self._counts = key, torch.tensor(counts, device=self._steps.device)
         return self._counts[1]
 
-    # -------------------------------------------------------------------------------------------- the optimizer's state
-
     def _hand_over_state(self) -> None:
         for group in self._optimizer.param_groups:
             names = self._kernel.states(group)
@@ -290,6 +279,7 @@ class FusedStep:
         self.state_loaded()
 
     def state_loaded(self) -> None:
+        """The optimizer's state was changed in place."""
         steps = self._steps.int().tolist()
         self._weights.step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))
 
@@ -302,6 +292,7 @@ class PlainStep:
         self._weights = weights
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """As :meth:`FusedStep.__call__`."""
         if bool(found_inf):
             return
         for param, stepped, buffer in self._weights.pairs():
@@ -323,3 +314,7 @@ class PlainStep:
 
     def state_loaded(self) -> None:
         """Nothing follows from the state."""
+
+
+Step = FusedStep | PlainStep
+"""How an engine's optimizer steps."""

@@ -8,8 +8,7 @@
 ``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist during a step only
 ================  ==================================  ============================================================
 
-A storage is of the part of one buffer that this rank steps: the whole buffer without ZeRO. Slices count from where that
-part begins.
+A storage is of the part of one buffer that this rank steps; slices count from where that part begins.
 """
 
 from __future__ import annotations

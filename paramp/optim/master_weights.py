@@ -52,10 +52,6 @@ class MasterWeight:
     def has_master(self) -> bool:
         return self.weight.dtype is not self.stepped.dtype
 
-    def full_precision(self) -> torch.Tensor:
-        """The weight as the optimizer knows it, in its dtype; shares storage with what is stepped."""
-        return self.stepped.detach()
-
     def hand_over_gradient(self) -> None:
         """Give the weight's gradient to what is stepped, in its dtype; None if there is none."""
         gradient = self.weight.grad
@@ -112,7 +108,7 @@ class Weights:
     def masters(self) -> dict[str, torch.Tensor]:
         """The fp32 masters by the model's names, sharing storage: this rank's part of the state to save."""
         pairs = zip(self.names, self._weights, strict=True)
-        return {name: one.full_precision() for name, one in pairs if one.has_master}
+        return {name: one.stepped.detach() for name, one in pairs if one.has_master}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -122,7 +118,13 @@ class Weights:
             ValueError: other names or shapes than this rank's.
         """
         own = self.masters()
-        _check_masters(masters, own)
+        problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
+        problems += [name for name in masters if name not in own]
+        if problems:
+            raise ValueError(
+                f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
+                "in the same layout and mode"
+            )
         for name, master in own.items():
             master.copy_(masters[name])
         self.write_back()
@@ -219,14 +221,3 @@ def check_frozen(frozen: NamedParameters) -> None:
                 f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
                 "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
             )
-
-
-def _check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise a ValueError for ``masters`` with other names or shapes than this rank's ``own``."""
-    problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
-    problems += [name for name in masters if name not in own]
-    if problems:
-        raise ValueError(
-            f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
-            "in the same layout and mode"
-        )
