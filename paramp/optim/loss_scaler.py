@@ -31,7 +31,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 class DistributedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for models that are spread over processes; a drop-in for it.
 
-    What it decides, every rank of ``group`` decides. Every rank calls it with the same optimizers in the same order,
+    Every rank of ``group`` calls it with the same optimizers in the same order,
     also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). With
     several optimizers the one that overflowed is skipped, and the scale is one.
 

@@ -16,10 +16,9 @@ from ....precision.foreign_options import AMP_TYPE, OPT_LEVELS, Properties, apex
 from ....precision.policy import LossScaling, Precision
 from .casts import patch_registered
 from .errors import AmpError
-from .loss_scaler import LossScaler
 from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
 from .optimizers import ApexOptimizer, check_optimizers
-from .session import Session, print_on_main, state
+from .session import LossScaler, Session, print_on_main, state
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from .errors import AmpError
-from .loss_scaler import LossScaler
 from .models import compute_context
 from .optimizers import ApexOptimizer
-from .session import Session, state
+from .session import LossScaler, Session, state
 from .weights import AmpWeight, take_up_changes, unscale_
 
 

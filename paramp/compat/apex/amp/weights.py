@@ -18,19 +18,13 @@ def is_low(tensor: torch.Tensor) -> bool:
 
 
 class AmpWeight(MasterWeight):
-    """A weight with its master, and the state of its gradient.
-
-    Attributes:
-        scale: what the gradient in the weight is scaled by; None once it was handed to ``stepped``.
-        of_model: whether the weight was a parameter of one of the models in ``initialize``.
-        checked: whether it was checked before the first backward.
-    """
+    """A weight with its master, and the state of its gradient."""
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
         super().__init__(weight, stepped)
-        self.scale: float | None = None
-        self.of_model = of_model
-        self.checked = False
+        self.scale: float | None = None  # of the gradient in the weight, until that is handed to ``stepped``
+        self.of_model = of_model  # whether the weight was a parameter of one of the models in ``initialize``
+        self.checked = False  # before the first backward
         self._stash: torch.Tensor | None = None  # what earlier losses left, unscaled, during a backward
         self._spent: int | None = None  # the version of the weight's gradient that the master has had
         self.note_version()
@@ -77,9 +71,6 @@ class AmpWeight(MasterWeight):
 
     def hand_over_gradient(self) -> None:
         super().hand_over_gradient()
-        self._note_spent()
-
-    def _note_spent(self) -> None:
         self._spent = None if self.weight.grad is None else self.weight.grad._version
 
     @property
@@ -108,12 +99,12 @@ class AmpWeight(MasterWeight):
         """Drop or zero the weight's gradient; drop the master's."""
         self.scale = self._stash = None
         if self.has_master:
-            self.stepped.grad = None
+            self.stepped.grad = self._spent = None
             if set_to_none or self.weight.grad is None:
                 self.weight.grad = None
             else:
                 self.weight.grad.detach_().zero_()
-            self._note_spent()
+                self._spent = self.weight.grad._version
 
 
 @torch.no_grad()
