@@ -1,12 +1,9 @@
 """The optimizer step over flat buffers, in torch's own fused kernels.
 
-The step is bound by memory: each gradient has to be read, each weight (or master) and its state read and written. So it
-runs in blocks that stay in the cache, and does everything to one block before the next: widen the gradient, step the
-master, round it to the weight. Unscaling, clipping and the decision to skip go into the kernel as tensors, so that
-nothing waits for the host.
-
-That is for AdamW, Adam and SGD (:class:`FusedStep`). Any other optimizer makes its own ``step()``, after the host has
-read whether to (:class:`PlainStep`).
+The step is bound by memory, so it runs in blocks that stay in the cache, and does everything to one block before the
+next: widen the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip go into
+the kernel as tensors, so that nothing waits for the host. That is for AdamW, Adam and SGD (:class:`FusedStep`). Any
+other optimizer makes its own ``step()``, after the host has read whether to (:class:`PlainStep`).
 """
 
 from __future__ import annotations
@@ -137,8 +134,7 @@ class FusedStep:
         self._scratch: dict[str, torch.Tensor] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
-        self._sizes_at_first = self._sizes()
-        self._states_at_first = set(names)
+        self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
         self._hand_over_state()
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -178,8 +174,7 @@ class FusedStep:
                 "give it all of them before, and freeze those that are to wait"
             )
         for group in self._optimizer.param_groups:
-            missing = set(self._kernel.states(group)) - self._states_at_first
-            if missing:
+            if missing := set(self._kernel.states(group)) - self._states_at_first:
                 raise RuntimeError(
                     f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
                     "set it before"

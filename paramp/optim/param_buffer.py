@@ -159,10 +159,10 @@ class StepRange:
 
 
 class StepRanges:
-    """The ranges that this rank steps, from step to step.
+    """The ranges that this rank steps. A parameter without a gradient on any rank is not stepped.
 
-    A parameter without a gradient on any rank is not stepped, and Adam's bias correction counts each parameter's own
-    steps. So parameters run together only if they have missed the same steps.
+    Adam's bias correction counts each parameter's own steps, so parameters run together only if they have missed the
+    same steps.
 
     Attributes:
         everything: the ranges if every parameter is stepped.

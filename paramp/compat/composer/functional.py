@@ -22,6 +22,14 @@ from ...precision.norms import (
 )
 from ...precision.policy import Precision
 
+__all__ = [
+    "apply_fused_layernorm",
+    "apply_fused_rmsnorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+    "apply_low_precision_rmsnorm",
+]
+
 
 def apply_low_precision_layernorm(
     model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None

@@ -96,7 +96,7 @@ def _begin(
     properties, precision = _parse(opt_level, overrides, options)
     check_models(models, cast=precision.weights is not torch.float32)
     check_optimizers(optimizers)
-    state.initialized, state.verbosity = True, options["verbosity"]
+    state.verbosity = options["verbosity"]
     _print_options(opt_level, overrides, properties)
     scaling = precision.scaling or LossScaling.static(1.0)
     dynamic = properties.loss_scale == "dynamic"

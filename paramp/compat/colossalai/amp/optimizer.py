@@ -48,8 +48,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.precision = compute.precision
         scaling = self.precision.scaling or LossScaling(enabled=False)
         self.scaler = DistributedGradScaler(compute.device, **asdict(scaling))
-        self.num_steps = 0
-        self.num_skipped = 0
+        self.num_steps = self.num_skipped = 0
         self._weights = weights
         self._compute = compute
         self._spent = False  # the gradients have been stepped with
