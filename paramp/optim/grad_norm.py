@@ -129,10 +129,8 @@ def norm_power(
     parts = [torch.zeros((), dtype=torch.float64, device=device)]
     for (where, _), indices in by_place.items():
         powers = _powers([gradients[index] for index in indices], norm_type)
-        if math.isinf(norm_type):
-            parts.append(powers.amax().to(device))
-        else:
-            parts.append((powers * _on_device(tuple(norm_weights[index] for index in indices), where)).sum().to(device))
+        counts = _on_device(tuple(norm_weights[index] for index in indices), where)
+        parts.append((powers.amax() if math.isinf(norm_type) else (powers * counts).sum()).to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
 
 

@@ -55,9 +55,8 @@ class LossScaler:
 
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Go on from a saved scale."""
-        self._scaler.load_state_dict(
-            {**self._scaler.state_dict(), "scale": float(loss_scale), "_growth_tracker": int(unskipped)}
-        )
+        saved = {"scale": float(loss_scale), "_growth_tracker": int(unskipped)}
+        self._scaler.load_state_dict(self._scaler.state_dict() | saved)
 
     def add_findings(self, found_inf: torch.Tensor, optimizers: Iterable[_Steps]) -> None:
         """Remember what this rank found in a backward, 0-dim 0 or 1, for the gradients of ``optimizers``."""
