@@ -45,10 +45,7 @@ class NoMasters:
         return self.stepped[own]
 
     def write(self, own: slice, values: torch.Tensor) -> None:
-        """Store ``values``, floating point, and round them to the weights.
-
-        Values that :meth:`read` returned and that were changed in place are stored already.
-        """
+        """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(self.weights[own], values)
 
     def exact(self, own: slice) -> torch.Tensor:

@@ -110,11 +110,7 @@ def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StepGuard:
-    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``: its gradients are scaled, and this rank's own.
-
-    Args:
-        message: of the ``RuntimeError``.
-    """
+    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``, with a ``RuntimeError`` of ``message``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
         self._message = message

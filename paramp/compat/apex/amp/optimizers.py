@@ -56,12 +56,7 @@ def _check_kernels(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 class ApexOptimizer:
     """What amp keeps of one optimizer, and the methods that it puts in the place of the optimizer's own.
 
-    Args:
-        replaced: the model's new parameter for each old one, by ``id``.
-        known: ``id`` of every parameter of the models.
-
-    Attributes:
-        overflows: of the losses that overflowed since the last step, what became of the scale.
+    ``replaced`` has the model's new parameter for each old one, by ``id``; ``known`` the ``id`` of every parameter.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class ApexOptimizer:
         self.optimizer = optimizer
         self.session = session
         self.weights: list[AmpWeight] = []
-        self.overflows: dict[int, str] = {}
+        self.overflows: dict[int, str] = {}  # by loss, since the last step: what became of the scale
         self._masters = session.precision.masters
         self._adopt_parameters(replaced, known)
         warn_of_eps(self.optimizer)

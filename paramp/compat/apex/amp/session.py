@@ -24,12 +24,7 @@ class _Steps(Protocol):
 
 
 class LossScaler:
-    """The scale of one loss, and what its last backwards found.
-
-    Args:
-        loss_id: its number in messages.
-        dynamic: whether the scale moves; an overflow skips the step in either case.
-    """
+    """The scale of one loss, which moves if ``dynamic``, and what its last backwards found."""
 
     def __init__(self, loss_id: int, scaling: LossScaling, *, dynamic: bool) -> None:
         # Apex begins at the ceiling where that is below the usual first scale.

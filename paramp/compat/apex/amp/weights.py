@@ -126,8 +126,7 @@ def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor
 def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
     """Before the first backward: check each weight, and take up what was done to it since ``initialize``.
 
-    Args:
-        current: ``id`` of every parameter that the models have now.
+    ``current`` has the ``id`` of every parameter that the models have now.
     """
     for weight in weights:
         if not weight.checked:
