@@ -61,10 +61,8 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     """
     sharded = {PIPELINE_AXIS}
     if is_dtensor(tensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        sharded.update(
-            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
-        )
+        placements = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+        sharded.update(name for name, placement in placements if not placement.is_replicate())
     return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
 
 
