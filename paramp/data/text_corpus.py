@@ -200,9 +200,8 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(
-                f'tokenizer: {str(file)!r} needs the package tokenizers: pip install "paramp[hf]"'
-            ) from None
+            message = f'tokenizer: {str(file)!r} needs the package tokenizers: pip install "paramp[hf]"'
+            raise ConfigError(message) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exception

@@ -26,8 +26,7 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
         ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
             from which it is known what the other ranks hold.
     """
-    axes: dict[str, int] = {}
-    replicas = 1
+    axes, replicas = {}, 1
     if context is not None:
         axes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.mesh.shape, strict=True))
     if is_dtensor(tensor):

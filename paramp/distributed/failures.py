@@ -112,12 +112,8 @@ def write_stderr(text: str) -> None:
 def end_process() -> None:
     """End the process with an error code: its main thread may be where no exception reaches it."""
 
-    def flush() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
     # In a thread, because the main thread may hold their locks.
-    flushing = threading.Thread(target=flush, daemon=True)
+    flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flushing.start()
     flushing.join(1.0)
     os._exit(EXIT_CODE)

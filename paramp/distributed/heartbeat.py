@@ -47,10 +47,8 @@ class Heartbeat:
     ) -> None:
         """Every rank makes one, and the ranks then meet, before any calls :meth:`start`.
 
-        Args:
-            store: shared by this launch's ranks alone.
-            timeout: seconds of silence after which a rank is missing.
-            host: who hosts the store, in words; empty: rank 0.
+        ``store`` is shared by this launch's ranks alone; ``host`` says who hosts it, empty: rank 0. A rank is missing
+        after ``timeout`` seconds of silence.
         """
         self.ending = False  # because another rank has fallen silent
         self._store = store

@@ -185,15 +185,8 @@ def _join(
         _init_process_group(store, place, backend, device)
     if world_size > 1:
         report_once()
-    return ParallelContext(
-        config,
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        device=device,
-        owns_world=owns_world,
-        heartbeat=heartbeat,
-    )
+    ranks = {"rank": rank, "world_size": world_size, "local_rank": place.local_rank}
+    return ParallelContext(config, **ranks, device=device, owns_world=owns_world, heartbeat=heartbeat)
 
 
 def _check_world(place: LauncherRank) -> None:
@@ -266,9 +259,8 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    devices = set(exchange(store, "device", mine, rank, world_size))
-    all_gpus = all(name.startswith("GPU ") for name in devices)
-    return "nccl" if all_gpus and len(devices) == world_size else "gloo"
+    devices = {name for name in exchange(store, "device", mine, rank, world_size) if name.startswith("GPU ")}
+    return "nccl" if len(devices) == world_size else "gloo"
 
 
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
