@@ -43,11 +43,9 @@ def wrap(
     placements: Sequence[Placement] | None = None,
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """The DTensor whose local part is ``part``, on the mesh of ``like``.
+    """The DTensor whose local part is ``part`` (any dims and dtype; not copied), on the mesh of ``like``.
 
-    Args:
-        part: any dims and dtype; not copied.
-        placements, shape: of the DTensor. None: those of ``like``.
+    ``placements`` and ``shape`` are the DTensor's. None: those of ``like``.
     """
     from torch.distributed.tensor import DTensor
 

@@ -70,6 +70,6 @@ class LaunchError(RuntimeError):
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Unless ``condition``, raise a ConfigError with the ``name`` of a setting, its ``value`` and what is ``allowed``."""
+    """Unless ``condition``, raise a ConfigError with a setting's ``name``, its ``value`` and what is ``allowed``."""
     if not condition:
         raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")

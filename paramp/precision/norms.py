@@ -190,8 +190,12 @@ def _eps_of(x: Tensor, eps: float | None) -> float:
 
 def _fits_apex(x: Tensor, *weights: Weight) -> bool:
     tensors = [x, *(weight for weight in weights if weight is not None)]
-    plain = all(tensor.is_cuda and not is_dtensor(tensor) and tensor.dtype is x.dtype for tensor in tensors)
+    plain = all(_is_plain_cuda(tensor) and tensor.dtype is x.dtype for tensor in tensors)
     return plain and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def _is_plain_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda and not is_dtensor(tensor)
 
 
 @functools.cache

@@ -27,16 +27,14 @@ def transformer_engine_recipe(options: Mapping[str, Any] | None) -> Any:
     known = list(inspect.signature(te.DelayedScaling).parameters)
     for name in given:
         if name not in known:
-            raise ConfigError(
-                f"te_recipe: DelayedScaling has no {name!r}, expected some of {', '.join(known)}{nearest(name, known)}"
-            )
+            expected = f"expected some of {', '.join(known)}{nearest(name, known)}"
+            raise ConfigError(f"te_recipe: DelayedScaling has no {name!r}, {expected}")
     wanted = given.get("fp8_format")
     if isinstance(wanted, str):
         formats = list(te.Format.__members__)
         if wanted not in formats:
-            raise ConfigError(
-                f"te_recipe: fp8_format: got {wanted!r}, expected one of {', '.join(formats)}{nearest(wanted, formats)}"
-            )
+            expected = f"expected one of {', '.join(formats)}{nearest(wanted, formats)}"
+            raise ConfigError(f"te_recipe: fp8_format: got {wanted!r}, {expected}")
         given["fp8_format"] = te.Format[wanted]
     try:
         return te.DelayedScaling(**given)
