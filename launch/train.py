@@ -21,8 +21,7 @@ import torch
 import paramp
 from paramp.checkpoint.header import Header, read_header
 from paramp.config.training import TrainConfig
-from paramp.data.bigram import bigram_loss
-from paramp.data.corpus import Corpus
+from paramp.data.corpus import Corpus, bigram_loss
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find

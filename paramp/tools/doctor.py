@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
-from ..precision.capabilities import gpu_has_bf16, gpu_has_float8, has_bf16_on_cpu, has_native_fp16
+from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
 from ..precision.policy import PRESETS, Precision
 
 PACKAGES = (
@@ -165,7 +165,7 @@ def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
         return f"this CPU has no fp16 arithmetic: {IN_FP32}"
     if dtype is torch.bfloat16 and kind == "cpu" and not has_bf16_on_cpu():
         return f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
-    if dtype is torch.bfloat16 and kind == "cuda" and not gpu_has_bf16(_capability(device)):
+    if dtype is torch.bfloat16 and kind == "cuda" and _capability(device) < NATIVE_BF16:
         return f"{_titled(device)} has no bfloat16 arithmetic, from 8.0 on"
     return None
 
@@ -173,7 +173,7 @@ def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
 def _lacking_float8(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cpu":
         return f"no CPU multiplies in float8: {WIDER}"
-    if gpu_has_float8(_capability(device)):
+    if _capability(device) >= NATIVE_FLOAT8:
         return None
     return f"{_titled(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
 
