@@ -122,7 +122,7 @@ class Replicas:
         groups: dict[nn.Parameter, ReplicaGroup] = {}
         for parameter, tie in tie_of.items():
             stages = tuple(self._stage_of(rank) for rank in dist.get_process_group_ranks(tie.group))
-            axes = {*replicated_axes(parameter, self._context), ROLES["stage"]}
+            axes = {*replicated_axes(parameter, self._context), *ROLES["stage"]}
             groups[parameter] = self._group(axes, stages, numbers[stages])
             numbers[stages] += 1
         return [
@@ -146,7 +146,7 @@ class Replicas:
             weight = part_of[param.name]
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes) - {ROLES["batch"], ROLES["stage"]}), None
+                group, tie = self._group(set(group.axes).difference(ROLES["batch"], ROLES["stage"])), None
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
@@ -156,7 +156,7 @@ class Replicas:
     def _stage_of(self, rank: int) -> int:
         """The coordinate of ``rank`` on the pipeline axis."""
         coordinates = (self._context.mesh.mesh == rank).nonzero()[0].tolist()
-        return int(coordinates[self._names.index(ROLES["stage"])])
+        return int(coordinates[self._names.index(*ROLES["stage"])])
 
     # --------------------------------------------------------------------------------------------------- comparing
 
@@ -280,7 +280,7 @@ class Replicas:
         whole = tensor.contiguous()
         bits = whole.view(-1).view(torch.uint8)  # neither gloo nor NCCL moves the int16 of remainders
         for name in part.group.axes:
-            tied = part.tie is not None and name == ROLES["stage"]
+            tied = part.tie is not None and name in ROLES["stage"]
             group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
             dist.broadcast(bits, group=group, group_src=0)
         if whole is not tensor:

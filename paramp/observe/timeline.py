@@ -116,7 +116,7 @@ class Timeline:
             RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
             for own, start in ((own, starts[machine]) for machine, _, own in everyone)
         ]
-        self.pipelines = ranks_along(context, [ROLES["stage"]]).tolist()
+        self.pipelines = ranks_along(context, ROLES["stage"]).tolist()
 
 
 @contextmanager
