@@ -42,26 +42,24 @@ class BatchRunner:
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
         self.pipeline = Pipeline(stages, context, config, observers) if config.size > 1 else None
-        self.observers = observers
-        """Notified of each forward and backward."""
+        self._observers = observers
         self._stages = stages
         self._gradients = gradients
         self._compute = compute
         self._context = context
 
     @property
-    def failure(self) -> Exception | None:
-        """What the criterion raised in the last batch on the last stage of a pipeline, which went on without it."""
-        return None if self.pipeline is None else self.pipeline.failure
-
-    def raise_failure(self) -> None:
-        """Raise on this rank what the criterion raised in the last batch.
-
-        Raises:
-            ValueError: from :attr:`failure`, if there is one.
-        """
-        if self.failure is not None:
-            raise ValueError(failure_message(self.failure)) from self.failure
+    def failure(self) -> ValueError | None:
+        """What to raise after the criterion failed in the last batch of a pipeline, whose last stage went on."""
+        error = None if self.pipeline is None else self.pipeline.failure
+        if error is None:
+            return None
+        text = str(error)
+        if not isinstance(error, ValueError) or not text.startswith("criterion: "):
+            text = f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
+        failure = ValueError(text)
+        failure.__cause__ = error
+        return failure
 
     def check(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Check that a batch can be split into microbatches along dim 0.
@@ -92,33 +90,29 @@ class BatchRunner:
         Args:
             overlap: begin the reductions over data ranks beside the last backward.
         """
-        before_last_backward = self._gradients.begin_last_backward if overlap else _do_nothing
+        before_last_backward = self._gradients.begin_last_backward if overlap else lambda: None
         with self._compute.enter():
             if self.pipeline is None:
-                self._run_plain(x, y, loss, backward, before_last_backward)
+                self._run_plain(x, y, loss, before_last_backward if backward else None)
             else:
                 self.pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
             self._gradients.end_last_backward()
 
     def _run_plain(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        loss: LossFunction,
-        backward: bool,
-        before_last_backward: Callable[[], None],
+        self, x: torch.Tensor, y: torch.Tensor, loss: LossFunction, before_last_backward: Callable[[], None] | None
     ) -> None:
-        begin_call(self.observers)
+        """Run without a pipeline; no backward if ``before_last_backward`` is None."""
+        begin_call(self._observers)
         microbatches = zip(x.chunk(self.num_microbatches), y.chunk(self.num_microbatches), strict=True)
         for index, (inputs, target) in enumerate(microbatches):
-            with span(self.observers, "forward", 0, index):
+            with span(self._observers, "forward", 0, index):
                 output = self._stages(inputs)
-            with span(self.observers, "loss", 0, index):
+            with span(self._observers, "loss", 0, index):
                 value = loss(output, target.to(self._context.device))
-            if backward:
+            if before_last_backward is not None:
                 if index == self.num_microbatches - 1:
                     before_last_backward()
-                with span(self.observers, "backward", 0, index):
+                with span(self._observers, "backward", 0, index):
                     value.backward()
 
     @torch.no_grad()
@@ -139,7 +133,7 @@ class BatchRunner:
         (x,) = args
         self._check_divides(x.shape[0])
         with self._compute.enter():
-            output = self.pipeline.run(x, torch.zeros(x.shape[0]), _no_loss, backward=False)
+            output = self.pipeline.run(x, torch.zeros(x.shape[0]), no_loss, backward=False)
         output = full_tensor(output)
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
         description: list[Any] = [None if output is None else (output.shape, output.dtype)]
@@ -178,17 +172,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
-def failure_message(error: Exception) -> str:
-    """What every rank of a pipeline reports after the criterion raised ``error`` on the last stage."""
-    text = str(error)
-    if isinstance(error, ValueError) and text.startswith("criterion: "):
-        return text
-    return f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
-
-
-def _no_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def no_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """The loss function of a batch without one."""
     return output.new_zeros(())
-
-
-def _do_nothing() -> None:
-    pass

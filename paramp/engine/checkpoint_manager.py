@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -48,13 +48,9 @@ class Checkpoints:
         return self.every is not None and step % self.every == 0
 
     def save(self, engine: Engine, step: int, *, wait: bool = False) -> Path:
-        """Save the engine after ``step``; when that is written, delete the checkpoints that are not kept. A collective.
+        """Save the engine after ``step``, and return the folder. A collective; ``wait`` as for :meth:`Engine.save`.
 
-        Args:
-            wait: as for :meth:`paramp.Engine.save`.
-
-        Returns:
-            The checkpoint's folder.
+        When it is written, the checkpoints that are not kept are deleted.
         """
         path = step_folder(self.folder, step)
         then = functools.partial(self._delete_old, step) if engine.context.is_main else None
@@ -91,17 +87,14 @@ def find(resume: str | None, folder: Path | None, report: Callable[[str], None] 
     assert group is not None
     if folder is not None:
         _check_writable(folder, group)
-    if resume == "auto" and folder is None:
-        raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
-    if resume == "auto" and folder is not None:
+    if resume == "auto":
+        if folder is None:
+            raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
         return _newest(folder, group, report)
-    if resume is not None:
-        damage = problems_together(resume, group)
-        if damage:
-            raise CheckpointError(damage[0])
     found = None if resume is None else Path(resume)
-    later = [] if folder is None else _later_than(found, folder, group)
-    if later:
+    if found is not None and (damage := problems_together(found, group)):
+        raise CheckpointError(damage[0])
+    if folder is not None and (later := _later_than(found, folder, group)):
         raise ConfigError(
             f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; continue from there "
             "with --resume auto, or choose another folder"
@@ -110,17 +103,12 @@ def find(resume: str | None, folder: Path | None, report: Callable[[str], None] 
 
 
 def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
-    """Make ``folder`` and try to write to it, before a run has something to save.
-
-    Raises:
-        ConfigError: on every rank: it cannot be written to.
-    """
+    """Make ``folder`` and try to write to it, before a run has something to save; a ConfigError on every rank."""
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             problem = [f"checkpoint_dir: {str(folder)!r} cannot be written to: {error.strerror}; choose another folder"]
     dist.broadcast_object_list(problem, group=group, group_src=0)
@@ -148,16 +136,14 @@ def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> l
         start = next((step for step, path in existing if found is not None and path.resolve() == found.resolve()), -1)
         names = [[path.name for step, path in existing if step > start]]
     dist.broadcast_object_list(names, group=group, group_src=0)
-    later: list[str] = names[0]
-    return later
+    return cast(list[str], names[0])
 
 
 def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
     """The accumulation that keeps the global batch on ``data_size`` ranks, in microbatches no larger than before.
 
     Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: microbatches of a rank in each call of ``forward_backward``.
+        batch_size: samples of an optimizer step, over all ranks; ``num_microbatches`` are those of a rank in each call.
         before: accumulation and data ranks of the run that is resumed.
 
     Raises:
@@ -167,9 +153,9 @@ def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, bef
     least = max(1, -(-accumulation * ranks // data_size))
     # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
     samples, rest = divmod(batch_size, data_size * num_microbatches)
-    for candidate in range(least, samples + 1):
-        if not rest and samples % candidate == 0:
-            return candidate
+    fitting = (one for one in range(least, samples + 1) if not rest and samples % one == 0)
+    if found := next(fitting, None):
+        return found
     raise ConfigError(
         f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
         f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"

@@ -8,6 +8,7 @@ on the CPU as on CUDA (:mod:`paramp.precision.autocast`). Cross-entropy takes lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,27 +25,14 @@ from ..precision.fp16_emulation import emulate_fp16
 from ..precision.policy import Precision
 
 
-def emulates_fp16(
-    precision: Precision, device: torch.device | str, setting: bool | Literal["auto"] | None = "auto"
-) -> bool:
-    """Whether fp16 products on ``device`` are computed in fp32 and rounded.
-
-    Args:
-        setting: ``emulate_fp16`` of the configuration. ``"auto"`` or None: where ``device`` has no fp16 arithmetic.
-    """
-    if precision.compute is not torch.float16:
-        return False
-    return not has_native_fp16(device) if setting in ("auto", None) else bool(setting)
-
-
 @dataclass(frozen=True)
 class ComputeContext:
     """What one model computes in on one device."""
 
     precision: Precision
     device: torch.device
-    emulate: bool = False
-    """fp16 products are computed in fp32 and rounded."""
+    emulation: bool | Literal["auto"] | None = "auto"
+    """``emulate_fp16`` of the configuration. ``"auto"`` or None: where the device has no fp16 arithmetic."""
     sharded: bool = False
     """Parameters are DTensors, so that the vocabulary of the logits may be sharded."""
 
@@ -54,26 +42,27 @@ class ComputeContext:
         context = current_context()
         first = next(model.parameters(), None)
         device = first.device if first is not None else context.device if context else torch.device("cpu")
-        return ComputeContext(
-            precision,
-            device,
-            emulate=emulates_fp16(precision, device, context.config.emulate_fp16 if context else "auto"),
-            sharded=any(map(is_dtensor, model.parameters())),
-        )
+        emulation = context.config.emulate_fp16 if context else "auto"
+        return ComputeContext(precision, device, emulation, sharded=any(map(is_dtensor, model.parameters())))
 
     @staticmethod
     def in_layout(context: ParallelContext) -> ComputeContext:
         """That of an engine in ``context``."""
-        config, device = context.config, context.device
-        emulate = emulates_fp16(config.precision, device, config.emulate_fp16)
-        return ComputeContext(config.precision, device, emulate=emulate, sharded=context.tensor_axis.size > 1)
+        config, sharded = context.config, context.tensor_axis.size > 1
+        return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded=sharded)
+
+    @functools.cached_property
+    def emulate(self) -> bool:
+        """Whether fp16 products are computed in fp32 and rounded."""
+        if self.precision.compute is not torch.float16:
+            return False
+        return not has_native_fp16(self.device) if self.emulation in ("auto", None) else bool(self.emulation)
 
     @contextmanager
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
         """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
 
-        Args:
-            autocast: for a forward: also enter autocast and the default dtype, where the mode has them.
+        With ``autocast``, for a forward: autocast and the default dtype too, where the mode has them.
         """
         # The backward needs the widening too: checkpointing computes forwards again in it.
         compute = computing if autocast else widening

@@ -20,7 +20,7 @@ from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.overflow_report import OverflowReport, find_gradients
 from ..parallel.stage import Stages
 from ..precision.policy import Precision
-from .batch_runner import BatchRunner, failure_message
+from .batch_runner import BatchRunner
 from .loss_window import CheckedCriterion, LossWindow
 from .step_result import StepCounters
 
@@ -126,19 +126,16 @@ def _run_again(engine: Diagnosed, scale: torch.Tensor) -> Tracer:
                 tracer.see_batch(call.x)
                 runner.run(call.x, call.y, loss, backward=True)
                 if runner.failure is not None:
-                    tracer.failure = failure_message(runner.failure)
+                    tracer.failure = str(runner.failure)
     finally:
         engine.observers.remove(tracer)
     return tracer
 
 
 def stops_after_skip(counters: StepCounters, max_skipped: int | None) -> bool:
-    """Whether training stops if the step to come is skipped too.
+    """Whether training stops if the step to come is skipped too; never where ``max_skipped`` is None.
 
     That is known from the steps before, so that the host waits for a step only where it comes to this.
-
-    Args:
-        max_skipped: the number of skipped steps in a row that stop it. None: it never stops.
     """
     if max_skipped is None:
         return False
@@ -147,11 +144,7 @@ def stops_after_skip(counters: StepCounters, max_skipped: int | None) -> bool:
 
 
 def stop(engine: Diagnosed) -> NoReturn:
-    """End the training after a skipped step.
-
-    Raises:
-        TrainingDiverged: with the diagnosis; on every rank.
-    """
+    """End the training after a skipped step, with the diagnosis; on every rank."""
     steps, skipped, in_a_row, at_floor = engine._counters.read()
     report: OverflowReport | str
     try:

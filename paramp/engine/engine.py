@@ -2,14 +2,15 @@
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), what it computes in
 (``compute_context``), the losses of an accumulation window (``loss_window``), what all ranks decide about the step
-(``step_decision``), what it returns (``step_result``), skipped steps (``diagnostics``), checkpoints
-(``checkpointing``) and the whole model (``state.full_state``).
+(``step_decision``), what it returns (``step_result``), skipped steps (``diagnostics``), checkpoints (``train_state``)
+and the whole model (``state.full_state``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -18,28 +19,25 @@ from torch.utils._pytree import tree_map
 
 from ..base.dtensor import full_tensor
 from ..base.spans import Observer, observed
-from ..checkpoint.async_save import Saver
-from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.replay import Window
 from ..observe.replica_check import Replicas
-from ..optim.flat_params import FlatWeights
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.user_optimizer import StepGuard
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
-from .batch_runner import BatchRunner, evaluation_mode, next_batch
-from .checkpointing import Checkpointed
+from .batch_runner import BatchRunner, evaluation_mode, next_batch, no_loss
 from .compute_context import ComputeContext
 from .diagnostics import Diagnosed, stop, stops_after_skip
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
 from .state.full_state import full_state_dict
+from .state.model_tensors import ParamChunks
 from .step_decision import StepGradients, decide_step
 from .step_result import StepCounters, StepResult
-from .train_state import TrainingState
+from .train_state import Stateful, TrainingState
 
 
-class Engine(Checkpointed, Diagnosed):
+class Engine(Diagnosed):
     """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
 
     Attributes:
@@ -55,17 +53,13 @@ class Engine(Checkpointed, Diagnosed):
     def __init__(
         self,
         stages: Stages,
-        weights: FlatWeights,
-        ties: list[TiedParameter],
+        params: ParamChunks,
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
-        context: ParallelContext,
-        first_names: Mapping[str, str],
-        shapes: Mapping[str, torch.Size],
         overflow: torch.Tensor,
     ) -> None:
-        """For the arguments see :class:`TrainingState`, and of ``overflow`` :class:`StepGradients`."""
-        device = context.device
+        """``overflow``: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8)."""
+        context, weights, device = params.context, params.weights, params.context.device
         self.context = context
         self.precision = context.config.precision
         self.optimizer = optimizer
@@ -74,12 +68,13 @@ class Engine(Checkpointed, Diagnosed):
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
         self._stages = stages
+        self._params = params
         self._weights = weights
-        self._names = list(first_names)
+        self._names = list(params.first_names)
         self._compute = ComputeContext.in_layout(context)
         self._criterion = CheckedCriterion(criterion, self._compute)
         self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
-        gradients, batches = StepGradients(weights.gradients, ties, overflow), Window(stages, device)
+        gradients, batches = StepGradients(weights.gradients, params.ties, overflow), Window(stages, device)
         self._losses = LossWindow(self.scaler, self._runner, gradients, batches, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
@@ -88,10 +83,8 @@ class Engine(Checkpointed, Diagnosed):
             "optimizer.step(): the optimizer belongs to an engine; call engine.step(), which first completes, "
             "unscales and checks the gradients",
         )
-        self._replicas = Replicas(self.module, weights, ties, optimizer, self.scaler, context)
-        self._state = TrainingState(self.module, stages, weights, optimizer, ties, context, first_names, shapes)
-        self._saver = Saver(context)
-        self._tracked = {}
+        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
+        self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
 
     @overload
     def forward_backward(
@@ -117,14 +110,42 @@ class Engine(Checkpointed, Diagnosed):
             ValueError: the batch does not divide into the microbatches, there is no criterion, or it failed; under a
                 pipeline on every rank, and the gradients of this window are to be dropped.
         """
-        self._criterion.require()
-        self._runner.check(x, y)
-        self._losses.begin_backward(y.numel() / self._runner.num_microbatches, (x, y))
-        self._runner.run(x, y, self._scaled_loss, backward=True, overlap=self._losses.in_last_call)
+        self._run(x, y, backward=True)
         if return_loss:
             return self._losses.mean()
-        self._runner.raise_failure()
+        if failure := self._runner.failure:
+            raise failure
         return None
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        backward: bool = False,
+        totals: torch.Tensor | None = None,
+        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> None:
+        """Run a batch; append outputs and targets to ``seen``. Without ``backward``, add its losses to ``totals``."""
+        losses = self._losses
+        if backward or totals is not None:
+            self._criterion.require()
+        self._runner.check(x, y)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if seen is not None:
+                seen.append((output.detach(), target))
+            if backward:
+                return losses.scaled(self._criterion(output, target))
+            if totals is None:
+                return no_loss(output, target)
+            value, added = losses.split(self._criterion(output, target))
+            totals.add_(added)
+            return value
+
+        if backward:
+            losses.begin_backward(y.numel() / self._runner.num_microbatches, (x, y))
+        self._runner.run(x, y, loss, backward=backward, overlap=backward and losses.in_last_call)
 
     def execute_schedule(
         self,
@@ -153,25 +174,12 @@ class Engine(Checkpointed, Diagnosed):
             ValueError: as :meth:`forward_backward`; or ``data_iter`` is no iterator or yields no pairs.
         """
         x, y = next_batch(data_iter)
-        if return_loss:
-            self._criterion.require()
-        elif not forward_only:
+        if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
-        self._runner.check(x, y)
-        totals = self._losses.no_losses() if forward_only else self._losses.totals
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            if return_output_label:
-                seen.append((output.detach(), target))
-            if not forward_only:
-                return self._scaled_loss(output, target)
-            return self._losses.added(self._criterion(output, target), totals) if return_loss else totals.new_zeros(())
-
-        if not forward_only:
-            self._losses.begin_backward(y.numel() / self._runner.num_microbatches, (x, y))
+        totals = self._losses.no_losses() if forward_only and return_loss else None
+        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
-            self._runner.run(x, y, loss, backward=not forward_only, overlap=self._losses.in_last_call)
+            self._run(x, y, backward=not forward_only, totals=totals, seen=seen)
         mean = self._losses.mean(totals) if return_loss else None
         if not seen:
             return None, None, mean
@@ -221,19 +229,10 @@ class Engine(Checkpointed, Diagnosed):
     @torch.no_grad()
     def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
-        self._criterion.require()
-        self._runner.check(x, y)
         totals = self._losses.no_losses()
-
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return self._losses.added(self._criterion(output, target), totals)
-
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._runner.run(x, y, loss, backward=False)
+            self._run(x, y, totals=totals)
         return self._losses.mean(totals)
-
-    def _scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self._losses.scaled(self._criterion(output, target))
 
     @observed("step")
     @torch.no_grad()
@@ -292,4 +291,55 @@ class Engine(Checkpointed, Diagnosed):
 
         Where the mode has masters, their values; buffers are those of the first data rank. Every rank has to call it.
         """
-        return full_state_dict(self.module, self._weights, self._state.shapes, self.context)
+        return full_state_dict(self._params)
+
+    def track(self, name: str, thing: Stateful) -> None:
+        """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
+
+        :func:`paramp.initialize` tracks the learning-rate scheduler and the loaders that it returns.
+
+        Args:
+            thing: its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts.
+
+        Raises:
+            ConfigError: it has no ``state_dict`` or no ``load_state_dict``.
+        """
+        self._state.track(name, thing)
+
+    def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
+        """Write a checkpoint, which :meth:`load` reads in any layout, to the folder ``path``. Every rank calls it.
+
+        It holds weights (masters where there are), optimizer, scaler with all counters, scheduler, random streams,
+        the position in loaders and the configuration. The folder appears when it is complete; a checkpoint that was
+        there is replaced.
+
+        Args:
+            path: on a file system that all machines share.
+            wait: False returns as soon as all is copied to the CPU, and writes it beside the training. The next save,
+                :meth:`finish_saving` and the end of the context wait for it.
+            then: called on every rank when it is written; from another thread without ``wait``.
+
+        Raises:
+            CheckpointError: on every rank: something cannot be saved or written, or gradients are being accumulated;
+                without ``wait`` by the next call.
+        """
+        self._state.save(path, wait=wait, then=then)
+
+    def finish_saving(self) -> None:
+        """Wait until what :meth:`save` began is written; a CheckpointError on every rank if it failed. A collective."""
+        self._state.finish_saving()
+
+    def load(self, path: str | Path, *, weights_only: bool = False, check: bool = True) -> None:
+        """Go on from the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
+
+        In the layout that saved it training goes on bit by bit as if it had never stopped. Nothing is changed before
+        every file of it has been compared with its checksum. One that was imported has weights only.
+
+        Args:
+            weights_only: leave optimizer, scaler, scheduler, random streams and position as they are.
+            check: False trusts that the files have just been compared with their checksums.
+
+        Raises:
+            CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
+        """
+        self._state.load(path, weights_only=weights_only, check=check)

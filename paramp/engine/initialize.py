@@ -26,6 +26,7 @@ from . import model_setup as setup
 from .engine import Engine
 from .loss_window import Criterion
 from .lr_scheduler import Scheduler, build_scheduler
+from .state.model_tensors import ParamChunks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -84,7 +85,8 @@ def initialize(
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
-    engine = Engine(stages, weights, ties, optimizer, criterion, context, first_names, shapes, overflow)
+    params = ParamChunks(own.module, weights, ties, context, first_names, shapes)
+    engine = Engine(stages, params, optimizer, criterion, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

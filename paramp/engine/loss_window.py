@@ -20,7 +20,7 @@ from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
-from .batch_runner import BatchRunner, failure_message
+from .batch_runner import BatchRunner
 from .compute_context import ComputeContext
 from .step_decision import StepGradients
 
@@ -37,11 +37,7 @@ class CheckedCriterion:
         self._compute = compute
 
     def require(self) -> Criterion:
-        """The criterion itself.
-
-        Raises:
-            ValueError: ``initialize`` got none.
-        """
+        """The criterion itself, or a ValueError if ``initialize`` got none."""
         if self._criterion is None:
             raise ValueError("criterion: initialize got none; pass one as its third argument")
         return self._criterion
@@ -58,8 +54,7 @@ class CheckedCriterion:
         parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
         if len(parts) == 2:
             parts[1] = torch.as_tensor(parts[1])  # a count may be a number of Python's
-        single = all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
-        if not single or len(parts) != expected:
+        if len(parts) != expected or not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
             raise ValueError(
                 "criterion: expected a tensor of one element, or (sum, count) of two, got "
                 + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
@@ -92,26 +87,24 @@ class LossWindow:
         self._scaler = scaler
         self._runner = runner
         self._context = context
+        self._device = context.device
         self._num_calls = 0  # of step() in this window
         self._ended = False  # by the last call of step(): the gradients are those of a past step
-        self.gradients = gradients
-        self.batches = batches
+        self.gradients, self.batches = gradients, batches
         self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
         self.count_unit: float | None = None
 
     def no_losses(self) -> torch.Tensor:
         """What :attr:`totals` begins as; for losses that do not belong to the window."""
-        return torch.zeros(3, dtype=torch.float64, device=self._context.device)
+        return torch.zeros(3, dtype=torch.float64, device=self._device)
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def begin_backward(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Before a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
 
-        Args:
-            count: elements in a microbatch's target.
-            batch: None if it is not known.
+        ``count`` is how many elements a microbatch's target has; ``batch`` is None if it is not known.
         """
         if self._ended:
             self.drop()
@@ -119,7 +112,7 @@ class LossWindow:
         self.gradients.begin()
         if self.count_unit is None:
             # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
-            largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self._context.device)
+            largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self._device)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             self.count_unit = 2.0 ** round(math.log2(float(largest)))
 
@@ -151,11 +144,7 @@ class LossWindow:
         self.drop()
 
     def check_ended(self) -> None:
-        """Check that no gradients wait for a step.
-
-        Raises:
-            CheckpointError: there are some.
-        """
+        """Raise a CheckpointError if gradients wait for a step."""
         if self._num_calls or self.batches.is_open:
             raise CheckpointError(
                 f"save: got a call with gradients that wait for a step, after {self._num_calls} of "
@@ -165,10 +154,9 @@ class LossWindow:
     # ------------------------------------------------------------------------------------------------------- losses
 
     def scaled(self, loss: Loss) -> torch.Tensor:
-        """Add ``loss`` to the window.
+        """Add ``loss`` to the window; return what its backward begins at, 0-dim.
 
-        Returns:
-            What its backward begins at, 0-dim: scaled, and divided so that gradients are summed over the window.
+        That is scaled, and divided so that gradients are summed over the window.
 
         Raises:
             ValueError: it does not depend on the model's output.
@@ -182,19 +170,13 @@ class LossWindow:
         self.totals += parts
         return self._scaler.scale(value) / self.size
 
-    def added(self, loss: Loss, totals: torch.Tensor) -> torch.Tensor:
-        """What of ``loss`` is differentiated, 0-dim, after adding it to ``totals``."""
-        value, parts = self.split(loss)
-        totals += parts
-        return value
-
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """What of ``loss`` is differentiated, 0-dim, and what it adds to totals. Sums and counts are over the unit."""
         if not isinstance(loss, tuple):
-            one = torch.ones((), dtype=torch.float64, device=self._context.device)
+            one = torch.ones((), dtype=torch.float64, device=self._device)
             return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one)])
         unit = self.count_unit or 1.0
-        value, count = loss[0] / unit, loss[1].detach().double().to(self._context.device) / unit
+        value, count = loss[0] / unit, loss[1].detach().double().to(self._device) / unit
         return value, torch.stack([value.detach().double(), count, count])
 
     def counted(self, totals: torch.Tensor) -> torch.Tensor:
@@ -212,6 +194,6 @@ class LossWindow:
         summed = torch.cat([self.counted(totals), totals.new_full((1,), float(failure is not None))])
         dist.all_reduce(summed)
         if self._runner.pipeline is not None and summed[3]:
-            messages = gather_objects(failure and failure_message(failure))
-            raise ValueError(next(message for message in messages if message is not None)) from failure
+            messages = gather_objects(failure and str(failure))
+            raise ValueError(next(filter(None, messages))) from (failure and failure.__cause__)
         return (summed[0] / summed[1]).float()

@@ -1,4 +1,4 @@
-"""A learning-rate scheduler that advances only with steps that were made."""
+"""Learning rates that advance only with steps that were made."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from .engine import Engine
 
 
 class Scheduler:
-    """A learning-rate scheduler that advances only with the optimizer.
+    """A learning-rate scheduler whose ``step()`` advances only if the engine has stepped since the last call.
 
-    ``step()`` advances the wrapped scheduler only if the engine has stepped since the last call: not after a step
-    skipped for an overflow, and not while gradients accumulate. Everything else is the wrapped scheduler's.
-
+    That is not after a step skipped for an overflow, and not while gradients accumulate. All else is the wrapped one's.
     On a GPU the host does not wait for the decision to step: the scheduler advances when the next step begins, or when
     one of its attributes is read.
     """
@@ -36,7 +34,6 @@ class Scheduler:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance the wrapped scheduler, if a step is due and the engine has stepped."""
         if self._due is None:
             return
         (args, kwargs), self._due = self._due, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,10 +17,7 @@ class StopRequest:
     """Records the signals that ask this process to stop, so that it can save first. A context manager.
 
     Slurm sends SIGTERM before the time limit of a job and before preemption (with ``--signal`` another one, earlier);
-    torchrun sends it when torchrun itself is ended.
-
-    Args:
-        signals: which signals. Their previous handlers are restored when the context is left.
+    torchrun sends it when torchrun itself is ended. Leaving the context restores the previous handlers.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -33,9 +30,7 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._record) for number in self._signals}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

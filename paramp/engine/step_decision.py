@@ -21,8 +21,7 @@ from ..optim.param_buffer import FlatParam
 class StepGradients:
     """The gradients of this rank's weights, from their backward to the step.
 
-    Args:
-        overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
+    ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
     """
 
     def __init__(self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
@@ -31,15 +30,13 @@ class StepGradients:
         self._overflow = overflow
 
     def begin(self) -> None:
-        """Before a backward."""
         self._gradients.begin_window()
 
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
 
-        Returns:
-            0-dim float32, this rank's: 1 if a gradient was not finite that was then sharded, or cast to float8, so that
-            the finite check cannot find it any more; else 0.
+        Returns this rank's flag, 0-dim float32: 1 if a gradient was not finite that was then sharded, or cast to
+        float8, so that the finite check cannot find it any more.
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
@@ -111,11 +108,7 @@ def decide_step(
 
 
 def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: ParallelContext) -> torch.Tensor:
-    """This rank's part of: the flag, the sum of squares and the number of zeros of the logical model's gradient.
-
-    Returns:
-        1-dim float64, 3 elements.
-    """
+    """This rank's part of the flag, and of the gradient's sum of squares and number of zeros; float64, 3 elements."""
     zeros = torch.zeros((), dtype=torch.float64, device=context.device)
     if context.config.precision.log_num_zeros:
         zeros = count_zeros(*gradients.for_zero_count(), context.device)
@@ -125,8 +118,7 @@ def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: 
 def _absent(gradients: FlatGradients, names: Sequence[str], num_present: torch.Tensor | None) -> list[FlatParam]:
     """The parameters for which no rank has a gradient.
 
-    Args:
-        num_present: 1-dim float64, how many ranks have one for each of ``names``. None: all ranks have the same.
+    ``num_present``, 1-dim float64, is how many ranks have one for each of ``names``; None where all have the same.
     """
     absent = gradients.absent()
     if not absent or num_present is None:  # the host waits for the numbers only where they matter

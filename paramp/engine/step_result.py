@@ -1,4 +1,4 @@
-"""What a step did, and how many were made and skipped; kept on the device, and read from it only when asked for."""
+"""What a step did, and how many were made and skipped; read from the device only when asked for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ class StepResult:
     def __init__(
         self, values: torch.Tensor | Sequence[float | None], *, stepping: bool = True, with_zeros: bool = False
     ) -> None:
-        """
-        Args:
-            values: the loss scale and, at the end of a window, overflow (0 or 1), gradient norm, number of zeros and
-                loss; 1-dim float64, or numbers, None for what is not known.
-            stepping: False while gradients accumulate.
-            with_zeros: the number of zeros was asked for.
+        """``values``: the loss scale and, at the end of a window, overflow (0 or 1), gradient norm, number of zeros and
+        loss; 1-dim float64, or numbers, None for what is not known. ``stepping`` is False while gradients accumulate.
         """
         self._values: torch.Tensor | Sequence[float | None] = values
         self._stepping = stepping
@@ -85,12 +81,7 @@ class StepCounters:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
-        """Count a step.
-
-        Args:
-            overflow: 0-dim bool: the step was skipped.
-            at_floor: 0-dim bool: the loss scale is at its floor now.
-        """
+        """Count a step: whether it was skipped, and whether the loss scale is at its floor now; 0-dim bool."""
         self._counts[2:].mul_(overflow)
         self._counts += torch.stack([~overflow, overflow, overflow, overflow & at_floor])
         self._publish()

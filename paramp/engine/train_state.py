@@ -10,80 +10,158 @@
 ========================================  ==============================================================================
 
 A parameter that has several names is saved under the first of the whole model. Half-precision weights with masters are
-not saved: they are their masters, rounded.
+not saved: they are their masters, rounded. Beside these chunks go plain values that are equal on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
+from ..base.errors import CheckpointError, ConfigError
+from ..checkpoint.async_save import Saver
+from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.header import MODEL, Header
-from ..distributed.context import ParallelContext, TiedParameter
-from ..optim.flat_params import FlatWeights
+from ..checkpoint.header import MODEL, Header, read_header
+from ..config.schema import flatten
+from ..distributed.collectives import gather_objects
+from ..optim.fused_step import FusedStep, Step
+from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.stage import Stages
-from .state.model_tensors import ModelTensors
+from .loss_window import LossWindow
+from .state.model_tensors import ModelTensors, ParamChunks
 from .state.optimizer_state import OptimizerState
-from .state.param_chunks import ParamChunks
 from .state.random_streams import RandomStreams, saved_layout
+from .step_result import StepCounters
+
+
+class Stateful(Protocol):
+    """What :meth:`paramp.Engine.track` takes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be saved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go on from what :meth:`state_dict` returned."""
 
 
 class TrainingState:
-    """What a rank trains, as chunks of the whole model.
-
-    Every rank calls ``check_model``, ``check_optimizer``, ``load_model``, ``load_optimizer``, ``load_random``, in this
-    order; of a checkpoint that has only weights, ``check_model`` and ``load_model``.
-
-    Attributes:
-        optimizer: the one whose state it is.
-        shapes: those of this rank's parameters in the whole model.
-        groups, numbers: plain values to be saved beside the chunks; as those of :class:`OptimizerState`.
-    """
+    """What a rank trains, and how it is saved and loaded. Its methods are those of :class:`~paramp.Engine`."""
 
     def __init__(
         self,
-        module: nn.Module,
+        params: ParamChunks,
         stages: Stages,
-        weights: FlatWeights,
         optimizer: torch.optim.Optimizer,
-        ties: Sequence[TiedParameter],
-        context: ParallelContext,
-        first_names: Mapping[str, str],
-        shapes: Mapping[str, torch.Size],
+        update: Step,
+        counters: StepCounters,
+        losses: LossWindow,
+        scaler: DistributedGradScaler,
     ) -> None:
-        """The arguments are those of :class:`~paramp.engine.state.param_chunks.ParamChunks`."""
-        self.optimizer = optimizer
-        self.shapes = shapes
-        self._first_names = first_names
-        self._context = context
-        params = ParamChunks(module, weights, ties, context, first_names, shapes)
-        model, state, random = ModelTensors(params), OptimizerState(optimizer, params), RandomStreams(stages, context)
-        self._parts = model, state, random
-        self.groups, self.numbers = state.groups, state.numbers
-        self.check_model, self.load_model = model.check, model.load
-        self.check_optimizer, self.load_optimizer = state.check, state.load
-        self.load_random = random.load
+        self._context = params.context
+        self._first_names = params.first_names
+        self._model = ModelTensors(params)
+        self._optimizer = OptimizerState(optimizer, params)
+        self._random = RandomStreams(stages, params.context)
+        self._update = update
+        self._counters = counters
+        self._losses = losses
+        self._scaler = scaler
+        self._saver = Saver(params.context)
+        self._tracked: dict[str, Stateful] = {}
 
-    def chunks(self) -> list[Chunk]:
-        """All that this rank holds. Of what several ranks hold alike, one writes.
+    def track(self, name: str, thing: Stateful) -> None:
+        if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+            raise ConfigError(
+                f"track: got {type(thing).__name__}, expected something with state_dict() and load_state_dict()"
+            )
+        self._tracked[name] = thing
 
-        Raises:
-            CheckpointError: something cannot be saved, such as an optimizer's state that is no tensor.
-        """
-        return [chunk for part in self._parts for chunk in part.chunks()]
+    def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
+        with self._context.phase("checkpoint"):
+            self._saver.save(path, self._contents, wait=wait, then=then)
 
-    def layout(self) -> dict[str, int]:
-        """The sizes on which depends what each rank holds."""
-        return saved_layout(self._context)
+    def finish_saving(self) -> None:
+        with self._context.phase("checkpoint"):
+            self._saver.finish()
 
-    def by_first_names(self, header: Header) -> Header:
+    def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
+        from ..checkpoint.dcp_storage import read  # brings torch's checkpointing and DTensor, as the first save does
+
+        with self._context.phase("checkpoint"):
+            self._saver.finish()
+            group = self._saver.group
+            damage = problems_together(path, group) if check else []
+            if damage:
+                raise CheckpointError(damage[0])
+            header = self._by_first_names(read_header(path))
+            fill = functools.partial(read, path, header=header, group=group)
+            everything = not weights_only and not header.only_weights
+            self._model.check(header)
+            if everything:
+                self._optimizer.check(header)
+            self._model.load(fill, header)
+            if everything:
+                self._optimizer.load(fill, header, begins_at_zero=isinstance(self._update, FusedStep))
+                self._update.state_loaded()
+                self._load_values(header.values)
+                self._random.load(fill, header, self._counters.read()[0])
+            self._losses.restart()
+
+    def _contents(self) -> tuple[list[Chunk], dict[str, Any]]:
+        """The chunks that this rank holds, and the values that are equal on all ranks."""
+        self._losses.check_ended()
+        values = {
+            "layout": saved_layout(self._context),
+            "config": flatten(self._context.config),
+            "counts": self._counters.read(),
+            "count_unit": self._losses.count_unit,
+            "scaler": self._scaler.state_dict(),
+            "optimizer": self._optimizer.kind,
+            "groups": self._optimizer.groups(),
+            "numbers": self._optimizer.numbers(),
+            "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
+        }
+        return [*self._model.chunks(), *self._optimizer.chunks(), *self._random.chunks()], values
+
+    def _by_first_names(self, header: Header) -> Header:
         """``header``, with what was saved under another name of a parameter under its first."""
         tensors = dict(header.tensors)
         for name, first in self._first_names.items():
             if name != first and (other := tensors.pop(f"{MODEL}{name}", None)) is not None:
                 tensors.setdefault(f"{MODEL}{first}", other)
         return replace(header, tensors=tensors)
+
+    def _load_values(self, values: Mapping[str, Any]) -> None:
+        self._counters.load(values["counts"])
+        self._losses.count_unit = values["count_unit"]
+        if values["scaler"] and self._scaler.is_enabled():
+            same_mode = values["config"].get("precision") == self._context.config.precision.name
+            _load_scaler(self._scaler, values["scaler"], same_mode=same_mode)
+        failure: Exception | None = None
+        try:
+            for name, thing in self._tracked.items():
+                if name in values["tracked"]:
+                    thing.load_state_dict(values["tracked"][name])
+        except Exception as error:  # raised by this rank alone, it would leave the others waiting
+            failure = error
+        failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self._saver.group)
+        if failure is not None:
+            raise failure
+        if any(failures):
+            raise CheckpointError(f"load: another rank failed: {next(message for message in failures if message)}")
+
+
+def _load_scaler(scaler: DistributedGradScaler, state: dict[str, Any], *, same_mode: bool) -> None:
+    """Load the scaler's state. From another mode only the scale and its counters, and only if both modes move it."""
+    own = scaler.state_dict()
+    if same_mode:
+        scaler.load_state_dict(state)
+    elif all(one["min_scale"] is None or one["min_scale"] != one["max_scale"] for one in (own, state)):
+        moved = ("scale", "_growth_tracker", "_overflow_tracker")
+        scaler.load_state_dict(own | {key: state[key] for key in moved})

@@ -25,7 +25,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
-from ..engine.compute_context import ComputeContext, emulates_fp16
+from ..engine.compute_context import ComputeContext
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute, to_outputs
@@ -72,35 +72,31 @@ class FabricPrecision:
 
     def __reduce__(self) -> Any:
         """For strategies that start processes and send the plugin to them, before anything was set up."""
-        return _rebuild, (self.mode, self._emulate)
-
-    # ------------------------------------------------------------------------------------------------ the model
+        return functools.partial(FabricPrecision, emulate_fp16=self._emulate), (self.mode,)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the weights in the mode's dtype. In place, as the optimizer may have the parameters already."""
-        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the old buffer, kept alive, and the new
+        replaced: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # the new one of a buffer that is shared
         for child in module.modules():
             buffers = child.named_buffers(recurse=False, remove_duplicate=False)
             for name, tensor in (*child.named_parameters(recurse=False), *buffers):
                 wanted = stored_dtype(
                     child, name, tensor, self.mode.weights, keep_batchnorm_fp32=self.mode.keep_batchnorm_fp32
                 )
-                shared = replaced.get(id(tensor), (tensor, None))[1]
-                if shared is not None and shared.dtype is wanted:
-                    child._buffers[name] = shared
-                elif tensor.dtype is not wanted:
-                    _store(child, name, tensor, wanted)
-                    stored = child._buffers.get(name)
-                    if stored is not None:
-                        replaced[id(tensor)] = tensor, stored
+                if tensor.dtype is wanted:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    _store(tensor, wanted)
+                else:
+                    child._buffers[name] = replaced.setdefault((tensor, wanted), tensor.detach().to(wanted))
         self._models.add(module)
         return module
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """For ``fabric.init_module()``, which adds the device: parameters are made in the mode's weight dtype."""
         stack = ExitStack()
-        stack.enter_context(stored_as(self.mode))
-        stack.enter_context(default_dtype(self.mode.weights))
+        for context in (stored_as(self.mode), default_dtype(self.mode.weights)):
+            stack.enter_context(context)
         return stack
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -114,21 +110,17 @@ class FabricPrecision:
     @contextmanager
     def _computing(self, *, autocast: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            for device_type in device_types(self._models):
-                emulate = emulates_fp16(self.mode, device_type, self._emulate)
-                context = ComputeContext(self.mode, torch.device(device_type), emulate=emulate)
-                stack.enter_context(context.enter(autocast=autocast))
+            for device in map(torch.device, device_types(self._models)):
+                stack.enter_context(ComputeContext(self.mode, device, self._emulate).enter(autocast=autocast))
             yield
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors in the compute dtype."""
-        return _map_tensors(lambda tensor: to_compute(tensor, self.mode), data)
+        return _map_tensors(to_compute, data, self.mode)
 
     def convert_output(self, data: Any) -> Any:
         """Floating-point tensors in fp32 at least."""
-        return _map_tensors(lambda tensor: to_outputs(tensor, self.mode), data)
-
-    # ------------------------------------------------------------------------------------------------ the step
+        return _map_tensors(to_outputs, data, self.mode)
 
     @property
     def scaler(self) -> DistributedGradScaler:
@@ -162,12 +154,13 @@ class FabricPrecision:
             raise ConfigError(
                 "optimizer: LBFGS evaluates the model many times a step, of which none could be skipped; use another"
             )
-        closure, output = kwargs.pop("closure", None), None
-        if closure is not None:
-            with torch.enable_grad():
-                output = closure()
-        stepped = self._scale.step(optimizer, **kwargs)
-        return stepped if closure is None else output
+        closure = kwargs.pop("closure", None)
+        if closure is None:
+            return self._scale.step(optimizer, **kwargs)
+        with torch.enable_grad():
+            output = closure()
+        self._scale.step(optimizer, **kwargs)
+        return output
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
@@ -176,8 +169,6 @@ class FabricPrecision:
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """What ``fabric.clip_gradients`` passes to torch: one tensor whose gradient stands for the whole model's."""
         yield logical_parameter(optimizer, device_types(self._models)[0])
-
-    # ------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty in modes that do not scale. Save it as ``{"precision": plugin}``."""
@@ -190,11 +181,7 @@ class FabricPrecision:
 
 @functools.cache
 def _with_lightning(cls: type[FabricPrecision]) -> type[FabricPrecision]:
-    """The subclass of ``cls`` that is also Lightning's.
-
-    Raises:
-        ConfigError: lightning is not installed.
-    """
+    """The subclass of ``cls`` that is also Lightning's; a ConfigError if that is not installed."""
     try:
         from lightning.fabric.plugins.precision.precision import Precision as LightningPrecision
     except ImportError as error:
@@ -204,12 +191,8 @@ def _with_lightning(cls: type[FabricPrecision]) -> type[FabricPrecision]:
     return type(cls.__name__, (cls, LightningPrecision), {"__doc__": cls.__doc__, "__new__": object.__new__})
 
 
-def _rebuild(mode: Precision, emulate: bool | None) -> FabricPrecision:
-    return FabricPrecision(mode, emulate_fp16=emulate)
-
-
 def _check_mode(mode: Precision) -> None:
-    without = ", ".join(("16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true"))
+    without = "16-mixed, bf16-mixed, 16-true, bf16-true, 32-true, 64-true"
     if mode.masters:
         raise ConfigError(
             f"FabricPrecision: mode {mode.name!r} steps fp32 masters, which Fabric's optimizers know nothing of; "
@@ -222,19 +205,17 @@ def _check_mode(mode: Precision) -> None:
         )
 
 
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+def _map_tensors(function: Callable[[torch.Tensor, Precision], torch.Tensor], data: Any, mode: Precision) -> Any:
     """``data`` with ``function`` of its tensors, in all collections that Lightning's own plugins look into."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
-    return apply_to_collection(data, torch.Tensor, function)
+    return apply_to_collection(data, torch.Tensor, function, mode)
 
 
-def _store(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Change the dtype of a module's own tensor, which stays the same object where it is a parameter."""
-    changed = tensor.detach().to(dtype)
-    if not isinstance(tensor, nn.Parameter):
-        module._buffers[name] = changed
-    elif is_dtensor(tensor):  # it takes no other tensor's data
-        torch.utils.swap_tensors(tensor, nn.Parameter(changed, tensor.requires_grad))
+def _store(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Change the dtype of ``parameter``, which stays the same object."""
+    changed = parameter.detach().to(dtype)
+    if is_dtensor(parameter):  # it takes no other tensor's data
+        torch.utils.swap_tensors(parameter, nn.Parameter(changed, parameter.requires_grad))
     else:
-        tensor.data = changed
+        parameter.data = changed

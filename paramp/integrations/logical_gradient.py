@@ -21,35 +21,29 @@ ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> torch.Tensor:
     """A 0-dim parameter whose gradient stands for all gradients of ``optimizer``, over all ranks.
 
-    Args:
-        device_type: where it is if this rank has no gradient.
+    It is on ``device_type`` if this rank has no gradient.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     align_gradients(parameters)
-    logical = LogicalGradient.of([parameter for parameter in parameters if parameter.grad is not None], device_type)
+    with_gradient = [(local(parameter.grad), parameter) for parameter in parameters if parameter.grad is not None]
+    parts = [part for part, _ in with_gradient]
+    device = parts[0].device if parts else torch.device(device_type)
+    logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
+    logical.parts = parts
+    logical.norm_weights = [1.0 / _num_replicas(parameter) for _, parameter in with_gradient]
     surrogate = torch.zeros_like(logical).as_subclass(torch.Tensor).requires_grad_()
     surrogate.grad = logical
     return surrogate
 
 
 class LogicalGradient(torch.Tensor):
-    """The gradient of the whole model, sharded over the ranks; see :meth:`of`.
+    """The gradient of the whole model, sharded over the ranks; plain ``parts`` are the same on every rank.
 
     Its own value has no meaning. Elementwise methods apply to each part, and its norm is that of the whole.
     """
 
     parts: list[torch.Tensor]
     norm_weights: list[float]
-
-    @staticmethod
-    def of(parameters: list[torch.Tensor], device_type: str) -> LogicalGradient:
-        """The gradient of ``parameters``, this rank's. Plain ones are the same on every rank."""
-        parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        device = parts[0].device if parts else torch.device(device_type)
-        logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
-        logical.parts = parts
-        logical.norm_weights = [1.0 / _num_replicas(parameter) for parameter in parameters]
-        return logical
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,11 +26,8 @@ def device_types(models: Collection[nn.Module]) -> list[str]:
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
-    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps.
-
-    Args:
-        models: all that were set up, also later.
-        group: the ranks that decide together whether to step. None: the whole world.
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` are
+    all that were set up, also later; the ranks of ``group`` decide together whether to step.
     """
 
     def __init__(self, mode: Precision, models: Collection[nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -77,13 +74,10 @@ class SharedScale:
         """
         if not self._stepped:
             return
-        if self._mode.scaling is None:
-            self.scaler.update()
-        else:
-            assert self.scaler._scale is not None
-            before = self.scaler._scale.clone()
-            self.scaler.update()
-            ratio = self.scaler._scale / before
+        before = self.scaler.scale_tensor()
+        self.scaler.update()
+        if self._mode.scaling is not None:
+            ratio = self.scaler.scale_tensor() / before
             for gradient in self._scaled_gradients():
                 gradient.mul_(ratio.to(gradient.device))
         self._stepped.clear()
@@ -94,11 +88,7 @@ class SharedScale:
         groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)
         unscaled = {id(parameter) for group in groups for parameter in group["params"]}
         parameters = {parameter for model in self._models for parameter in model.parameters()}
-        return [
-            local(parameter.grad)
-            for parameter in parameters
-            if parameter.grad is not None and id(parameter) not in unscaled
-        ]
+        return [local(one.grad) for one in parameters if one.grad is not None and id(one) not in unscaled]
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty in modes that do not scale."""

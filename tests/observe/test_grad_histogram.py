@@ -65,7 +65,7 @@ def test_each_element_counts_once(world, parallel):
         for param in engine._weights.params:
             gradient = param.parameter.grad
             whole.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
-    untied = [shape for name, shape in engine._state.shapes.items() if name != "head.weight"]
+    untied = [shape for name, shape in engine._params.shapes.items() if name != "head.weight"]
     assert histogram.total == pytest.approx(sum(math.prod(shape) for shape in untied))
     if context.dp.size == 1 and not context.config.parallel.sequence_parallel:
         counts, zeros, _ = numpys(whole)

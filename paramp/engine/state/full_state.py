@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,24 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.dtensor import full_tensor
-from ...distributed.context import ParallelContext
-from ...optim.flat_params import FlatWeights
+from .model_tensors import EXTRA_STATE, ParamChunks
 
 
 @torch.no_grad()
-def full_state_dict(
-    module: nn.Module, weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext
-) -> dict[str, torch.Tensor]:
-    """The whole model: full tensors on the CPU, floating-point ones in fp32 at least. A collective of the world.
-
-    Where the mode has masters, their values. Buffers are those of the first data rank.
-
-    Args:
-        module: the modules of this rank's stages.
-        shapes: of parameters in the whole model, where a tensor-parallel style keeps another one.
-    """
-    own = _local_stages(module, weights, shapes, context)
-    stage_axis = context.stage_axis
+def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
+    """What :meth:`paramp.Engine.full_state_dict` returns. A collective of the world."""
+    own = _local_stages(params)
+    stage_axis = params.context.stage_axis
     whole: dict[str, torch.Tensor] = {}
     for rank in range(stage_axis.size):
         description: list[Any] = [[(name, value.shape, value.dtype) for name, value in own.items()]]
@@ -37,29 +26,27 @@ def full_state_dict(
             if rank == stage_axis.rank:
                 value = own[name].contiguous()
             else:
-                value = torch.empty(shape, dtype=dtype, device=context.device)
+                value = torch.empty(shape, dtype=dtype, device=params.context.device)
             if stage_axis.size > 1:
                 dist.broadcast(value, group=stage_axis.group, group_src=rank)
             whole[name] = value.cpu().clone()
     return whole
 
 
-def _local_stages(
-    module: nn.Module, weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext
-) -> dict[str, torch.Tensor]:
+def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
     """Full tensors of this rank's stages, on the device."""
+    weights, batch_axis = params.weights, params.context.batch_axis
     masters = weights.full_precision()
     by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
-    batch_axis = context.batch_axis
     own: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # Transformer Engine's scales
+    for name, value in params.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE):  # Transformer Engine's scales
             continue
         if batch_axis.size > 1 and not isinstance(value, nn.Parameter):  # running statistics differ: the first's
             value = value.clone()
             dist.broadcast(value, group=batch_axis.group, group_src=0)
         value = full_tensor(by_parameter.get(id(value), value).detach())
-        value = value.reshape(shapes.get(name, value.shape))
+        value = value.reshape(params.shapes.get(name, value.shape))
         wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
         own[name] = value.to(wide)
     return own

@@ -1,8 +1,10 @@
-"""Weights, masters and buffers as chunks of a checkpoint."""
+"""Weights, masters and buffers as chunks of a checkpoint: under which name, and which rank writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +14,75 @@ from ...base.dtensor import local
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
+from ...distributed.axes import replicated_axes
 from ...distributed.collectives import gather_objects
+from ...distributed.context import DATA_AXIS, ParallelContext, TiedParameter
+from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
-from .param_chunks import ParamChunks
 
 DATA = "data."
 """What the names of other data ranks' buffers begin with."""
 EXTRA_STATE = "_extra_state"
 """How ``state_dict`` calls what a module's ``get_extra_state`` returns."""
+
+
+@dataclass(frozen=True)
+class ParamChunks:
+    """Makes chunks of what is laid out as a parameter: the weight, its master, its optimizer state."""
+
+    module: nn.Module
+    """This rank's stages."""
+    weights: FlatWeights
+    ties: Sequence[TiedParameter]
+    context: ParallelContext
+    first_names: Mapping[str, str]
+    """Any name of a parameter of the whole model -> its first."""
+    shapes: Mapping[str, torch.Size]
+    """Those of this rank's parameters in the whole model, where a tensor-parallel style keeps another one."""
+
+    def model_name(self, name: str) -> str:
+        """The parameter ``name`` in a checkpoint."""
+        return f"{MODEL}{self.first_names[name]}"
+
+    def stepped_here(self) -> list[FlatParam]:
+        """The parameters of which this rank steps a part."""
+        return [param for param in self.weights.params if param.own[0] < param.own[1]]
+
+    def trained(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
+        """The chunk ``name`` of a tensor laid out as ``param``: ``values``, 1-dim, are the elements this rank steps."""
+        shape = self.shapes[param.name]
+        return chunk_of(name, param.parameter, values, shape=shape, own=param.own, written=self.writes(param))
+
+    def frozen(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Chunk:
+        """The chunk of the frozen ``parameter``: ``values``, of its local shape."""
+        written = self.is_first_copy(parameter) and self._is_writer(parameter)
+        return chunk_of(self.model_name(name), parameter, values, shape=self.shapes[name], written=written)
+
+    def writes(self, param: FlatParam) -> bool:
+        """Whether this rank writes what it steps of a parameter, of the ranks that hold the same."""
+        if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
+            return False
+        # Under ZeRO each data rank has another part and writes it; else all have the same, and one writes.
+        chosen = self.weights.is_partitioned or self._is_writer(param.parameter)
+        return chosen and self.is_first_copy(param.parameter)
+
+    def is_first_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the first rank, at its place on the batch axes, that holds this part of ``tensor``."""
+        copies = set(replicated_axes(tensor, self.context)) - {DATA_AXIS}
+        return all(self.context.coordinates[axis] == 0 for axis in copies)
+
+    def _is_writer(self, parameter: torch.Tensor) -> bool:
+        return self._writer_of[parameter] == self.context.batch_axis.rank
+
+    @functools.cached_property
+    def _writer_of(self) -> dict[torch.Tensor, int]:
+        """The data rank that writes each parameter. Each writes about as many elements as the others."""
+        num_written = [0] * self.context.batch_axis.size
+        writers: dict[torch.Tensor, int] = {}
+        for parameter in self.module.parameters():
+            writers[parameter] = num_written.index(min(num_written))
+            num_written[writers[parameter]] += local(parameter).numel()
+        return writers
 
 
 class ModelTensors:
@@ -34,7 +97,7 @@ class ModelTensors:
 
     def chunks(self) -> Iterator[Chunk]:
         """All that this rank holds. Of what several ranks hold alike, one writes."""
-        for param in self._stepped_here():
+        for param in self._params.stepped_here():
             if self._params.writes(param):  # where masters are kept as remainders, exact() computes them
                 yield self._trained(param, self._weights.exact(param))
         for name, parameter in self._frozen.items():
@@ -43,9 +106,6 @@ class ModelTensors:
             prefix = MODEL if self._data_rank == 0 else f"{DATA}{self._data_rank}."
             written = self._params.is_first_copy(buffer)
             yield chunk_of(f"{prefix}{name}", buffer, local(buffer), written=written)
-
-    def _stepped_here(self) -> Iterator[FlatParam]:
-        return (param for param in self._weights.params if param.own[0] < param.own[1])
 
     def _trained(self, param: FlatParam, values: torch.Tensor) -> Chunk:
         return self._params.trained(param, self._params.model_name(param.name), values)
@@ -59,13 +119,7 @@ class ModelTensors:
                 yield name, value.detach()
 
     def _check_extra_state(self, name: str, value: Any) -> None:
-        """Refuse what a module's ``get_extra_state`` returns, which may be anything.
-
-        Transformer Engine's is ignored: a pickle of scales, which it computes again.
-
-        Raises:
-            CheckpointError: naming it.
-        """
+        """Refuse what ``get_extra_state`` returns, but ignore Transformer Engine's: scales that it computes again."""
         module = self._module.get_submodule(name.rpartition(".")[0])
         if value is not None and not type(module).__module__.startswith("transformer_engine"):
             raise CheckpointError(
@@ -82,37 +136,27 @@ class ModelTensors:
         buffers = gather_objects([name for name, _ in self._buffers()])
         own = {*self._params.first_names.values(), *(name for names in buffers for name in names)}
         stored = {name.removeprefix(MODEL) for name in header.tensors if name.startswith(MODEL)}
-        missing, unknown = own - stored, stored - own
-        if missing:
-            raise CheckpointError(
-                f"{min(missing)} of the model is missing in the checkpoint{_and_others(missing)}: it is another model's"
-            )
-        if unknown:
-            raise CheckpointError(
-                f"{min(unknown)} is in the checkpoint and not in the model{_and_others(unknown)}: it is another model's"
-            )
+        for names, where in (
+            (own - stored, "of the model is missing in the checkpoint"),
+            (stored - own, "is in the checkpoint and not in the model"),
+        ):
+            if names:
+                others = f", and {len(names) - 1} others" if len(names) > 1 else ""
+                raise CheckpointError(f"{min(names)} {where}{others}: it is another model's")
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
-        """Fill weights, masters and buffers. Every rank calls this.
-
-        Args:
-            read: fills chunks from the checkpoint; a collective.
-        """
+        """Fill weights, masters and buffers; ``read`` fills chunks from the checkpoint. A collective."""
         # Views of what is stepped; copies where masters are kept as remainders, for take_masters() to split.
-        masters = {param: self._weights.exact(param) for param in self._stepped_here()}
+        masters = {param: self._weights.exact(param) for param in self._params.stepped_here()}
         chunks = [self._trained(param, values) for param, values in masters.items()]
         # Reading fills elements in row-major order; where they lie in another one, a copy of them.
-        untrained = [(name, value, value.contiguous()) for name, value in self._untrained()]
-        read([*chunks, *(self._untrained_chunk(name, value, header) for name, _, value in untrained)])
+        rest = [(name, local(value).detach()) for name, value in (*self._frozen.items(), *self._buffers())]
+        untrained = [(name, value, value.contiguous()) for name, value in rest]
+        read([*chunks, *(self._untrained_chunk(name, filled, header) for name, _, filled in untrained)])
         for name, value, filled in untrained:
             if filled is not value:
                 self._copy_back(name, value, filled)
         self._weights.take_masters(masters)
-
-    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of frozen weights and buffers, by this rank's names."""
-        for name, value in [*self._frozen.items(), *self._buffers()]:
-            yield name, local(value).detach()
 
     def _untrained_chunk(self, name: str, values: torch.Tensor, header: Header) -> Chunk:
         """What to read into ``values`` for a frozen weight or a buffer."""
@@ -129,7 +173,3 @@ class ModelTensors:
         # An expanded tensor cannot be written to, since its elements share memory: the copy replaces it.
         owner, _, leaf = name.rpartition(".")
         self._module.get_submodule(owner)._buffers[leaf] = filled
-
-
-def _and_others(names: set[str]) -> str:
-    return f", and {len(names) - 1} others" if len(names) > 1 else ""

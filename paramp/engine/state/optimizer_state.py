@@ -14,7 +14,7 @@ from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import Header
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
-from .param_chunks import ParamChunks
+from .model_tensors import ParamChunks
 
 OPTIMIZER = "optimizer."
 """What the names of state begin with."""
@@ -30,6 +30,7 @@ class OptimizerState:
     """The optimizer's state of the weights that this rank steps, and its param groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: ParamChunks) -> None:
+        self.kind = type(optimizer).__name__
         self._optimizer = optimizer
         self._params = params
 
@@ -42,11 +43,9 @@ class OptimizerState:
 
     def numbers(self) -> dict[str, str]:
         """The name of the type of each state that the optimizer keeps as a Python number, by the state's key."""
+        kept = (self._optimizer.state.get(stepped, {}) for _, stepped in self._stepped_here())
         return {
-            key: type(value).__name__
-            for _, stepped in self._with_state()
-            for key, value in self._optimizer.state.get(stepped, {}).items()
-            if type(value) in PYTHON_NUMBERS
+            key: type(value).__name__ for state in kept for key, value in state.items() if type(value) in PYTHON_NUMBERS
         }
 
     def chunks(self) -> Iterator[Chunk]:
@@ -55,11 +54,11 @@ class OptimizerState:
         Raises:
             CheckpointError: something is neither a tensor nor a number, or a tensor of unknown layout.
         """
-        for param, stepped in self._with_state():
+        for param, stepped in self._stepped_here():
             for key, value in self._optimizer.state.get(stepped, {}).items():
                 yield self._chunk(param, stepped, key, value)
 
-    def _with_state(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
+    def _stepped_here(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
         """The parameters of which the optimizer steps a part here, and what it steps for them."""
         for param, stepped, _ in self._params.weights.pairs():
             if param.own[0] < param.own[1] and param.group != NO_GROUP:
@@ -94,18 +93,18 @@ class OptimizerState:
         Raises:
             CheckpointError: it is another kind, has other groups, or keeps other state.
         """
-        groups, kind = header.values["groups"], type(self._optimizer).__name__
-        if kind != header.values["optimizer"]:
+        own, groups, kind = self._optimizer.param_groups, header.values["groups"], header.values["optimizer"]
+        if kind != self.kind:
             raise CheckpointError(
-                f"optimizer: got {kind}, expected the checkpoint's {header.values['optimizer']}; make the same, or "
-                "load with weights_only=True"
+                f"optimizer: got {self.kind}, expected the checkpoint's {kind}; make the same, or load with "
+                "weights_only=True"
             )
-        if len(groups) != len(self._optimizer.param_groups):
+        if len(groups) != len(own):
             raise CheckpointError(
-                f"optimizer: it has {len(self._optimizer.param_groups)} param groups, the checkpoint's had "
-                f"{len(groups)}; make the same groups, or load with weights_only=True"
+                f"optimizer: it has {len(own)} param groups, the checkpoint's had {len(groups)}; make the same groups, "
+                "or load with weights_only=True"
             )
-        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+        for group, saved in zip(own, groups, strict=True):
             for key in STATE_OPTIONS:
                 if bool(saved.get(key)) != bool(group.get(key)):
                     raise CheckpointError(
@@ -114,20 +113,22 @@ class OptimizerState:
                     )
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: bool) -> None:
-        """Fill the optimizer's state, and set its groups' options. Every rank calls this.
+        """Fill the optimizer's state, and set its groups' options; ``read`` fills chunks, a collective.
 
-        Args:
-            read: fills chunks from the checkpoint; a collective.
-            begins_at_zero: whether state that the checkpoint does not have is set to zero; else it is deleted, and the
-                optimizer makes it at its next step.
+        State that the checkpoint does not have is set to zero with ``begins_at_zero``; else it is deleted, and the
+        optimizer makes it at its next step.
         """
         self._set_options(header)
-        keys = _stored_keys(header)
+        keys: dict[str, list[str]] = {}  # of the state in the checkpoint, by the parameter's first name
+        for name in header.tensors:
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+                keys.setdefault(parameter, []).append(key)
         types = {kind.__name__: kind for kind in PYTHON_NUMBERS}
         python = {key: types[name] for key, name in header.values.get("numbers", {}).items()}
         chunks: list[Chunk] = []
         numbers: list[tuple[dict[str, Any], str]] = []
-        for param, stepped in self._with_state():
+        for param, stepped in self._stepped_here():
             state = self._optimizer.state[stepped]
             stored = keys.get(self._params.first_names[param.name], [])
             for key in set(state).difference(stored):  # it was saved before its first step
@@ -160,19 +161,7 @@ class OptimizerState:
             weight = header.tensors[self._params.model_name(param.name)]
             same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point
             return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
-        group = next(
-            group for group in self._optimizer.param_groups if any(member is stepped for member in group["params"])
-        )
+        group = next(one for one in self._optimizer.param_groups if any(member is stepped for member in one["params"]))
         # torch's optimizers keep ``step`` on the CPU unless their kernels read it on the device.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         return torch.zeros(stored.shape, dtype=stored.dtype, device=stepped.device if on_device else "cpu")
-
-
-def _stored_keys(header: Header) -> dict[str, list[str]]:
-    """The keys of the state in a checkpoint, by the parameter's first name."""
-    keys: dict[str, list[str]] = {}
-    for name in header.tensors:
-        if name.startswith(OPTIMIZER):
-            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            keys.setdefault(parameter, []).append(key)
-    return keys

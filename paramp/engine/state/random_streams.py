@@ -38,40 +38,30 @@ class RandomStreams:
     """The states of the random streams of this rank, uint8 tensors."""
 
     def __init__(self, stages: Stages, context: ParallelContext) -> None:
-        self._stages = stages
         self._context = context
         self._device = context.device
+        streams = [cast(RandomStream, stage.random) for stage in stages]
+        self._streams = list(zip(context.local_stages, streams, strict=True))
+        axes = context.stage_axis, context.batch_axis, context.tensor_axis
+        self._rank_prefix = RANK + "".join(f"{axis.rank}." for axis in axes)
 
     def chunks(self) -> Iterator[Chunk]:
         """All states. A stage's stream is equal over the tensor axis, whose first rank writes it."""
         first = self._context.tensor_axis.rank == 0
-        for stage, stream in self._streams():
+        for stage, stream in self._streams:
             for name, state in zip(self._stage_names(stage, stream), stream.states, strict=True):
                 yield whole_chunk(name, state, written=first)
         for index, state in enumerate(_default_states(self._device)):
             yield whole_chunk(f"{self._rank_prefix}{index}", state)
 
-    def _streams(self) -> Iterator[tuple[int, RandomStream]]:
-        """The stream of each of this rank's stages, by the stage's index."""
-        for index, stage in zip(self._context.local_stages, self._stages, strict=True):
-            yield index, cast(RandomStream, stage.random)
-
     def _stage_names(self, stage: int, stream: RandomStream) -> list[str]:
         data_rank = self._context.batch_axis.rank
         return [f"{STAGE}{stage}.{data_rank}.{index}" for index in range(len(stream.states))]
 
-    @property
-    def _rank_prefix(self) -> str:
-        axes = self._context.stage_axis, self._context.batch_axis, self._context.tensor_axis
-        return RANK + "".join(f"{axis.rank}." for axis in axes)
-
     def load(self, read: Callable[[list[Chunk]], None], header: Header, num_steps: int) -> None:
         """Set the streams to where they were; in another layout, to a seed that depends on the steps made.
 
-        Every rank calls this.
-
-        Args:
-            read: fills chunks from the checkpoint; a collective.
+        ``read`` fills chunks from the checkpoint, a collective.
         """
         own = list(self.chunks())
         stored = [
@@ -84,7 +74,7 @@ class RandomStreams:
         loaded = {chunk.name: chunk.slices[0].values for chunk in stored}
         layout, own_layout = header.values["layout"], saved_layout(self._context)
         seed, data_rank = self._context.config.seed, self._context.batch_axis.rank
-        for stage, stream in self._streams():
+        for stage, stream in self._streams:
             names = self._stage_names(stage, stream)
             if layout["stages"] == own_layout["stages"] and all(name in loaded for name in names):
                 stream.states = [loaded[name] for name in names]

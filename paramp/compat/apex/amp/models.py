@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ....base.module_surgery import cast_parameters
-from ....engine.compute_context import ComputeContext, emulates_fp16
+from ....engine.compute_context import ComputeContext
 from ....precision.policy import Precision
 from .errors import AmpError
 from .session import state
@@ -96,7 +96,7 @@ class AmpForward:
 
 def compute_context(precision: Precision, device: torch.device) -> ComputeContext:
     """What forwards and backwards on ``device`` compute in."""
-    return ComputeContext(precision, device, emulate=emulates_fp16(precision, device))
+    return ComputeContext(precision, device)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
