@@ -15,7 +15,7 @@ import torch
 from images import load_images
 from torch.nn.functional import pad
 
-import paramp
+from paramp.compat import colossalai
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.colossalai.core import global_context as gpc
 from paramp.compat.colossalai.logging import get_dist_logger
@@ -69,7 +69,7 @@ if num_images > len(train_dataset):
 CONFIG = dict(BATCH_SIZE=options.batch_size, NUM_EPOCHS=options.epochs, fp16=FP16[options.amp])
 
 # launch distributed setting
-paramp.launch_from_torch(config=CONFIG)
+colossalai.launch_from_torch(config=CONFIG)
 logger = get_dist_logger()
 
 # build your model, optimizer, criterion, dataloaders
@@ -86,9 +86,9 @@ train_dataloader = get_dataloader(
 )
 
 # by reading global variable gpc.config,
-# paramp.initialize function convert the model, optimizer and criterion
+# colossalai.initialize function convert the model, optimizer and criterion
 # to mixed precision
-engine, train_dataloader, _, _ = paramp.initialize(model, optimizer, criterion, train_dataloader)
+engine, train_dataloader, _, _ = colossalai.initialize(model, optimizer, criterion, train_dataloader)
 
 for epoch in range(gpc.config.NUM_EPOCHS):
     # execute a training iteration

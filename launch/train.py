@@ -21,30 +21,20 @@ import torch
 import paramp
 from paramp.checkpoint.header import Header, read_header
 from paramp.config.training import TrainConfig
-from paramp.data.bigram import bigram_loss
-from paramp.data.corpus import Corpus
+from paramp.data.corpus import Corpus, bigram_loss
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
 from paramp.observe.mfu import mfu, world_peak_flops
-from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes
+from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, set_aside
 from paramp.observe.timeline import Timeline
+from paramp.tools import train_data
 from paramp.tools.exit_status import report_failure
-from paramp.tools.plot import check_matplotlib
-from paramp.tools.train_config import NORMS, configure, model_config
-from paramp.tools.train_data import (
-    Batches,
-    DataPosition,
-    check_sizes,
-    evaluate,
-    keep_global_batch,
-    max_over_ranks,
-    open_corpus,
-    raise_on_all_ranks,
-)
-from paramp.tools.train_reports import announce, announce_kept_settings, save_histogram, save_trace
+from paramp.tools.plot import check_matplotlib, plot_histogram
+from paramp.tools.train_config import NORMS, announce, announce_kept_settings, configure, model_config
+from paramp.tools.train_data import Batches, DataPosition, max_over_ranks, raise_on_all_ranks
 
 
 def main() -> int:
@@ -66,10 +56,13 @@ def main() -> int:
 def train(context: paramp.ParallelContext) -> int:
     """The whole job on one rank; the exit code."""
     config, job = context.config, context.config.train
-    check_extras(job)
+    if job.tensorboard:  # on every rank, before anything is loaded
+        check_tensorboard()
+    if job.histogram is not None:
+        check_matplotlib("train.histogram")
     found, header = find_checkpoint(context)
-    check_sizes(context)
-    corpus = open_corpus(context, default_vocab_size=model_config(config).vocab_size)
+    train_data.check_sizes(context)
+    corpus = train_data.open_corpus(context, default_vocab_size=model_config(config).vocab_size)
     model = paramp.models.GPT(model_config(config, corpus.vocab_size))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, lr_scheduler = initialize(job, model)
@@ -77,7 +70,9 @@ def train(context: paramp.ParallelContext) -> int:
     engine.track("position", position)
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
-    with StopRequest() as stop, open_reporter(context, None if found is None else position.step) as reporter:
+    resumed_at, writes = None if found is None else position.step, context.is_main
+    open_reporter = functools.partial(Reporter, job.steps, job.log_dir, enabled=writes, tensorboard=job.tensorboard)
+    with StopRequest() as stop, open_reporter(resumed_at=resumed_at) as reporter:
         announce(reporter, context, corpus, num_parameters)
         if header is not None:
             reporter.say(f"resumed from {found}, after step {position.step}")
@@ -105,17 +100,9 @@ def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Heade
     if found is None:
         return None, None
     header = read_header(found)
-    if (change := keep_global_batch(context, header)) is not None:
+    if (change := train_data.keep_global_batch(context, header)) is not None:
         show(change)
     return found, header
-
-
-def check_extras(job: TrainConfig) -> None:
-    """Raise on every rank, before anything is loaded, if an optional package is missing that the job needs."""
-    if job.tensorboard:
-        check_tensorboard()
-    if job.histogram is not None:
-        check_matplotlib("train.histogram")
 
 
 def initialize(job: TrainConfig, model: paramp.models.GPT) -> tuple[paramp.Engine, Scheduler]:
@@ -152,12 +139,6 @@ def open_checkpoints(job: TrainConfig) -> Checkpoints | None:
     return Checkpoints(folder, job.checkpoint_every, job.checkpoint_keep_last, job.checkpoint_keep_every)
 
 
-def open_reporter(context: paramp.ParallelContext, resumed_at: int | None) -> Reporter:
-    """The terminal and the files of the log directory; on the main rank only."""
-    job = context.config.train
-    return Reporter(job.steps, job.log_dir, enabled=context.is_main, tensorboard=job.tensorboard, resumed_at=resumed_at)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What every step of a run uses."""
@@ -192,7 +173,7 @@ def train_steps(run: Run, stop: StopRequest) -> int:
         save(run, step, ending)
         if not ending and (step % job.eval_every == 0 or step == job.steps):
             start = time.perf_counter()
-            record["val_loss"] = evaluate(run.engine, run.corpus)
+            record["val_loss"] = train_data.evaluate(run.engine, run.corpus)
             record["val_seconds"] = time.perf_counter() - start
         report(run, record, timeline)
         if failed:
@@ -215,7 +196,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
             engine.zero_grad()
             engine.forward_backward(x, y, return_loss=False)
             if step == config.train.histogram and part == config.gradient_accumulation - 1:
-                save_histogram(engine, Path(str(config.train.log_dir)), run.reporter)
+                save_histogram(run)
             result = engine.step()
     learning_rate = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
@@ -239,6 +220,17 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
         "mfu": mfu(run.flops, seconds, run.peak_flops),
     }
     return record, timeline
+
+
+def save_histogram(run: Run) -> None:
+    """Write the exponents of the gradients as ``gradients.json`` and ``gradients.png``. Every rank calls it."""
+    histogram = run.engine.gradient_histogram()
+    if run.engine.context.is_main:
+        folder = Path(str(run.engine.context.config.train.log_dir))
+        numbers, picture = set_aside(folder / "gradients.json"), set_aside(folder / "gradients.png")
+        histogram.save(numbers)
+        plot_histogram(histogram, picture)
+        run.reporter.say(f"{histogram.describe()}; {numbers} and {picture.name}")
 
 
 def agree(run: Run, record: dict[str, Any], stop: StopRequest) -> tuple[int, bool]:
@@ -270,7 +262,9 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
     """Report a step: its record, its timeline and its evaluation, if it has them."""
     run.reporter.step(record)
     if timeline is not None and run.engine.context.is_main:
-        save_trace(timeline, Path(str(run.engine.context.config.train.log_dir)), run.reporter)
+        trace = set_aside(Path(str(run.engine.context.config.train.log_dir)) / "trace.json")
+        timeline.save(trace)
+        run.reporter.say(f"{timeline.describe()}; {trace}")
     if "val_loss" in record:
         baseline = "" if run.baseline is None else f" (a byte-bigram model: {run.baseline:.4f})"
         run.reporter.say(

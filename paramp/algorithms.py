@@ -1,11 +1,4 @@
 """Composer's algorithms for ``paramp.initialize(..., algorithms=[...])``."""
 
-from .compat.composer.algorithms import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    LowPrecisionGroupNorm,
-    LowPrecisionLayerNorm,
-    LowPrecisionRMSNorm,
-)
-
-__all__ = ["FusedLayerNorm", "FusedRMSNorm", "LowPrecisionGroupNorm", "LowPrecisionLayerNorm", "LowPrecisionRMSNorm"]
+from .compat.composer.algorithms import *  # noqa: F403
+from .compat.composer.algorithms import __all__ as __all__

@@ -1,17 +1,4 @@
 """Composer's surgery on norms: ``apply_low_precision_layernorm`` and the others."""
 
-from .compat.composer.functional import (
-    apply_fused_layernorm,
-    apply_fused_rmsnorm,
-    apply_low_precision_groupnorm,
-    apply_low_precision_layernorm,
-    apply_low_precision_rmsnorm,
-)
-
-__all__ = [
-    "apply_fused_layernorm",
-    "apply_fused_rmsnorm",
-    "apply_low_precision_groupnorm",
-    "apply_low_precision_layernorm",
-    "apply_low_precision_rmsnorm",
-]
+from .compat.composer.functional import *  # noqa: F403
+from .compat.composer.functional import __all__ as __all__

@@ -22,9 +22,7 @@ def keys(cls: type) -> list[str]:
 def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[str] = ()) -> T:
     """``cls`` from a mapping, every value checked against its field's type.
 
-    Args:
-        path: of the mapping, for messages.
-        also: further keys that the user may give, for messages.
+    Messages name the ``path`` of the mapping and, beside the fields, the keys ``also`` that the user may give.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or what ``cls`` itself raises.

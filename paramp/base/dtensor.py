@@ -43,11 +43,9 @@ def wrap(
     placements: Sequence[Placement] | None = None,
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """The DTensor whose local part is ``part``, on the mesh of ``like``.
+    """The DTensor whose local part is ``part`` (any dims and dtype; not copied), on the mesh of ``like``.
 
-    Args:
-        part: any dims and dtype; not copied.
-        placements, shape: of the DTensor. None: those of ``like``.
+    ``placements`` and ``shape`` are the DTensor's. None: those of ``like``.
     """
     from torch.distributed.tensor import DTensor
 
@@ -97,19 +95,13 @@ def forget_sharding_decisions() -> None:
         return
     from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
-    clear_all = getattr(debug, "_clear_sharding_prop_cache", None)
+    def clear(owner: Any, name: str, method: str = "__call__") -> None:
+        getattr(getattr(owner, name, None), method, lambda: None)()  # not every version of torch has each
+
+    clear(debug, "_clear_sharding_prop_cache")
     # These hold meshes, and with each mesh its groups and their threads, which poll.
-    clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
-    for clear in (clear_all, clear_planners):
-        if clear is not None:
-            clear()
-    cached = [
-        getattr(_redistribute, name, None) for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached")
-    ]
-    cached.append(getattr(getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh", None))
-    propagator = getattr(_sharding_prop, "ShardingPropagator", None)
-    cached.append(getattr(propagator, "_propagate_tensor_meta_cached", None))
-    for function in cached:
-        clear = getattr(function, "cache_clear", None)
-        if clear is not None:
-            clear()
+    clear(_redistribute, "clear_redistribute_planner_cache")
+    clear(_redistribute, "_gen_transform_infos", "cache_clear")
+    clear(_redistribute, "_gen_transform_infos_non_cached", "cache_clear")
+    clear(getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh", "cache_clear")
+    clear(getattr(_sharding_prop, "ShardingPropagator", None), "_propagate_tensor_meta_cached", "cache_clear")

@@ -20,8 +20,7 @@ class CheckpointError(RuntimeError):
 class TrainingDiverged(RuntimeError):
     """So many steps were skipped that training would not recover. The message is the diagnosis; every rank has it.
 
-    Attributes:
-        report: the diagnosis, a :class:`~paramp.optim.overflow_report.OverflowReport`.
+    ``report`` is the same as a :class:`~paramp.optim.overflow_report.OverflowReport`.
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -71,10 +70,6 @@ class LaunchError(RuntimeError):
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Check the value of a setting.
-
-    Raises:
-        ConfigError: ``condition`` is False; the message gives ``name``, ``value`` and what is ``allowed``.
-    """
+    """Unless ``condition``, raise a ConfigError with a setting's ``name``, its ``value`` and what is ``allowed``."""
     if not condition:
         raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")

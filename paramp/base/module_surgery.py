@@ -65,12 +65,10 @@ def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn
             part._modules[name] = child
         elif any(wanted.startswith(f"{path}.") for wanted in paths):
             part._modules[name] = keep_only(child, paths, f"{path}.")
-    part._parameters = {
-        name: value for name, value in module._parameters.items() if value is None or f"{prefix}{name}" in paths
-    }
-    part._buffers = {
-        name: value for name, value in module._buffers.items() if value is None or f"{prefix}{name}" in paths
-    }
+    for kind in ("_parameters", "_buffers"):
+        tensors = getattr(module, kind).items()
+        kept = {name: value for name, value in tensors if value is None or f"{prefix}{name}" in paths}
+        part.__dict__[kind] = kept
     return part
 
 
@@ -102,10 +100,9 @@ def keeping_buffers(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for submodule, own in buffers:  # the forward may have put others in their place
-            if isinstance(submodule, torch.jit.ScriptModule):  # not in this one's
-                continue
-            submodule._buffers.clear()
-            submodule._buffers.update(own)
+            if not isinstance(submodule, torch.jit.ScriptModule):
+                submodule._buffers.clear()
+                submodule._buffers.update(own)
         with torch.no_grad():
             for buffer, value in values.items():
                 if buffer.shape == value.shape:

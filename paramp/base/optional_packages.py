@@ -51,16 +51,11 @@ def find_apex() -> ApexStatus:
             reason=f"the package apex at {where} is not NVIDIA's (the one on PyPI has only the name in common); it is "
             "not used. NVIDIA's is built from github.com/NVIDIA/apex",
         )
-    norms, optimizers = _compiled("fused_layer_norm_cuda"), _compiled("amp_C")
+    norms, optimizers = _is_there("fused_layer_norm_cuda"), _is_there("amp_C")
     missing = [what for what, there in (("norms", norms), ("optimizers", optimizers)) if not there]
     without = f", built without the kernels of its {' and '.join(missing)} (--cuda_ext)" if missing else ""
-    return ApexStatus(
-        kind="real",
-        version=version,
-        reason=f"NVIDIA's Apex at {where}{without}",
-        fused_norms=norms,
-        fused_optimizers=optimizers,
-    )
+    reason = f"NVIDIA's Apex at {where}{without}"
+    return ApexStatus(kind="real", version=version, reason=reason, fused_norms=norms, fused_optimizers=optimizers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +84,7 @@ def find_transformer_engine() -> PackageStatus:
 
 
 def _find(name: str, how: str) -> PackageStatus:
-    try:
-        spec = importlib.util.find_spec(name)
-    except ValueError:
-        spec = None
-    if spec is None:
+    if not _is_there(name):
         return PackageStatus(found=False, reason=f"no package {name} is installed; {how}")
     version = _version(name)
     return PackageStatus(found=True, version=version, reason=f"{name} {version or 'of an unknown version'}")
@@ -107,10 +98,10 @@ def _has(package: ModuleSpec, name: str) -> bool:
     return found is not None and found.origin is not None  # such a folder has no origin
 
 
-def _compiled(name: str) -> bool:
+def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:
+    except ValueError:  # loaded without a spec
         return False
 
 

@@ -25,11 +25,7 @@ def replace_class(
     all references to it hold, optimizers and their states too, and one that has several names is changed once. So it
     works on DTensor parameters, and after a plan has put hooks on a module. A module of a subclass of ``old`` gets a
     class made of ``new`` and that subclass. Modules with a forward of their own, from a subclass or set on the
-    instance, are left alone.
-
-    Args:
-        new: it adds nothing to an instance that ``old`` does not have.
-        filter_fn: ``(module, its first name) -> bool``, which modules to change. None: all.
+    instance, are left alone, and so are those that ``filter_fn``, given a module and its first name, does not choose.
 
     Returns:
         The first name of each module changed.
@@ -81,12 +77,12 @@ _COMBINED: dict[tuple[type, type, type], type] = {}
 
 def _combined(new: type, own: type, old: type) -> type:
     """``own``, a subclass of ``old``, with what ``new`` overrides of ``old``; the same class each time."""
-    if (new, own, old) in _COMBINED:
-        return _COMBINED[new, own, old]
-    name = new.__name__.replace(old.__name__, own.__name__)
-    namespace = {"__reduce_ex__": _reduce_combined, "_combined_from": (new, own, old), "__module__": own.__module__}
-    _COMBINED[new, own, old] = types.new_class(name, (new, own), exec_body=lambda body: body.update(namespace))
-    return _COMBINED[new, own, old]
+    key = new, own, old
+    if key not in _COMBINED:
+        name = new.__name__.replace(old.__name__, own.__name__)
+        namespace = {"__reduce_ex__": _reduce_combined, "_combined_from": key, "__module__": own.__module__}
+        _COMBINED[key] = types.new_class(name, (new, own), exec_body=lambda body: body.update(namespace))
+    return _COMBINED[key]
 
 
 def _reduce_combined(module: nn.Module, protocol: int) -> Any:

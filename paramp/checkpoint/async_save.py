@@ -44,18 +44,9 @@ class Saver:
         return self._group
 
     def save(
-        self,
-        path: str | Path,
-        collect: Callable[[], Collected],
-        *,
-        wait: bool,
-        then: Callable[[], None] | None = None,
+        self, path: str | Path, collect: Callable[[], Collected], *, wait: bool, then: Callable[[], None] | None = None
     ) -> None:
-        """Write what ``collect`` returns, chunks and plain values, to the folder ``path``.
-
-        Args:
-            wait: return when it is written; else when it is copied.
-            then: called when it is written.
+        """Write what ``collect`` returns to the folder ``path``; ``wait`` until that is done, else until it is copied.
 
         Raises:
             CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
@@ -86,15 +77,13 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if it failed.
         """
-        running, self._running = self._running, None
-        if running is not None:
+        if self._running is not None:
+            running, self._running = self._running, None
             running.result()
 
     def _stage(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """``chunks`` with copies of their values on the CPU."""
-        staged = [
-            replace(chunk, slices=tuple(self._copied(chunk.name, each) for each in chunk.slices)) for chunk in chunks
-        ]
+        staged = [replace(chunk, slices=tuple(self._copied(chunk.name, s) for s in chunk.slices)) for chunk in chunks]
         # Copies to page-locked memory run beside the host: they are complete once the stream has passed them.
         if self._context.device.type == "cuda":
             torch.cuda.current_stream(self._context.device).synchronize()

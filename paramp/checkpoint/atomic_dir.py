@@ -30,6 +30,7 @@ HEADER = "checkpoint.json"
 FORMAT = "paramp checkpoint"
 PARTIAL = ".partial-"
 REPLACED = ".replaced"
+STEP = re.compile(r"step-(\d+)")
 OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 READ_SIZE = 2**22
@@ -41,7 +42,6 @@ def new_partial(path: Path) -> Path:
 
     Raises:
         CheckpointError: something else than a checkpoint lies at ``path``.
-        OSError: the folder cannot be made.
     """
     if path.exists() and not _may_be_replaced(path):
         raise CheckpointError(
@@ -65,12 +65,6 @@ def _may_be_replaced(path: Path) -> bool:
         return (path / HEADER).is_file()
 
 
-def _remove_partials(path: Path) -> None:
-    """Delete what unfinished attempts to write ``path`` have left."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
 @dataclass(frozen=True)
 class Written:
     """A file that was written."""
@@ -81,11 +75,7 @@ class Written:
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> Written:
-    """Write ``parts``, bytes or buffers of bytes, to a file and have them on the disk before this returns.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write ``parts``, bytes or buffers of bytes, to a file and have them on the disk before this returns."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part in parts:
@@ -97,12 +87,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> Written:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Written:
-    """Write ``content`` as JSON, and have it on the disk before this returns.
-
-    Raises:
-        ValueError: a number in it is not finite.
-        OSError: the file cannot be written.
-    """
+    """Write ``content``, without numbers that are not finite, as JSON, and have it on the disk before this returns."""
     return write_file(path, [(json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n").encode()])
 
 
@@ -111,12 +96,11 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
 
     Raises:
         CheckpointError: a file is not there: the ranks do not share the file system.
-        OSError: the manifest cannot be written, or the folder not renamed.
     """
-    for name, written in files.items():
-        if not (partial / name).is_file() or (partial / name).stat().st_size != written.size:
+    for file, written in ((partial / name, written) for name, written in files.items()):
+        if not file.is_file() or file.stat().st_size != written.size:
             raise CheckpointError(
-                f"{str(partial / name)!r} was written by another rank, but is not to be seen from here; all machines "
+                f"{str(file)!r} was written by another rank, but is not to be seen from here; all machines "
                 "have to share the file system that checkpoints go to"
             )
     write_file(partial / MANIFEST, [_manifest(files)])
@@ -127,8 +111,8 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    _remove_partials(path)
+    for left in (replaced, *path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*")):  # and of unfinished attempts
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def finish_replacing(path: Path) -> None:
@@ -169,9 +153,7 @@ def listed(path: Path) -> dict[str, Written]:
         raise CheckpointError(f"{str(path)!r}: no such checkpoint; expected the path of a folder with {MANIFEST}")
     file = path / MANIFEST
     if not file.is_file():
-        raise CheckpointError(
-            f"{str(file)!r} is missing: this is no checkpoint, or one that was damaged; take another one"
-        )
+        raise CheckpointError(f"{str(file)!r} is missing: this is no checkpoint, or a damaged one; take another one")
     data = file.read_bytes()
     try:
         body = json.loads(data)
@@ -211,11 +193,7 @@ def _damage(path: Path, name: str, written: Written) -> str | None:
 
 
 def problems(path: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is damaged in the checkpoint at ``path``, a message for each file; empty if it is whole.
-
-    Args:
-        part, num_parts: look at every ``num_parts``-th file only, from the ``part``-th on.
-    """
+    """What is damaged in every ``num_parts``-th file of the checkpoint at ``path``, from the ``part``-th on."""
     path = Path(path)
     try:
         files = sorted(listed(path).items())
@@ -232,3 +210,55 @@ def problems_together(path: str | Path, group: dist.ProcessGroup) -> list[str]:
     size = dist.get_world_size(group)
     everyone = gather_objects(problems(path, dist.get_rank(group), size), group)
     return list(dict.fromkeys(found for own in everyone for found in own))
+
+
+# ------------------------------------------------------------------------------------------ the checkpoints of a run
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where in ``folder`` the checkpoint of ``step`` lies."""
+    return folder / f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of each checkpoint in ``folder``, the newest first; whole or not."""
+    if not folder.is_dir():
+        return []
+    for replaced in folder.glob(f"step-*{REPLACED}"):
+        finish_replacing(replaced.with_name(replaced.name.removesuffix(REPLACED)))
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
+    return sorted(found, reverse=True)
+
+
+def newest_whole(folder: str | Path, group: dist.ProcessGroup) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in ``folder``, and what is wrong with the newer ones.
+
+    The same on every rank of ``group``; all of them call it.
+    """
+    folder = Path(folder)
+    listing: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:  # file systems of several machines may list a new folder at different times
+        listing = [[path for _, path in checkpoints_in(folder)], _unfinished_in(folder)]
+    dist.broadcast_object_list(listing, group=group, group_src=0)
+    paths, unfinished = listing
+    skipped = [f"{str(path)!r} is unfinished: saving it was interrupted" for path in unfinished]
+    for path in paths:
+        found = problems_together(path, group)
+        if not found:
+            return path, skipped
+        skipped.append(found[0])
+    return None, skipped
+
+
+def _unfinished_in(folder: Path) -> list[Path]:
+    """What was begun to be written in ``folder`` after the newest checkpoint there, and never finished."""
+    newest = max((path.stat().st_mtime for _, path in checkpoints_in(folder)), default=0.0)
+    return sorted(path for path in folder.glob(f"step-*{PARTIAL}*") if path.stat().st_mtime >= newest)
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint at ``path``: first it loses its name, so that nobody takes half of it for whole."""
+    doomed = path.with_name(f"{path.name}{PARTIAL}removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -104,7 +104,6 @@ def chunk_of(
             the flattened local part, 1-dim. The slices are views of it.
         shape: that of the whole tensor, where a tensor-parallel style stores one of its dims as two, such as query,
             key and value side by side.
-        written: whether this rank is the one that writes it.
 
     Raises:
         CheckpointError: ``like`` is a partial sum.
@@ -124,12 +123,12 @@ def chunk_of(
     for offsets, sizes in flat_slices(part, *(own or (0, math.prod(part)))):
         count = math.prod(sizes)
         place = tuple(a + b for a, b in zip(base, offsets, strict=True))
-        slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), tuple(like.shape), whole)
+        slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), like.shape, whole)
         done += count
     return Chunk(name, values.dtype, whole, tuple(slices), written)
 
 
-def _folded(slice_: TensorSlice, shape: Ints, whole: Ints) -> list[TensorSlice]:
+def _folded(slice_: TensorSlice, shape: torch.Size, whole: Ints) -> list[TensorSlice]:
     """A slice of a tensor of ``shape`` as slices of the tensor of the shape ``whole``, in which two dims are one."""
     if shape == whole:
         return [slice_]
@@ -138,7 +137,6 @@ def _folded(slice_: TensorSlice, shape: Ints, whole: Ints) -> list[TensorSlice]:
     folded = []
     for index in range(slice_.sizes[dim]):  # of the two dims' elements only those with one first index are contiguous
         place = (slice_.offsets[dim] + index) * shape[dim + 1] + slice_.offsets[dim + 1]
-        folded.append(
-            TensorSlice((*slice_.offsets[:dim], place, *slice_.offsets[dim + 2 :]), slice_.values.select(dim, index))
-        )
+        offsets = (*slice_.offsets[:dim], place, *slice_.offsets[dim + 2 :])
+        folded.append(TensorSlice(offsets, slice_.values.select(dim, index)))
     return folded

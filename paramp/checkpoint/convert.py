@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from ..base.errors import CheckpointError, ConfigError
 from .atomic_dir import HEADER, MANIFEST, listed, new_partial, problems, publish
 from .dcp_storage import rank_file, read_tensor
-from .header import MODEL, Header, StoredSlice, StoredTensor, read_header, write_header
+from .header import MODEL, StoredSlice, StoredTensor, read_header, write_header
 from .safetensors_io import TensorFile, write_tensors
 
 
@@ -30,7 +31,9 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
     checkpoint, to = Path(checkpoint), Path(to)
     if to.exists():
         raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
-    header = _whole(checkpoint)
+    if damage := problems(checkpoint):
+        raise CheckpointError(damage[0])
+    header = read_header(checkpoint)
     names = {name.removeprefix(MODEL): name for name in header.tensors if name.startswith(MODEL)}
 
     def stored(name: str) -> torch.dtype:
@@ -74,13 +77,6 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
     return to
 
 
-def _whole(checkpoint: Path) -> Header:
-    damage = problems(checkpoint)
-    if damage:
-        raise CheckpointError(damage[0])
-    return read_header(checkpoint)
-
-
 def inspect(checkpoint: str | Path) -> dict[str, Any]:
     """What is in a checkpoint: ``damage`` (by file, empty if it is whole), ``values`` and ``tensors``.
 
@@ -115,13 +111,11 @@ def describe(found: Mapping[str, Any]) -> str:
     lines += _facts(found["values"])
     tensors = found["tensors"]
     weights = {name: item for name, item in tensors.items() if name.startswith(MODEL)}
-    lines.append(f"{len(weights)} weights and buffers, {_count(weights.values()):,} elements; {len(tensors)} tensors")
+    num_elements = sum(torch.Size(item["shape"]).numel() for item in weights.values())
+    lines.append(f"{len(weights)} weights and buffers, {num_elements:,} elements; {len(tensors)} tensors")
     width = max((len(name) for name in weights), default=0)
     lines += [f"  {name:{width}}  {item['dtype']:9} {tuple(item['shape'])}" for name, item in weights.items()]
-    others: dict[str, int] = {}
-    for name in tensors.keys() - weights.keys():
-        kind = name.split(".")[0]
-        others[kind] = others.get(kind, 0) + 1
+    others = Counter(name.split(".")[0] for name in tensors.keys() - weights.keys())
     lines += [f"  {count} of {kind}.*" for kind, count in sorted(others.items())]
     return "\n".join(lines)
 
@@ -139,7 +133,3 @@ def _facts(values: Mapping[str, Any]) -> Sequence[str]:
     ]
     tracked = ", ".join(values["tracked"])
     return [*lines, f"tracked: {tracked}"] if tracked else lines
-
-
-def _count(tensors: Any) -> int:
-    return sum(torch.Size(item["shape"]).numel() for item in tensors)

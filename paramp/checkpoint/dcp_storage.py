@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -38,13 +39,12 @@ from .dcp_planners import ChunkLoadPlanner, ChunkSavePlanner, rectangle
 from .header import Header, StoredSlice, StoredTensor, key_in_file, write_header
 from .safetensors_io import TensorFile, write_tensors
 
-Result = TypeVar("Result")
 
-
-def _one_error(what: str, path: str | Path, action: Callable[[], Result]) -> Result:
-    """``action()``, with DCP's collection of every rank's failures as one error."""
+@contextmanager
+def _one_error(what: str, path: str | Path) -> Iterator[None]:
+    """Raise DCP's collection of every rank's failures as one error."""
     try:
-        return action()
+        yield
     except CheckpointException as error:
         rank, (failure, _) = min(error.failures.items())
         if isinstance(failure, CheckpointError):
@@ -58,11 +58,7 @@ def _one_error(what: str, path: str | Path, action: Callable[[], Result]) -> Res
 
 
 def write(
-    path: str | Path,
-    chunks: Sequence[Chunk],
-    values: Any,
-    group: dist.ProcessGroup,
-    failure: CheckpointError | None = None,
+    path: Path, chunks: Sequence[Chunk], values: Any, group: dist.ProcessGroup, failure: CheckpointError | None
 ) -> None:
     """Write a checkpoint to the folder ``path``, which appears when it is whole. Every rank of ``group`` calls this.
 
@@ -74,13 +70,9 @@ def write(
     Raises:
         CheckpointError: on every rank, naming the first problem of any.
     """
-    writer = _Writer(Path(path), values)
     planner = ChunkSavePlanner(chunks, failure, str(path))
-    _one_error(
-        "written",
-        path,
-        lambda: state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group),
-    )
+    with _one_error("written", path):
+        state_dict_saver.save({}, storage_writer=_Writer(path, values), planner=planner, process_group=group)
 
 
 def rank_file(rank: int) -> str:
@@ -88,7 +80,21 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class _Writer(StorageWriter):
+class _Storage:
+    """What DCP asks of every storage and these have no use for: each serves one checkpoint, on every rank alike."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # DCP does not choose the storage by a path
+
+
+class _Writer(_Storage, StorageWriter):
     """Writes one file of tensors for each rank that has any, in a folder that gets its name in the end."""
 
     def __init__(self, path: Path, values: Any) -> None:
@@ -96,14 +102,8 @@ class _Writer(StorageWriter):
         self._values = values
         self._partial = path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes once."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: the folder is made when all plans are there."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # On the first rank only; the others learn the folder's name, in which a random number is, with their plan.
@@ -113,13 +113,15 @@ class _Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         folder, rank = plan.storage_data
-        items = {key_in_file(item.index.fqn, item.index.offset or ()): item for item in plan.items}
-        shapes = {key: _dtype_and_shape(item) for key, item in items.items()}
+        values: dict[str, Any] = {
+            key_in_file(item.index.fqn, item.index.offset or ()): planner.resolve_data(item) for item in plan.items
+        }
         results = []
-        if items:
+        if values:
             path = self._path.with_name(folder) / rank_file(rank)
-            written = write_tensors(path, shapes, lambda key: _resolved(planner, items[key]))
-            results = [WriteResult(item.index, written.size, (path.name, written)) for item in items.values()]
+            shapes = {key: (value.dtype, value.shape) for key, value in values.items()}
+            written = write_tensors(path, shapes, values.__getitem__)
+            results = [WriteResult(item.index, written.size, (path.name, written)) for item in plan.items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -135,28 +137,11 @@ class _Writer(StorageWriter):
         files[HEADER] = write_header(self._partial, self._values, tensors)
         publish(self._partial, self._path, files)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # DCP does not choose this storage by a path
-
-
-def _dtype_and_shape(item: WriteItem) -> tuple[torch.dtype, torch.Size]:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, torch.Tensor)
-    return value
-
 
 def _stored(name: str, tensor: TensorStorageMetadata, placed: Mapping[MetadataIndex, Any]) -> StoredTensor:
-    slices = [
-        StoredSlice(tuple(chunk.offsets), tuple(chunk.sizes), placed[MetadataIndex(name, chunk.offsets)][0])
-        for chunk in tensor.chunks
-    ]
-    return StoredTensor(name, tensor.properties.dtype, tuple(tensor.size), tuple(slices))
+    places = [(chunk.offsets, chunk.sizes, placed[MetadataIndex(name, chunk.offsets)][0]) for chunk in tensor.chunks]
+    slices = tuple(StoredSlice(tuple(offsets), tuple(sizes), file) for offsets, sizes, file in places)
+    return StoredTensor(name, tensor.properties.dtype, tuple(tensor.size), slices)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -170,23 +155,18 @@ def read(path: str | Path, chunks: Sequence[Chunk], header: Header, group: dist.
     Raises:
         CheckpointError: on every rank, if a tensor of any has another shape in the checkpoint or is missing there.
     """
-    reader = _Reader(Path(path), header)
-    planner = ChunkLoadPlanner(chunks)
-    _one_error(
-        "read", path, lambda: state_dict_loader.load({}, storage_reader=reader, planner=planner, process_group=group)
-    )
+    reader, planner = _Reader(Path(path), header), ChunkLoadPlanner(chunks)
+    with _one_error("read", path):
+        state_dict_loader.load({}, storage_reader=reader, planner=planner, process_group=group)
 
 
-class _Reader(StorageReader):
+class _Reader(_Storage, StorageReader):
     """Reads slices of the files that :class:`_Writer` wrote."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self._header = header
         self._open = functools.cache(lambda file: TensorFile(path / file))
         self._slices = functools.cache(lambda name: {each.offsets: each for each in header.tensors[name].slices})
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
@@ -203,9 +183,6 @@ class _Reader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: the header was read before."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
@@ -220,17 +197,9 @@ class _Reader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # DCP does not choose this storage by a path
-
 
 def _read(file: TensorFile, stored: StoredTensor, slice_: StoredSlice, wanted: tuple[slice, ...] = ()) -> torch.Tensor:
-    """What lies at ``wanted`` in a slice of ``stored``; by default the whole slice. On the CPU.
-
-    Raises:
-        CheckpointError: the slice is not in the file as the header describes it.
-    """
+    """What lies at ``wanted`` in a slice of ``stored``; by default the whole slice. On the CPU."""
     key = key_in_file(stored.name, slice_.offsets)
     if file.shapes.get(key) != (stored.dtype, slice_.sizes):
         raise CheckpointError(
@@ -244,7 +213,6 @@ def read_tensor(path: Path, header: Header, name: str) -> torch.Tensor:
 
     Raises:
         CheckpointError: it is not in its files as ``header`` describes it.
-        OSError: a file cannot be read.
     """
     stored = header.tensors[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)

@@ -60,12 +60,7 @@ class StoredTensor:
 
     @classmethod
     def from_json(cls, name: str, item: Mapping[str, Any], files: Collection[str]) -> StoredTensor:
-        """The tensor ``name``, of which the header has ``item``.
-
-        Raises:
-            ValueError: its slices are not the whole of it, or lie in files that are not among ``files``.
-            KeyError, TypeError: ``item`` is not what :meth:`to_json` makes.
-        """
+        """The tensor ``name``, of which the header has ``item``; an error unless it is whole and in ``files``."""
         shape = tuple(int(size) for size in item["shape"])
         slices = tuple(StoredSlice(tuple(offsets), tuple(sizes), file) for offsets, sizes, file in item["chunks"])
         inside = all(
@@ -101,11 +96,7 @@ def key_in_file(name: str, offsets: Sequence[int]) -> str:
 
 
 def write_header(folder: Path, values: Any, tensors: Sequence[StoredTensor]) -> Written:
-    """Write the header of the checkpoint in ``folder``.
-
-    Args:
-        values: plain ones, encoded (:mod:`paramp.checkpoint.json_codec`).
-    """
+    """Write the header of the checkpoint in ``folder``; ``values`` are encoded ones (:mod:`.json_codec`)."""
     described = {tensor.name: tensor.to_json() for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
     return write_json(folder / HEADER, {"values": values, "tensors": described})
 
@@ -124,18 +115,9 @@ def read_header(path: str | Path) -> Header:
         content = json.loads(file.read_text(encoding="utf-8"))
         tensors = {name: StoredTensor.from_json(name, item, files) for name, item in content["tensors"].items()}
         values = decode(content["values"])
-        _check_values(values)
+        for name, kind in VALUES.items() if "layout" in values else ():
+            if not isinstance(values.get(name), kind):
+                raise ValueError(f"its {name!r} is {type(values.get(name)).__name__}, expected {kind.__name__}")
         return Header(values, tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is no header of a checkpoint: {type(error).__name__}: {error}") from None
-
-
-def _check_values(values: Any) -> None:
-    """Check the types of what a run's checkpoint holds beside its tensors.
-
-    Raises:
-        ValueError: something is missing, or of another type.
-    """
-    for name, kind in VALUES.items() if "layout" in values else ():
-        if not isinstance(values.get(name), kind):
-            raise ValueError(f"its {name!r} is {type(values.get(name)).__name__}, expected {kind.__name__}")

@@ -28,12 +28,9 @@ LARGEST_TENSOR = 2**16
 
 
 def encode(value: Any, name: str = "value") -> Any:
-    """``value`` as what :func:`json.dumps` takes with ``allow_nan=False``.
+    """``value``, called ``name`` in messages, as what :func:`json.dumps` takes with ``allow_nan=False``.
 
-    Args:
-        value: numbers, strings, None, lists, tuples, dicts, counters, sets, small tensors, arrays, and all of these in
-            one another.
-        name: what to call it in messages.
+    Numbers, strings, None, lists, tuples, dicts, counters, sets, small tensors and arrays, and these in one another.
 
     Raises:
         CheckpointError: something of another type is in it, named by its place.
@@ -55,9 +52,8 @@ def encode(value: Any, name: str = "value") -> Any:
         items = [encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
         return {TYPE: "tuple" if isinstance(value, tuple) else type(value).__name__, "items": items}
     if isinstance(value, Mapping):
-        if type(value) in (dict, OrderedDict, defaultdict) and all(
-            isinstance(key, str) and key != TYPE for key in value
-        ):
+        plain = all(isinstance(key, str) and key != TYPE for key in value)
+        if plain and type(value) in (dict, OrderedDict, defaultdict):
             return {key: encode(item, f"{name}.{key}") for key, item in value.items()}
         pairs = [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
         return {TYPE: "Counter" if isinstance(value, Counter) else "dict", "items": pairs}
@@ -80,11 +76,7 @@ def _encode_tensor(value: torch.Tensor, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given; a tensor on the CPU.
-
-    Raises:
-        CheckpointError: a type that :func:`encode` does not write.
-    """
+    """What :func:`encode` was given, tensors on the CPU. A type that it does not write is a CheckpointError."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -106,7 +98,6 @@ def decode(value: Any) -> Any:
         return Counter(pairs) if kind == "Counter" else pairs
     makers = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
     if kind not in makers:
-        raise CheckpointError(
-            f"state: of the type {kind!r}, expected one of {', '.join(makers)}; it was not saved here"
-        )
+        expected = ", ".join(makers)
+        raise CheckpointError(f"state: of the type {kind!r}, expected one of {expected}; it was not saved here")
     return makers[kind](decode(item) for item in value["items"])

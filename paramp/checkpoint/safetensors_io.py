@@ -60,7 +60,6 @@ def write_tensors(
 
     Raises:
         CheckpointError: a dtype that the format has no name for.
-        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0

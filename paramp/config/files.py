@@ -18,8 +18,7 @@ from .schema import Config
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """A :class:`Config` from a dict or a ``.toml`` or ``.py`` file; one that is finished is returned as it is.
 
-    Args:
-        overrides: values that replace those of ``source``, table by table.
+    ``overrides`` replace the values of ``source``, table by table.
 
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value.
@@ -29,10 +28,7 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
         if overrides:
             raise ConfigError("overrides: a finished Config cannot be overridden; pass the dict it was made from")
         return source
-    if source is None:
-        source = {}
-    if isinstance(source, (str, Path)):
-        source = read_file(source)
+    source = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
     if not isinstance(source, Mapping):
         raise ConfigError(
             f"config: got {type(source).__name__}, expected a dict, a Config, or a path to a .toml or .py file"

@@ -46,7 +46,11 @@ class PipelineConfig:
         require(self.schedule in SCHEDULES, "schedule", self.schedule, names)
         self._check_stages()
         self._check_microbatches()
-        self._check_split()
+        if self.split is not None:
+            per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
+            needed = self.num_stages - 1
+            names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
+            require(len(self.split) == needed, "split", list(self.split), names)
 
     def _check_stages(self) -> None:
         given = self.stages_per_rank
@@ -58,29 +62,17 @@ class PipelineConfig:
 
     def _check_microbatches(self) -> None:
         given = self.microbatches
-        if given is None:
-            return
-        require(given >= 1, "microbatches", given, "an integer of 1 or more")
-        if self.size == 1:
+        require(given is None or given >= 1, "microbatches", given, "an integer of 1 or more")
+        if given is None or self.size == 1:
             return
         least = self.row.least_microbatches(self.size)
         per_rank = "one" if least == self.size else f"{least // self.size}"
         enough = f"at least {least}, {per_rank} for each of the {self.size} ranks, for the schedule {self.schedule!r}"
         require(given >= least, "microbatches", given, enough)
         rounds = max(1, given // self.size)
-        multiple = (
-            f"a multiple of {rounds}, such as {given - given % rounds}, because the schedule {self.schedule!r} runs "
-            f"them in {rounds} rounds of {self.size} or more"
-        )
+        why = f"because the schedule {self.schedule!r} runs them in {rounds} rounds of {self.size} or more"
+        multiple = f"a multiple of {rounds}, such as {given - given % rounds}, {why}"
         require(not self.row.in_rounds or given % rounds == 0, "microbatches", given, multiple)
-
-    def _check_split(self) -> None:
-        if self.split is None:
-            return
-        per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
-        needed = self.num_stages - 1
-        names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
-        require(len(self.split) == needed, "split", list(self.split), names)
 
     @property
     def row(self) -> Schedule:
@@ -112,8 +104,7 @@ class PipelineConfig:
 
     @property
     def theoretical_bubble(self) -> float | None:
-        """The fraction of a step that ranks idle (:mod:`paramp.config.schedules`); None if there are too few
-        microbatches to fill the pipeline."""
+        """The fraction of a step that ranks idle; None if there are too few microbatches to fill the pipeline."""
         return self.row.bubble(self.size, self.num_local_stages, self.num_microbatches) if self.size > 1 else 0.0
 
 
@@ -135,19 +126,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         require(self.data == "auto" or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")
         require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
-        require(
-            not self.sequence_parallel or self.tensor.size > 1,
-            "sequence_parallel",
-            self.sequence_parallel,
-            f"False, because tensor.size is {self.tensor.size} and there is nothing to shard the sequence over",
-        )
+        if self.sequence_parallel:
+            unsharded = "False, because tensor.size is 1 and there is nothing to shard the sequence over"
+            require(self.tensor.size > 1, "sequence_parallel", True, unsharded)
 
     def data_size(self, world_size: int) -> int:
-        """The size of the data axis in a world of ``world_size`` ranks.
-
-        Raises:
-            ConfigError: the three sizes do not multiply to the world's.
-        """
+        """The size of the data axis in a world of ``world_size`` ranks; a ConfigError if the sizes do not fit it."""
         model = self.tensor.size * self.pipeline.size
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size}"
         if self.data == "auto":

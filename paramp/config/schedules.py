@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Schedule:
         return ranks - 1 - position if self.v_shaped and loop % 2 else position
 
 
+V_SHAPED: dict[str, Any] = {"stages_per_rank": 2, "v_shaped": True, "splits_backward": True}
 SCHEDULES = {
     "gpipe": Schedule(torch_name="GPipe", filled_by=lambda ranks: 1),
     "1f1b": Schedule(torch_name="1F1B", least_microbatches=lambda ranks: ranks),
@@ -67,18 +69,10 @@ SCHEDULES = {
     "interleaved-zero-bubble": Schedule(
         torch_name="InterleavedZeroBubble", stages_per_rank=2, any_stages=True, in_rounds=True, splits_backward=True
     ),
-    "zbv": Schedule(
-        torch_name="ZBVZeroBubble",
-        stages_per_rank=2,
-        v_shaped=True,
-        splits_backward=True,
-        filled_by=lambda ranks: 2 * ranks - 1,
-    ),
+    "zbv": Schedule(torch_name="ZBVZeroBubble", **V_SHAPED, filled_by=lambda ranks: 2 * ranks - 1),
     "dualpipev": Schedule(
         torch_name="DualPipeV",
-        stages_per_rank=2,
-        v_shaped=True,
-        splits_backward=True,
+        **V_SHAPED,
         least_microbatches=lambda ranks: 2 * ranks,
         filled_by=lambda ranks: 2 * ranks,
     ),

@@ -1,8 +1,7 @@
-"""The whole configuration: a frozen dataclass, built from a dict, a TOML or Python file, and flags.
+"""The whole configuration, which :func:`paramp.config.files.load` builds from a dict, a TOML or a Python file.
 
-:func:`paramp.config.files.load` takes any of these and returns a :class:`Config`. Every
-:class:`~paramp.base.errors.ConfigError` names the key's full path, the value, what is allowed, and the nearest known
-key.
+Every :class:`~paramp.base.errors.ConfigError` names the key's full path, the value, what is allowed, and the nearest
+known key.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
-        precision = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype)
-        object.__setattr__(self, "precision", precision)
+        stored = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype)
+        object.__setattr__(self, "precision", stored)
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
         positive = "a finite number above 0, or None for no clipping"
         require(clip is None or (clip > 0 and math.isfinite(clip)), "clip_grad_norm", clip, positive)
@@ -83,12 +82,9 @@ class Config:
         for name in ("max_skipped_in_a_row", "check_replicas_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "an integer of 1 or more, or None")
-        require(
-            not self.repair_replicas or self.check_replicas_every is not None,
-            "repair_replicas",
-            self.repair_replicas,
-            "False, because check_replicas_every is None and nothing is compared",
-        )
+        checked = self.check_replicas_every is not None
+        unchecked = "False, because check_replicas_every is None and nothing is compared"
+        require(checked or not self.repair_replicas, "repair_replicas", self.repair_replicas, unchecked)
         seconds = "a number of seconds of 1 or more, or None"
         require(timeout is None or 1 <= timeout < math.inf, "hang_timeout", timeout, seconds)
         require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
@@ -108,7 +104,7 @@ def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The keys below ``path`` and their values."""
     if isinstance(value, Precision):
         yield path, value.name
-        yield from _storage(value, path)
+        yield from ((f"{path}.{name}", text) for name, text in _storage(value).items())
         if value.scaling is not None:
             yield from _settings(value.scaling, f"{path}.scaling")
     elif dataclasses.is_dataclass(value):
@@ -122,16 +118,12 @@ def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _storage(precision: Precision, path: str) -> Iterator[tuple[str, str]]:
+def _storage(precision: Precision) -> dict[str, str]:
     """How a precision stores masters and gradients, with every default resolved."""
-    masters = precision.masters
-    yield f"{path}.masters", "remainder" if masters == "remainder" else "full" if masters else "none"
-    dtypes = {"grad_dtype": precision.grad_dtype or precision.weights}
-    for axis in dataclasses.fields(precision.reduce_dtypes):
-        dtype = getattr(precision.reduce_dtypes, axis.name) or dtypes["grad_dtype"]
-        dtypes[f"reduce_dtype.{axis.name}"] = dtype
-    for name, dtype in dtypes.items():
-        yield f"{path}.{name}", str(dtype).removeprefix("torch.")
+    masters, grads = precision.masters, precision.grad_dtype or precision.weights
+    dtypes = {f"reduce_dtype.{axis}": dtype or grads for axis, dtype in vars(precision.reduce_dtypes).items()}
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in {"grad_dtype": grads, **dtypes}.items()}
+    return {"masters": "remainder" if masters == "remainder" else "full" if masters else "none", **names}
 
 
 def _plain(value: Any) -> Any:

@@ -71,44 +71,30 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "steps", "eval_every", "eval_sequences", "vocab_size"):
             self._require_count(name)
-        require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a finite number above 0")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of 0 or more")
-        require(
-            self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
-            "peak_tflops",
-            self.peak_tflops,
-            "a finite number above 0, or None",
-        )
-        self._check_checkpoints()
-        self._check_logs()
+        self._require(self.lr > 0 and math.isfinite(self.lr), "lr", "a finite number above 0")
+        self._require(self.weight_decay >= 0, "weight_decay", "a number of 0 or more")
+        peak = self.peak_tflops
+        self._require(peak is None or 0 < peak < math.inf, "peak_tflops", "a finite number above 0, or None")
+        for name in ("checkpoint_every", "checkpoint_keep_last", "checkpoint_keep_every"):
+            self._require_count(name)
+        there = self.checkpoint_dir is not None
+        missing, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
+        writes = there or self.checkpoint_every is None
+        self._require(writes, "checkpoint_every", f"nothing, {missing} write to; {fix}")
+        for name in ("checkpoint_dir", "resume"):
+            self._require(getattr(self, name) != "", name, "a path")
+        looks = there or self.resume != "auto"
+        self._require(looks, "resume", f"the path of a checkpoint, {missing} look in; {fix}")
+        missing, there = "because there is no log_dir to write to; set it with --log-dir DIR", self.log_dir is not None
+        self._require(there or not self.tensorboard, "tensorboard", f"False, {missing}")
+        for name in ("trace", "histogram"):
+            step = getattr(self, name)
+            self._require(step is None or 1 <= step <= self.steps, name, f"a step from 1 to {self.steps}")
+            self._require(there or step is None, name, f"nothing, {missing}")
+
+    def _require(self, condition: bool, name: str, allowed: str) -> None:
+        require(condition, name, getattr(self, name), allowed)
 
     def _require_count(self, name: str) -> None:
         value = getattr(self, name)
         require(value is None or value >= 1, name, value, "an integer of 1 or more")
-
-    def _check_checkpoints(self) -> None:
-        for name in ("checkpoint_every", "checkpoint_keep_last", "checkpoint_keep_every"):
-            self._require_count(name)
-        require(
-            self.checkpoint_every is None or self.checkpoint_dir is not None,
-            "checkpoint_every",
-            self.checkpoint_every,
-            "nothing, because there is no checkpoint_dir to write to; set it with --checkpoint-dir DIR",
-        )
-        for name in ("checkpoint_dir", "resume"):
-            require(getattr(self, name) != "", name, getattr(self, name), "a path")
-        require(
-            self.resume != "auto" or self.checkpoint_dir is not None,
-            "resume",
-            self.resume,
-            "the path of a checkpoint, because there is no checkpoint_dir to look in; set it with --checkpoint-dir DIR",
-        )
-
-    def _check_logs(self) -> None:
-        no_log_dir = "because there is no log_dir to write to; set it with --log-dir DIR"
-        has_log_dir = self.log_dir is not None
-        require(has_log_dir or not self.tensorboard, "tensorboard", self.tensorboard, f"False, {no_log_dir}")
-        for name in ("trace", "histogram"):
-            step = getattr(self, name)
-            require(step is None or 1 <= step <= self.steps, name, step, f"a step from 1 to {self.steps}")
-            require(has_log_dir or step is None, name, step, f"nothing, {no_log_dir}")

@@ -55,8 +55,7 @@ class FoundData:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """How to read what lies there."""
 
     encoder: Encoder
@@ -89,11 +88,10 @@ def _encode(files: list[TextFile], options: ReadOptions, name: str) -> FoundData
 
 
 def _token_folder(path: Path, options: ReadOptions) -> FoundData:
-    training = _token_file(path / "train.bin", options)
-    if not (path / "val.bin").is_file():
+    training, apart = _token_file(path / "train.bin", options), path / "val.bin"
+    if not apart.is_file():
         return training
-    held_out = _token_file(path / "val.bin", options)
-    return replace(training, held_out=held_out.training, num_files=2)
+    return replace(training, held_out=_token_file(apart, options).training, num_files=2)
 
 
 def _token_file(path: Path, options: ReadOptions) -> FoundData:
@@ -115,15 +113,11 @@ def _token_file(path: Path, options: ReadOptions) -> FoundData:
 
 def _prefix(path: Path) -> Path:
     """What the two files of a pair have in common."""
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return path.with_suffix("") if path.suffix in TOKEN_SUFFIXES else path
 
 
 def _read_meta(path: Path) -> Mapping[str, Any]:
-    """``meta.json`` beside a ``.bin``, empty if there is none.
-
-    Raises:
-        ConfigError: it is no JSON, or says something impossible.
-    """
+    """``meta.json`` beside a ``.bin``, empty if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -164,11 +158,7 @@ def _saved_dataset(path: Path, options: ReadOptions) -> FoundData:
 
 
 def open_standard_library(root: Path, options: ReadOptions) -> FoundData:
-    """The Python files under ``root``.
-
-    Raises:
-        ConfigError: there are too few.
-    """
+    """The Python files under ``root``."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_LIBRARY]
@@ -181,40 +171,29 @@ def open_standard_library(root: Path, options: ReadOptions) -> FoundData:
     return _encode(files, options, "stdlib")
 
 
-class DataFormat(NamedTuple):
-    """One form of data."""
-
-    matches: Callable[[Path], bool]
-    open: Callable[[Path, ReadOptions], FoundData]
-
-
 def _is_token_file(path: Path) -> bool:
     return path.is_file() or path.suffix == ".idx" or Path(f"{_prefix(path)}.idx").is_file()
 
 
-FORMATS = (
-    DataFormat(lambda path: path.is_dir() and is_saved_dataset(path), _saved_dataset),
-    DataFormat(lambda path: (path / "train.bin").is_file(), _token_folder),
-    DataFormat(lambda path: path.is_dir(), _text),
-    DataFormat(lambda path: path.is_file() and path.suffix not in TOKEN_SUFFIXES, _text),
-    DataFormat(_is_token_file, _token_file),
+FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Path, ReadOptions], FoundData]], ...] = (
+    (lambda path: path.is_dir() and is_saved_dataset(path), _saved_dataset),
+    (lambda path: (path / "train.bin").is_file(), _token_folder),
+    (lambda path: path.is_dir(), _text),
+    (lambda path: path.is_file() and path.suffix not in TOKEN_SUFFIXES, _text),
+    (_is_token_file, _token_file),
 )
-"""The first that matches is used."""
+"""Whether a path has that form, and what opens it. The first that matches is used."""
 
 
 def open_data(name: str, options: ReadOptions) -> FoundData:
-    """What is called ``name``, a path or ``stdlib``; nothing is checked against a vocabulary yet.
-
-    Raises:
-        ConfigError: nothing is there, or it is damaged.
-    """
+    """What is called ``name``, a path or ``stdlib``; nothing is checked against a vocabulary yet."""
     if name == STANDARD_LIBRARY:
         return open_standard_library(Path(sysconfig.get_paths()["stdlib"]), options)
     path = Path(name).expanduser()
-    found = next((form for form in FORMATS if name and form.matches(path)), None)
-    if found is None:
+    opens = next((opens for matches, opens in FORMATS if name and matches(path)), None)
+    if opens is None:
         raise ConfigError(
             f"data: got {name!r}, expected stdlib or the path of a text file, a folder, a .bin of tokens or Megatron's "
             f"pair of .bin and .idx; nothing is there{nearest(name, [STANDARD_LIBRARY])}"
         )
-    return found.open(path, options)
+    return opens(path, options)

@@ -19,6 +19,7 @@ A loader knows its :class:`~paramp.data.loader_position.LoaderPosition`, which c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .loader_position import LoaderPosition, WithPosition
 from .sharded_sampler import ShardedSampler
 
 
+@dataclass(eq=False)
 class _Batches:
     """Every ``size``-th batch of a loader over an iterable dataset; everything else is the loader's.
 
@@ -39,15 +41,12 @@ class _Batches:
     round without a batch for every rank, those that have none repeat their first.
     """
 
-    def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
-        self.loader = loader
-        self.rank = rank
-        self.size = size
+    loader: DataLoader[Any]
+    rank: int
+    size: int
 
     def __iter__(self) -> Iterator[Any]:
-        own: Any = None
-        first: Any = None
-        count = 0
+        own, first, count = None, None, 0
         for count, batch in enumerate(self.loader, start=1):
             place = (count - 1) % self.size
             if place == self.rank:
@@ -105,9 +104,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
         )
     kind: Any = type(loader) if iterable else _with_position(type(loader))
     sharded = kind.__new__(kind)
-    sharded.__dict__.update(
-        loader.__dict__ | changes
-    )  # DataLoader forbids to set these: its own constructor checks them
+    sharded.__dict__.update(loader.__dict__ | changes)  # DataLoader forbids to set these
     result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
     sampler = next((one for one in _samplers_that_shard(sharded) if isinstance(one, ShardedSampler)), None)
     batch_size = sharded.batch_size or 1
@@ -160,10 +157,7 @@ def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
 
 def _check_not_empty(sharded: Any, size: int) -> None:
     """Complain about a loader without a batch: a loop that asks it for one would never end, or train nothing."""
-    try:
-        if len(sharded):
-            return
-    except (TypeError, NotImplementedError):  # not known before it is read
+    if _length(sharded) != 0:
         return
     samples = _length(sharded.dataset)
     if not samples:
@@ -182,12 +176,12 @@ def _check_not_empty(sharded: Any, size: int) -> None:
     )
 
 
-def _length(items: Any) -> int:
-    """0 where it is not known."""
+def _length(items: Any) -> int | None:
+    """None where it is not known before they are read."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
-        return 0
+        return None
 
 
 def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
@@ -226,8 +220,6 @@ def _describe(loader: Any) -> str | None:
     """What has to be equal on all ranks, in words; None for what is no ``DataLoader``."""
     if not isinstance(loader, DataLoader):
         return None
-    try:
-        length = f"{len(loader.dataset)} samples"  # type: ignore[arg-type]
-    except TypeError:
-        length = "samples without a number"
-    return f"{length} in batches of {loader.batch_size}, drop_last {loader.drop_last}"
+    length = _length(loader.dataset)
+    samples = "samples without a number" if length is None else f"{length} samples"
+    return f"{samples} in batches of {loader.batch_size}, drop_last {loader.drop_last}"

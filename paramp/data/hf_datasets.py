@@ -30,10 +30,7 @@ def load_splits(path: Path) -> tuple[Any, Any | None]:
     """The part to train on and the one held out, None where the folder has none.
 
     Of a ``DatasetDict`` the former is ``train``, or the only one; the latter the first of ``validation``, ``test`` and
-    their like.
-
-    Raises:
-        ConfigError: the package ``datasets`` is missing, it cannot read the folder, or there is no ``train``.
+    their like. Raises ConfigError if ``datasets`` is missing or cannot read the folder, or there is no ``train``.
     """
     try:
         import datasets  # type: ignore[import-untyped]
@@ -53,11 +50,7 @@ def load_splits(path: Path) -> tuple[Any, Any | None]:
 
 
 def column_of(dataset: Any, path: Path) -> str:
-    """The column to read: ``input_ids``, else ``text``.
-
-    Raises:
-        ConfigError: it has neither.
-    """
+    """The column to read: ``input_ids``, else ``text``. Raises ConfigError if it has neither."""
     found = next((name for name in (TOKENS, TEXT) if name in dataset.column_names), None)
     if found is None:
         raise ConfigError(
@@ -70,8 +63,7 @@ def column_of(dataset: Any, path: Path) -> str:
 def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
     """The rows of ``input_ids`` one after the other, in the memory that Arrow has mapped.
 
-    Raises:
-        ConfigError: they are not integers, or some are missing.
+    Raises ConfigError if they are not integers, or some are missing.
     """
     if dataset._indices is not None:  # rows in another order than in the buffers, as after ``shuffle``
         dataset = dataset.flatten_indices()
@@ -80,17 +72,11 @@ def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
 
 
 def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
-    """The buffers of ``input_ids``, without the borders of the rows.
-
-    Raises:
-        ConfigError: they are not integers, or some are missing.
-    """
+    """The buffers of ``input_ids``, without the borders of the rows."""
     import pyarrow as pa  # type: ignore[import-untyped]
 
     for chunk in table.column(TOKENS).chunks:
-        while not pa.types.is_primitive(chunk.type):
-            if not hasattr(chunk, "flatten") or pa.types.is_struct(chunk.type):
-                break
+        while hasattr(chunk, "flatten") and not (pa.types.is_primitive(chunk.type) or pa.types.is_struct(chunk.type)):
             chunk = chunk.flatten()  # respects the slice of the buffer that the array is
         if not pa.types.is_integer(chunk.type) or chunk.null_count:
             what = f"{chunk.null_count} missing values" if chunk.null_count else f"the type {chunk.type}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +14,22 @@ from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
 
 
+@dataclass(eq=False)
 class LoaderPosition:
-    """Where the user of a sharded loader is: in which epoch, and how many of its batches were given out.
+    """Where the user of a sharded loader is: in which epoch, and how many of its batches were given out."""
 
-    Args:
-        generator: of the loader, from which its workers get their seeds: another one in each epoch.
-        seed: of that generator.
-        unit: what one batch of a rank stands for over all ranks: in samples, or in batches where these are sharded.
-        sampler: the loader's, which can skip what was given before; None: batches are read and dropped.
-        items_per_batch: that ``sampler`` yields for one batch.
-    """
-
-    def __init__(
-        self, generator: torch.Generator, seed: int, unit: int, sampler: ShardedSampler | None, items_per_batch: int = 1
-    ) -> None:
-        self._generator = generator
-        self._seed = seed
-        self._unit = unit
-        self._sampler = sampler
-        self._items_per_batch = items_per_batch
-        self._next = 0
-        self._skip = 0
-        self._current: _Given | None = None
+    _generator: torch.Generator
+    """Of the loader, from which its workers get their seeds: another one in each epoch."""
+    _seed: int
+    _unit: int
+    """What one batch of a rank stands for over all ranks: in samples, or in batches where these are sharded."""
+    _sampler: ShardedSampler | None
+    """The loader's, which can skip what was given before; None: batches are read and dropped."""
+    _items_per_batch: int
+    """That the sampler yields for one batch."""
+    _next: int = 0
+    _skip: int = 0
+    _current: _Given | None = None
 
     @property
     def _next_epoch(self) -> int:
@@ -79,14 +74,14 @@ class LoaderPosition:
             )
 
 
+@dataclass(eq=False)
 class _Given:
     """An iteration's batches, counted as they are given out."""
 
-    def __init__(self, batches: Iterator[Any], epoch: int, given: int) -> None:
-        self._batches = batches
-        self.epoch = epoch
-        self.given = given
-        self.stale = False
+    batches: Iterator[Any]
+    epoch: int
+    given: int
+    stale: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -95,7 +90,7 @@ class _Given:
         if self.stale:
             raise RuntimeError("loader: this iteration was begun before a checkpoint was loaded; begin another one")
         try:
-            batch = next(self._batches)
+            batch = next(self.batches)
         except StopIteration:
             if self.given:
                 self.epoch, self.given = self.epoch + 1, 0
@@ -104,7 +99,7 @@ class _Given:
         return batch
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.batches)  # type: ignore[arg-type]
 
 
 class WithPosition:

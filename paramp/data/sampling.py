@@ -41,7 +41,7 @@ def training_windows(
         ConfigError: ``tokens`` has not more than ``seq_len`` tokens.
     """
     check_length(tokens, seq_len)
-    indices = np.arange(first, first + count, dtype=np.int64)
+    indices = np.arange(first, first + count)
     return _windows(tokens, seq_len, sample_offsets(seed, step, indices, len(tokens) - seq_len))
 
 
@@ -50,14 +50,10 @@ def held_out_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows ``first`` to ``first + count - 1`` of ``total`` that are spread evenly over ``tokens``.
 
-    Returns:
-        Inputs and next tokens: two int64 tensors of shape (count, seq_len).
-
-    Raises:
-        ConfigError: ``tokens`` has not more than ``seq_len`` tokens.
+    Returns and raises as :func:`training_windows`.
     """
     check_length(tokens, seq_len)
-    indices = np.arange(first, first + count, dtype=np.int64)
+    indices = np.arange(first, first + count)
     return _windows(tokens, seq_len, indices * (len(tokens) - seq_len - 1) // max(total - 1, 1))
 
 

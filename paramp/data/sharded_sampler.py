@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +17,27 @@ from ..distributed.rng import RandomStream, derive_seed
 DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
+@dataclass(eq=False)
 class ShardedSampler(Sampler[Any]):
     """Every ``size``-th item of ``inner``, from item ``rank`` on: indices of samples, or whole batches of them.
 
     ``inner`` draws its random numbers, as long as they are torch's, from a stream of this sampler's own, which is equal
     on all ranks and another in each epoch.
-
-    Args:
-        inner: what is sharded; iterating it again begins it anew.
-        rank, size: the data rank and the number of them.
-        seed: of the random numbers, equal on all ranks.
-        drop_last: whether the last round is dropped if there is not an item for every rank; else it is filled up with
-            the first ones.
     """
 
-    def __init__(self, inner: Iterable[Any], rank: int, size: int, seed: int, *, drop_last: bool) -> None:
-        self.inner = inner
-        self.rank = rank
-        self.size = size
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        """Of the next iteration."""
-        self.skip = 0
-        """Items of this rank that the next iteration skips."""
+    inner: Iterable[Any]
+    """Iterating it again begins it anew."""
+    rank: int
+    size: int
+    """The data rank, and the number of them."""
+    seed: int
+    """Of the random numbers, equal on all ranks."""
+    drop_last: bool
+    """A last round without an item for every rank is dropped; else it is filled up with the first ones."""
+    epoch: int = 0
+    """Of the next iteration."""
+    skip: int = 0
+    """Items of this rank that the next iteration skips."""
 
     @property
     def num_replicas(self) -> int:
@@ -49,26 +47,22 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; that of ``inner`` too, if it has such a method."""
         self.epoch = epoch
-        set_inner = getattr(self.inner, "set_epoch", None)
-        if set_inner is not None:
-            set_inner(epoch)
+        if hasattr(self.inner, "set_epoch"):
+            self.inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         seed = derive_seed(self.seed, "samples", self.epoch)
         self.epoch += 1
         skip, self.skip = self.skip, 0
-        return itertools.islice(self._items(seed), skip, None)
-
-    def _items(self, seed: int) -> Iterator[Any]:
-        if type(self.inner) in DRAWS_FROM_A_GENERATOR:
-            inner: Any = copy.copy(self.inner)
+        inner: Any = self.inner
+        random: AbstractContextManager[None] = nullcontext()
+        if type(inner) in DRAWS_FROM_A_GENERATOR:
+            inner = copy.copy(inner)
             # the user's, like torch's default one, may be in another state on each rank
-            inner.generator = torch.Generator()
-            inner.generator.manual_seed(seed)
-            return self._own_items(inner, nullcontext())
-        if type(self.inner) is SequentialSampler:
-            return self._own_items(self.inner, nullcontext())
-        return self._own_items(self.inner, RandomStream(seed, torch.device("cpu")))
+            inner.generator = torch.Generator().manual_seed(seed)
+        elif type(inner) is not SequentialSampler:
+            random = RandomStream(seed, torch.device("cpu"))
+        return itertools.islice(self._own_items(inner, random), skip, None)
 
     def _own_items(self, inner: Iterable[Any], random: AbstractContextManager[None]) -> Iterator[Any]:
         with random:

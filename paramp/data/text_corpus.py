@@ -11,9 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +28,13 @@ BATCH = 2**20
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file of valid text."""
+class TextFile(NamedTuple):
+    """A file of valid text, ``size`` bytes."""
 
     name: str
     """Relative to the folder that was searched, with forward slashes."""
     path: Path
     size: int
-    """In bytes."""
 
 
 def find_text(path: Path) -> tuple[list[TextFile], int]:
@@ -80,9 +77,8 @@ def find_text(path: Path) -> tuple[list[TextFile], int]:
 
 def why_not_text(path: Path) -> str | None:
     """Why the file is not valid text, or None."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
-        position = 0
         while True:
             block = file.read(CHUNK)
             try:
@@ -101,8 +97,7 @@ def held_out_by_name(name: str) -> bool:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
-@dataclass(frozen=True)
-class TextChunk:
+class TextChunk(NamedTuple):
     """A part of a document."""
 
     text: str
@@ -134,8 +129,7 @@ def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk
 
 def _lines(path: Path) -> Iterator[str]:
     """The text of a file in chunks of about 4 MB that end with a line, or else anywhere."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    rest = ""
+    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     with path.open("rb") as file:
         while block := file.read(CHUNK):
             rest += decoder.decode(block)
@@ -169,7 +163,6 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> Tokens:
         """The tokens of ``text``, nothing added."""
-        ...
 
 
 class Bytes:
@@ -177,10 +170,8 @@ class Bytes:
 
     vocab_size = 256
     unit = "byte"
-
-    def __init__(self) -> None:
-        self.dtype = np.dtype(np.uint8)
-        self.separator: Tokens = np.frombuffer(b"\n", dtype=np.uint8)
+    dtype = np.dtype(np.uint8)
+    separator: Tokens = np.frombuffer(b"\n", dtype=np.uint8)
 
     def encode(self, text: str) -> NDArray[np.uint8]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -209,9 +200,8 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(
-                f'tokenizer: {str(file)!r} needs the package tokenizers: pip install "paramp[hf]"'
-            ) from None
+            message = f'tokenizer: {str(file)!r} needs the package tokenizers: pip install "paramp[hf]"'
+            raise ConfigError(message) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exception

@@ -38,11 +38,7 @@ class FileState:
 
     @staticmethod
     def of(descriptor: int) -> FileState:
-        """That of an open file.
-
-        Raises:
-            OSError: it is out of reach.
-        """
+        """That of an open file."""
         status = os.fstat(descriptor)
         return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -90,11 +86,7 @@ class FileTokens(TokenSource):
         return _reopen, (type(self), self.path, self.dtype, self.offset, self._count, self._state)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As :class:`TokenSource`.
-
-        Raises:
-            DataError: the file has become shorter, was written to since it was opened, or is out of reach.
-        """
+        """As :class:`TokenSource`. Raises DataError if the file has become shorter, was changed or is out of reach."""
         begin = position = self.offset + start * self.dtype.itemsize
         wanted = count * self.dtype.itemsize
         parts: list[bytes] = []
@@ -134,11 +126,7 @@ class FileTokens(TokenSource):
 def _reopen(
     kind: type[FileTokens], path: Path, dtype: np.dtype[Any], offset: int, count: int, state: FileState
 ) -> FileTokens:
-    """What was pickled, in this process.
-
-    Raises:
-        DataError: the file is missing, or not the one that it was.
-    """
+    """What was pickled, in this process. Raises DataError if the file is missing, or not the one that it was."""
     try:
         tokens = kind(path, dtype, offset, count)
     except OSError as error:

@@ -35,16 +35,10 @@ SURE_FROM = 256
 
 
 def open_flat(path: Path, dtype: str, *, guessed: bool = False) -> FileTokens:
-    """A flat ``.bin`` of ``dtype``, ``uint16`` or ``uint32``.
+    """A flat ``.bin`` of ``dtype``, ``uint16`` or ``uint32``. Raises ConfigError if it is empty, or not of that dtype.
 
-    Args:
-        path: the file.
-        dtype: what it holds.
-        guessed: neither the user nor ``meta.json`` says so. Then a file of uint16 that looks like one of uint32 is
-            refused: each second number of those is (nearly) zero, and a model would train on it without complaint.
-
-    Raises:
-        ConfigError: it is empty, or not of that dtype.
+    With ``guessed``, neither the user nor ``meta.json`` says so. Then a file of uint16 that looks like one of uint32 is
+    refused: each second number of those is (nearly) zero, and a model would train on it without complaint.
     """
     tokens = FileTokens(path, FLAT_DTYPES[dtype])
     if not len(tokens):
@@ -64,10 +58,7 @@ def open_flat(path: Path, dtype: str, *, guessed: bool = False) -> FileTokens:
 def open_indexed(prefix: Path) -> FileTokens:
     """Megatron's pair ``prefix.bin`` and ``prefix.idx``: the sequences one after the other, as they lie.
 
-    The index is read through once, block by block, to see that it fits the ``.bin``.
-
-    Raises:
-        ConfigError: a file is missing, or is not what it should be.
+    The index is read through once, block by block. Raises ConfigError if a file is missing, or they do not fit.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):

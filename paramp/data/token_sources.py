@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,12 +45,12 @@ class TokenSource(ABC):
             yield self.read(start, min(size, len(self) - start))
 
 
+@dataclass(eq=False)
 class ArrayTokens(TokenSource):
     """Tokens in memory (or in a buffer that somebody else has mapped, such as Arrow)."""
 
-    def __init__(self, array: Tokens, name: str) -> None:
-        self.array = array
-        self.name = name
+    array: Tokens
+    name: str
 
     def __len__(self) -> int:
         return len(self.array)
@@ -85,17 +86,16 @@ class ChainedTokens(TokenSource):
         return self.parts[part].place(index - (self._ends[part] - len(self.parts[part])))
 
 
+@dataclass(eq=False)
 class SlicedTokens(TokenSource):
-    """``count`` tokens of ``source`` from ``start`` on."""
+    """``count`` tokens of ``source`` from ``start`` on, all of which exist."""
 
-    def __init__(self, source: TokenSource, start: int, count: int) -> None:
-        assert 0 <= start <= start + count <= len(source)
-        self.source = source
-        self.start = start
-        self._count = count
+    source: TokenSource
+    start: int
+    count: int
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def read(self, start: int, count: int) -> Tokens:
         return self.source.read(self.start + start, count)
@@ -104,6 +104,7 @@ class SlicedTokens(TokenSource):
         return self.source.place(self.start + index)
 
 
+@dataclass(eq=False)
 class CheckedTokens(TokenSource):
     """``source``, with every token that is read compared with the vocabulary.
 
@@ -111,19 +112,14 @@ class CheckedTokens(TokenSource):
     names nothing.
     """
 
-    def __init__(self, source: TokenSource, vocab_size: int) -> None:
-        self.source = source
-        self.vocab_size = vocab_size
+    source: TokenSource
+    vocab_size: int
 
     def __len__(self) -> int:
         return len(self.source)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As the source does.
-
-        Raises:
-            DataError: a token is negative, or not below ``vocab_size``.
-        """
+        """As the source does. Raises DataError for a token that is negative, or not below ``vocab_size``."""
         tokens = self.source.read(start, count)
         if count and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             first = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
@@ -156,10 +152,7 @@ def fingerprint(*sources: TokenSource) -> str:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{len(source)}\0".encode())
-        if isinstance(source, ArrayTokens):
-            slices: Iterator[Tokens] = source.blocks()
-        else:
-            slices = (tokens for _, tokens in sample(source))
-        for tokens in slices:
+        in_memory = isinstance(source, ArrayTokens)
+        for tokens in source.blocks() if in_memory else (tokens for _, tokens in sample(source)):
             digest.update(np.ascontiguousarray(tokens).tobytes())
     return digest.hexdigest()

@@ -26,8 +26,7 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
         ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
             from which it is known what the other ranks hold.
     """
-    axes: dict[str, int] = {}
-    replicas = 1
+    axes, replicas = {}, 1
     if context is not None:
         axes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.mesh.shape, strict=True))
     if is_dtensor(tensor):
@@ -61,10 +60,8 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     """
     sharded = {PIPELINE_AXIS}
     if is_dtensor(tensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        sharded.update(
-            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
-        )
+        placements = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+        sharded.update(name for name, placement in placements if not placement.is_replicate())
     return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
 
 
@@ -97,4 +94,4 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
     """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
-    return context.mesh[ROLES["tensor"]]
+    return context.mesh[ROLES["tensor"][0]]

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import cast
 
 import torch
@@ -31,14 +30,14 @@ from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_f
 from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
-ROLES = {"stage": "pp", "batch": "dp", "tensor": "tp"}
+ROLES = {"stage": ("pp",), "batch": ("dp",), "tensor": ("tp",)}
 """What the mesh axes mean; the slowest first. ``stage``: each rank has parameters of its own. ``batch``: ranks have
 parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, as each
 DTensor's placements say."""
-AXES = tuple(ROLES.values())
-PIPELINE_AXIS = ROLES["stage"]
+AXES = tuple(name for names in ROLES.values() for name in names)
+(PIPELINE_AXIS,) = ROLES["stage"]
 """The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
-DATA_AXIS = ROLES["batch"]
+(DATA_AXIS,) = ROLES["batch"]
 """The axis over which ZeRO shards what the optimizer keeps."""
 SECONDS_FOR_THREADS = 0.2
 
@@ -79,10 +78,7 @@ class ParallelContext:
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
         rank, world_size, local_rank: this process among all, and on its machine.
         device: where this rank computes.
-        pp, dp, tp: an :class:`Axis` each, by its name.
-        stage_axis: the axis along which each rank has stages of its own.
-        batch_axis: the axis over which the batch is sharded and gradients are summed.
-        tensor_axis: the axis over which layers are sharded by plan.
+        pp, dp, tp: an :class:`Axis` each, by its name; ``stage_axis``, ``batch_axis`` and ``tensor_axis``: by its role.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         heartbeat: reports to the other ranks where this one is, and watches them; None where there is none.
@@ -111,14 +107,10 @@ class ParallelContext:
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is left, while its process groups are still there."""
         self.mesh: DeviceMesh = init_device_mesh(device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES)
-        axes = {
-            name: Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
+        self.pp, self.dp, self.tp = self.stage_axis, self.batch_axis, self.tensor_axis = [
+            Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
             for index, name in enumerate(AXES)
-        }
-        self.pp, self.dp, self.tp = axes["pp"], axes["dp"], axes["tp"]
-        self.stage_axis, self.batch_axis, self.tensor_axis = (
-            axes[ROLES[role]] for role in ("stage", "batch", "tensor")
-        )
+        ]
         replicas = self.mesh.mesh.movedim(AXES.index(DATA_AXIS), 0).flatten(1).tolist()
         self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
@@ -146,14 +138,10 @@ class ParallelContext:
 
     def make_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """The group of this rank's list among ``rank_lists``, which every rank passes alike; None if it is in none."""
-        mine = None
-        for ranks in rank_lists:
-            group = dist.new_group(list(ranks), backend=backend)
-            if self.rank in ranks:
-                mine = group
-        if mine is not None:
-            self._extra_groups.append(mine)
-        return mine
+        groups = [dist.new_group(list(ranks), backend=backend) for ranks in rank_lists]
+        mine = [group for group, ranks in zip(groups, rank_lists, strict=True) if self.rank in ranks]
+        self._extra_groups += mine[-1:]
+        return mine[-1] if mine else None
 
     @property
     def is_first_stage(self) -> bool:
@@ -186,8 +174,7 @@ class ParallelContext:
     def activation_stream(self, stage: int | None = None) -> RandomStream:
         """The stream that dropout draws from: another in each stage and on each data rank, equal over ``tp``.
 
-        Args:
-            stage: the index of a pipeline stage. None: this rank's first.
+        ``stage`` is the index of a pipeline stage. None: this rank's first.
         """
         stage = self.stage_axis.rank if stage is None else stage
         return RandomStream(derive_seed(self.config.seed, "activations", stage, self.batch_axis.rank), self.device)
@@ -223,9 +210,7 @@ class ParallelContext:
     def __enter__(self) -> ParallelContext:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         failed = isinstance(error, Exception) and self.world_size > 1
         store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
         key = f"paramp/failed/{self._serial}"
@@ -244,10 +229,9 @@ class ParallelContext:
             wait_for_failures(store, key, self.world_size)
 
     def _stop_heartbeat(self, error: BaseException | None = None) -> bool:
-        """Report to the other ranks that this one leaves, because of ``error`` if it is one.
+        """Report to the other ranks that this one leaves, and whether by an ``error``.
 
-        Returns:
-            Whether this rank was about to end because another had fallen silent.
+        True if this rank was about to end because another had fallen silent.
         """
         if self.heartbeat is None:
             return False
@@ -263,8 +247,7 @@ class ParallelContext:
 def _mesh_shape(config: Config, world_size: int) -> tuple[int, ...]:
     """The size of each axis, in the order of ``ROLES``."""
     parallel = config.parallel
-    sizes = {"stage": parallel.pipeline.size, "batch": parallel.data_size(world_size), "tensor": parallel.tensor.size}
-    return tuple(sizes[role] for role in ROLES)
+    return parallel.pipeline.size, parallel.data_size(world_size), parallel.tensor.size
 
 
 _contexts: list[ParallelContext] = []

@@ -23,14 +23,14 @@ SECONDS_FOR_THE_OTHERS = 2.0
 """What rank 0, which may host the store, leaves the others to read who failed first."""
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether ``error``, which left a context, only follows from another rank's, which reports it."""
-    return ECHO in error.__dict__
-
-
 def mark_as_echo(error: BaseException) -> None:
-    """Make :func:`is_echo` true for ``error``."""
+    """Mark ``error``, which left a context, as one that only follows from another rank's, which reports it."""
     error.__dict__[ECHO] = True
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error`` has that mark."""
+    return ECHO in error.__dict__
 
 
 def report_once() -> None:
@@ -50,10 +50,7 @@ def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
     """Whether another rank failed before this one, which fails with ``error``. Every rank that fails calls it once.
 
     A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank finds
-    the same mistake in the configuration. The first to count its failure in the shared store reports it.
-
-    Args:
-        key: of the counter in ``store``.
+    the same mistake in the configuration. The first to count its failure, at ``key`` of the store, reports it.
     """
     try:
         return store.add(key, 1) > 1
@@ -87,9 +84,7 @@ def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None
     """End the process with ``error``, if there is one and what runs inside takes too long.
 
     Closing a group whose other ranks wait in a collective may never return, and the error would not be reported.
-
-    Args:
-        quiet: another rank reports it.
+    With ``quiet``, another rank reports it.
     """
 
     def give_up() -> None:
@@ -117,12 +112,8 @@ def write_stderr(text: str) -> None:
 def end_process() -> None:
     """End the process with an error code: its main thread may be where no exception reaches it."""
 
-    def flush() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
     # In a thread, because the main thread may hold their locks.
-    flushing = threading.Thread(target=flush, daemon=True)
+    flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flushing.start()
     flushing.join(1.0)
     os._exit(EXIT_CODE)

@@ -24,8 +24,7 @@ from datetime import timedelta
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .failures import SECONDS_OF_GRACE, end_process, write_stderr
-from .liveness import Beat, LivenessMonitor, describe_stuck
-from .progress import PhaseTracker
+from .liveness import Beat, LivenessMonitor, PhaseTracker, describe_stuck
 
 LOST = (DistError, RuntimeError)
 """What the store raises when its host is gone."""
@@ -34,11 +33,7 @@ REPORT = "failure_report"
 
 
 class Heartbeat:
-    """The beats of one rank. An observer of engines (:class:`paramp.base.spans.Observer`).
-
-    Attributes:
-        ending: another rank has fallen silent, and this one is about to end.
-    """
+    """The beats of one rank. An observer of engines (:class:`paramp.base.spans.Observer`)."""
 
     def __init__(
         self,
@@ -52,12 +47,10 @@ class Heartbeat:
     ) -> None:
         """Every rank makes one, and the ranks then meet, before any calls :meth:`start`.
 
-        Args:
-            store: shared by this launch's ranks alone.
-            timeout: seconds of silence after which a rank is missing.
-            host: who hosts the store, in words; empty: rank 0.
+        ``store`` is shared by this launch's ranks alone; ``host`` says who hosts it, empty: rank 0. A rank is missing
+        after ``timeout`` seconds of silence.
         """
-        self.ending = False
+        self.ending = False  # because another rank has fallen silent
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._timeout, self._interval = timeout, min(1.0, timeout / 5)
@@ -78,9 +71,7 @@ class Heartbeat:
         # Reading a key that is missing would wait; after the ranks have met, every key is there.
         if rank == 0:
             store.set(REPORT, "")
-        store.set(_beat_key(rank), self._next_beat().encode())
-
-    # ------------------------------------------------------------------------------------------- the main thread
+        self._send_beat()
 
     def begin_call(self) -> None:
         """A batch begins; nothing is recorded."""
@@ -105,19 +96,16 @@ class Heartbeat:
         """Report to the others that this rank leaves, and whether it ``failed``, and end the threads."""
         self._failed = failed
         self._stopped.set()
-        for thread in self._threads:
-            thread.join(2 * self._patience)  # a store that does not answer may hold up a thread
-        self._threads = []
+        while self._threads:
+            self._threads.pop().join(2 * self._patience)  # a store that does not answer may hold up a thread
 
     @property
     def _patience(self) -> float:
         """Seconds after which every rank that is alive has read what was written."""
         return 2 * self._interval + 0.5
 
-    # ----------------------------------------------------------------------------------------------- its own threads
-
     def _exchange_beats(self) -> None:
-        """The first thread."""
+        """The first of its own threads."""
         with contextlib.suppress(*LOST):  # which the second thread notices
             while not self._stopped.wait(self._interval):
                 self._exchange()
@@ -128,7 +116,7 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         """One round: write this rank's beat, read others', act on what they say."""
-        self._store.set(_beat_key(self._rank), self._next_beat().encode())
+        self._send_beat()
         report = self._read()
         self._num_answers += 1
         now = self._clock()
@@ -145,9 +133,9 @@ class Heartbeat:
         elif self._leader == self._rank and (beats := self._monitor.stuck(2 * self._interval)):
             write_stderr(describe_stuck(beats, self._timeout))
 
-    def _next_beat(self) -> Beat:
+    def _send_beat(self, *, gone: bool = False) -> None:
         self._number += 1
-        return self._beat()
+        self._store.set(_beat_key(self._rank), self._beat(gone=gone).encode())
 
     def _beat(self, *, gone: bool = False) -> Beat:
         return Beat(self._number, self._tracker.record, self._tracker.num_done, gone)
@@ -156,11 +144,8 @@ class Heartbeat:
         """Read the leader's beat, or as the leader every one, into ``_beats``. Returns the failure report."""
         while True:
             leading = self._leader == self._rank
-            ranks = [
-                rank
-                for rank in (range(self._world_size) if leading else [self._leader])
-                if rank not in self._left and rank != self._rank
-            ]
+            wanted = set(range(self._world_size)) if leading else {self._leader}
+            ranks = sorted(wanted - self._left - {self._rank})
             *texts, report = self._store.multi_get([*map(_beat_key, ranks), REPORT])
             beats = {rank: Beat.decode(text) for rank, text in zip(ranks, texts, strict=True)}
             self._left.update(rank for rank, beat in beats.items() if beat.gone)
@@ -176,8 +161,7 @@ class Heartbeat:
         """Send the last beat."""
         if self._failed:
             self._store.compare_set(REPORT, "", json.dumps({"failed": self._rank}))
-        self._number += 1
-        self._store.set(_beat_key(self._rank), self._beat(gone=True).encode())
+        self._send_beat(gone=True)
         num_left = self._store.add("left", 1)
         # Rank 0 may host the store, which ends with it: those who stay have to read first that it has left.
         deadline = time.monotonic() + self._patience
@@ -196,15 +180,12 @@ class Heartbeat:
             if waited > self._timeout and 0 not in self._left:  # what rank 0 hosted may end after it
                 self._end(self._describe_silent_store(waited))
 
-    # -------------------------------------------------------------------------------------------------- failures
-
     def _follow(self, report: Mapping[str, str | int], now: float) -> None:
         """End as another rank's ``report`` says: at once, or quietly, a while after that rank has failed."""
         if "silent" in report:
             self._end(str(report["silent"]))
-        if self._failed_since is None:
-            self._failed_since = now
-        elif now - self._failed_since > SECONDS_OF_GRACE:
+        self._failed_since = now if self._failed_since is None else self._failed_since
+        if now - self._failed_since > SECONDS_OF_GRACE:
             self.ending = True
             end_process()
 

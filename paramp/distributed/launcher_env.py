@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..base.errors import LaunchError
@@ -17,10 +17,9 @@ from ..base.errors import LaunchError
 
 @dataclass(frozen=True)
 class LauncherRank:
-    """One process of a world, as its launcher numbers it."""
+    """One process of a world, as its launcher numbers it: ``torchrun``, ``mpi`` or ``slurm``."""
 
     launcher: str
-    """``torchrun``, ``mpi`` or ``slurm``."""
     rank: int
     world_size: int
     local_rank: int
@@ -42,8 +41,8 @@ MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 def find_place() -> LauncherRank | None:
     """This process's place by the innermost launcher whose variables are set; None where there is none.
 
-    Raises:
-        LaunchError: a launcher's variables are incomplete or senseless, or those set by hand contradict the launcher.
+    Like the functions for one launcher, it raises a LaunchError where variables are incomplete, senseless or
+    contradict each other.
     """
     torchrun = torchrun_place()
     if torchrun is not None and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -79,44 +78,27 @@ def rank_by_any_variable() -> int:
 
 
 def torchrun_place() -> LauncherRank | None:
-    """The place that torchrun's variables name; None where none of them is set.
-
-    Raises:
-        LaunchError: some are set and others not, or one is not a sensible number.
-    """
+    """The place that torchrun's variables name; None where none of them is set."""
     # MASTER_ADDR and MASTER_PORT are often exported in a shell profile; alone they start nothing.
     present = _present(TORCHRUN_VARIABLES)
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(present):
         return None
     missing = [name for name in TORCHRUN_VARIABLES if name not in present]
-    if missing:
-        raise LaunchError(
-            f"launch: {', '.join(present)} set, but {', '.join(missing)} missing; start with "
-            "'torchrun --nproc-per-node N SCRIPT', which sets them all, or unset them to run one process"
-        )
+    _check_complete(present, missing, "torchrun --nproc-per-node N SCRIPT")
     rank, world_size, local_rank = (_number(name) for name in TORCHRUN_VARIABLES[:3])
     _check_rank("RANK", rank, "WORLD_SIZE", world_size)
     return LauncherRank("torchrun", rank, world_size, local_rank, present["MASTER_ADDR"], _master_port())
 
 
 def mpi_place() -> LauncherRank | None:
-    """The place that mpirun's variables name, Open MPI's or MPICH's; None where none is set.
-
-    Raises:
-        LaunchError: some are set and others not, or one is not a sensible number.
-    """
+    """The place that mpirun's variables name, Open MPI's or MPICH's; None where none is set."""
     for names in (OPEN_MPI_VARIABLES, MPICH_VARIABLES):
         present = _present(names)
         if not set(names[:2]) & set(present):
             continue
         if names[2] not in present and set(names[:2]) <= set(present):
             present[names[2]] = "0"  # not every version of MPICH sets it; MPI itself gives it later
-        missing = [name for name in names if name not in present]
-        if missing:
-            raise LaunchError(
-                f"launch: {', '.join(present)} set, but {', '.join(missing)} missing; start with 'mpirun -n N', "
-                "which sets them all, or unset them to run one process"
-            )
+        _check_complete(present, [name for name in names if name not in present], "mpirun -n N")
         rank, world_size, local_rank = (_number(name, present[name]) for name in names)
         _check_rank(names[0], rank, names[1], world_size)
         return LauncherRank("mpi", rank, world_size, local_rank)
@@ -132,12 +114,8 @@ FIRST_PORT, NUM_PORTS = 20000, 12000
 def slurm_place(host: str | None = None, port: int | None = None) -> LauncherRank | None:
     """The place of a task that ``srun`` started; None outside, and in a batch script itself, which is no task.
 
-    Args:
-        host, port: where rank 0 listens. None: ``MASTER_ADDR`` and ``MASTER_PORT`` where set, else the first machine
-            of the step and a port that follows from the job's number.
-
-    Raises:
-        LaunchError: some of Slurm's variables are set and others not, or one is not a sensible number.
+    Rank 0 listens at ``host`` and ``port``; None: ``MASTER_ADDR`` and ``MASTER_PORT`` where set, else the first machine
+    of the step and a port that follows from the job's number.
     """
     present = _present(("SLURM_PROCID", "SLURM_LOCALID"))
     in_step = any(os.environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
@@ -149,11 +127,8 @@ def slurm_place(host: str | None = None, port: int | None = None) -> LauncherRan
     missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in present]
     missing += ["SLURM_NTASKS"] if size is None else []
     missing += ["SLURM_JOB_NODELIST"] if host is None else []
-    if size is None or missing:
-        raise LaunchError(
-            f"launch: {', '.join(present)} set, but {', '.join(missing)} missing; start with 'srun --ntasks N', "
-            "which sets them all, or unset them to run one process"
-        )
+    _check_complete(present, missing, "srun --ntasks N")
+    assert size is not None
     rank, local_rank, world_size = _number("SLURM_PROCID"), _number("SLURM_LOCALID"), _number(size)
     _check_rank("SLURM_PROCID", rank, size, world_size)
     if port is None:
@@ -176,8 +151,16 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
-def _present(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    return {name: environment[name] for name in names if environment.get(name)}
+def _present(names: Sequence[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _check_complete(present: Iterable[str], missing: Sequence[str], command: str) -> None:
+    if missing:
+        raise LaunchError(
+            f"launch: {', '.join(present)} set, but {', '.join(missing)} missing; start with {command!r}, "
+            "which sets them all, or unset them to run one process"
+        )
 
 
 def _number(name: str, text: str | None = None) -> int:

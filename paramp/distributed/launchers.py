@@ -70,9 +70,7 @@ def launch_from_slurm(
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
-        ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of Slurm's variables are set and others missing, the port is taken, or the ranks do not find
-            each other.
+        ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is taken.
     """
     return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
 
@@ -97,27 +95,21 @@ def launch_from_openmpi(
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
-        ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: mpi4py is missing or belongs to another MPI, the port is taken, or a rank does not reach rank 0.
+        ConfigError, LaunchError: as :func:`launch_from_torch`; or mpi4py is missing or belongs to another MPI, the port
+            is taken, or a rank does not reach rank 0.
     """
-    settings, place = load(config), mpi_place()
+    settings, place, store = load(config), mpi_place(), None
     _check_port(port)
-    if place is None:
-        return _join(settings, None, backend, device, seed)
-    settings.parallel.data_size(place.world_size)  # complain before MPI starts
-    place, store = meet_by_mpi(place, host, port)
+    if place is not None:
+        settings.parallel.data_size(place.world_size)  # complain before MPI starts
+        place, store = meet_by_mpi(place, host, port)
     return _join(settings, place, backend, device, seed, store)
 
 
 def launch_from_environment(config: ConfigSource = None, **options: Any) -> ParallelContext:
     """Join by whichever launcher started this process: torchrun, mpirun or srun; with none, a world of one.
 
-    Args:
-        config: as for :func:`launch_from_torch`.
-        options: ``backend``, ``device``, ``seed``.
-
-    Raises:
-        ConfigError, LaunchError: as the launcher's own function.
+    Takes and raises what :func:`launch_from_torch` does, and raises what the launcher's own function does.
     """
     place = find_place()
     functions = {"torchrun": launch_from_torch, "mpi": launch_from_openmpi, "slurm": launch_from_slurm}
@@ -146,16 +138,14 @@ def launch(
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
-        ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: an impossible rank or port, the port is taken, or rank 0 cannot be reached.
+        ConfigError, LaunchError: as :func:`launch_from_torch`; or an impossible rank or port, or the port is taken.
     """
     settings = load(config)
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
     _check_port(port)
-    gpus = torch.cuda.device_count()
     if local_rank is None:
-        local_rank = rank % gpus if gpus else rank
+        local_rank = rank % (torch.cuda.device_count() or world_size)
     return _join(settings, LauncherRank("launch", rank, world_size, local_rank, host, port), backend, device, seed)
 
 
@@ -195,19 +185,11 @@ def _join(
         _init_process_group(store, place, backend, device)
     if world_size > 1:
         report_once()
-    return ParallelContext(
-        config,
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        device=device,
-        owns_world=owns_world,
-        heartbeat=heartbeat,
-    )
+    ranks = {"rank": rank, "world_size": world_size, "local_rank": place.local_rank}
+    return ParallelContext(config, **ranks, device=device, owns_world=owns_world, heartbeat=heartbeat)
 
 
 def _check_world(place: LauncherRank) -> None:
-    """Raise a LaunchError if the process group that is there is not ``place``'s world."""
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
         raise LaunchError(
             f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -226,9 +208,8 @@ def _init_process_group(store: Store, place: LauncherRank, backend: str | None, 
 def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartbeat | None:
     if place.world_size == 1 or config.hang_timeout is None:
         return None
-    host = "the launcher" if _agent_listens(place) else ""
-    beats = PrefixStore("heartbeat", store)
-    return Heartbeat(beats, place.rank, place.world_size, config.hang_timeout, host=host)
+    store, host = PrefixStore("heartbeat", store), "the launcher" if _agent_listens(place) else ""
+    return Heartbeat(store, place.rank, place.world_size, config.hang_timeout, host=host)
 
 
 _stores: dict[tuple[str, int, int], TCPStore] = {}
@@ -252,12 +233,8 @@ def _agent_listens(place: LauncherRank) -> bool:
 
 
 OWN_SETTINGS = (
-    "train.data",
-    "train.validation_data",
-    "train.tokenizer",
-    "train.log_dir",
-    "train.checkpoint_dir",
-    "train.resume",
+    *("train.data", "train.validation_data", "train.tokenizer"),
+    *("train.log_dir", "train.checkpoint_dir", "train.resume"),
 )
 """Paths, which may differ from machine to machine."""
 
@@ -267,10 +244,8 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
     settings = {
         key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
     }
-    texts = exchange(store, "config", json.dumps(settings, sort_keys=True), rank, world_size)
-    all_settings = [json.loads(text) for text in texts]
-    first = all_settings[0]
-    for other, theirs in enumerate(all_settings):
+    first, *rest = map(json.loads, exchange(store, "config", json.dumps(settings), rank, world_size))
+    for other, theirs in enumerate(rest, start=1):
         for key in sorted(first.keys() | theirs.keys()):
             if first.get(key) != theirs.get(key):
                 raise ConfigError(
@@ -284,26 +259,18 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    devices = set(exchange(store, "device", mine, rank, world_size))
-    all_gpus = all(name.startswith("GPU ") for name in devices)
-    return "nccl" if all_gpus and len(devices) == world_size else "gloo"
+    devices = {name for name in exchange(store, "device", mine, rank, world_size) if name.startswith("GPU ")}
+    return "nccl" if len(devices) == world_size else "gloo"
 
 
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
     """The device of this rank, made torch's current one if it is a GPU."""
-    device = _choose_device(requested, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count()
-    if requested is None:
-        return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-    device = torch.device(requested)
-    if device.type == "cuda" and not gpus:
-        raise LaunchError(f"device: got {str(device)!r}, but torch sees no GPU; leave device out to use the CPU")
-    if str(device) == "cuda":
-        return torch.device("cuda", local_rank % gpus)
+    device = torch.device(requested or ("cuda" if gpus else "cpu"))
+    if device.type == "cuda":
+        if not gpus:
+            raise LaunchError(f"device: got {str(device)!r}, but torch sees no GPU; leave device out to use the CPU")
+        if str(device) == "cuda":
+            device = torch.device("cuda", local_rank % gpus)
+        torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""Which ranks are alive and which make progress, from the beats that they send."""
+"""What each rank's program is doing, which ranks are alive and which make progress, from the beats that they send."""
 
 from __future__ import annotations
 
@@ -6,8 +6,68 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from .progress import SETUP, ProgressRecord
+from ..base.spans import STEP
+
+
+class ProgressRecord(NamedTuple):
+    """A phase of the program."""
+
+    phase: str
+    """``setup``, ``data``, ``forward``, ``loss``, ``backward``, ``step``, ``evaluation``, ``checkpoint``, ..."""
+    inside: bool = True
+    """False: that phase has ended, and no other has begun."""
+    stage: int | None = None
+    microbatch: int | None = None
+    step: int = 1
+    """Which call of the engine's ``step``."""
+
+    def __str__(self) -> str:
+        preposition = "in" if self.inside else "after"
+        microbatch = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        stage = "" if self.stage is None else f", stage {self.stage}"
+        return f"{preposition} {self.phase}{microbatch}{stage}, step {self.step}"
+
+
+SETUP = ProgressRecord("setup")
+"""Before the first phase that the program enters."""
+
+
+class PhaseTracker:
+    """Where this rank's main thread is. Other threads read it without a lock: each change is one assignment."""
+
+    def __init__(self) -> None:
+        self.record = SETUP
+        self.step = 1  # the engine's step that is under way
+        self.num_done = 0  # phases that have ended in it
+
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> PhaseContext:
+        """A context in which this rank is in the phase ``kind``."""
+        return PhaseContext(self, ProgressRecord(kind, True, stage, microbatch, self.step))
+
+
+class PhaseContext:
+    """The context of :meth:`PhaseTracker.span`. Not a generator, which would take twice as long."""
+
+    __slots__ = ("_before", "_record", "_tracker")
+
+    def __init__(self, tracker: PhaseTracker, record: ProgressRecord) -> None:
+        self._tracker = tracker
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._before = self._tracker.record
+        self._tracker.record = self._record
+
+    def __exit__(self, *_: object) -> None:
+        tracker = self._tracker
+        tracker.num_done += 1
+        if self._record.phase == STEP:
+            tracker.step += 1
+            tracker.num_done = 0
+        nested = self._before.inside and self._before is not SETUP
+        tracker.record = self._before if nested else self._record._replace(inside=False)
 
 
 @dataclass(frozen=True)
@@ -61,8 +121,7 @@ class LivenessMonitor:
     def silent(self, tolerance: float = 0.0) -> dict[int, tuple[float, Beat]]:
         """The ranks that have been silent for the time-out: for how many seconds, and their last beat.
 
-        Args:
-            tolerance: once there is one, those that fell silent by so many seconds later count too.
+        Once there is one, those that fell silent at most ``tolerance`` seconds later count too.
         """
         silence = {rank: (self._now - since, beat) for rank, (since, beat) in self._last.items()}
         if not any(seconds > self._timeout for seconds, _ in silence.values()):
@@ -72,10 +131,8 @@ class LivenessMonitor:
     def stuck(self, patience: float = float("inf")) -> dict[int, Beat]:
         """Every rank's last beat if none made progress for the time-out; then nothing until it has passed again.
 
-        Ranks that never began are not stuck: their program does not report its phases.
-
-        Args:
-            patience: seconds after which a beat is overdue; such a rank may prove silent, which explains the rest.
+        Ranks that never began are not stuck: their program does not report its phases. A beat is overdue after
+        ``patience`` seconds; such a rank may prove silent, which explains the rest.
         """
         beats = {rank: beat for rank, (_, beat) in self._last.items()}
         begun = any(beat.record != SETUP for beat in beats.values())

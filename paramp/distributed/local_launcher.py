@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -67,10 +68,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all have ended, or one has failed and the others had a moment to end; the exit code."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed:
+        failed = next(filter(None, codes), None)
+        if failed is not None:
             _end(processes, grace=5.0)
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
+            return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
@@ -85,10 +86,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_st
                 process.send_signal(ask)
         deadline = time.monotonic() + patience
         for process in alive:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def reported_by_rank_0(message: str, rank: int) -> bool:
@@ -97,7 +96,7 @@ def reported_by_rank_0(message: str, rank: int) -> bool:
     Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 prints it and writes it to a
     file; the others wait for that, unless the launcher ends them before, and print only what differs from it.
     """
-    file_of_rank_0 = Path(tempfile.gettempdir()) / f"paramp-{os.getuid()}"
+    file_of_rank_0 = Path(tempfile.gettempdir(), f"paramp-{os.getuid()}")
     content = f"{os.getppid()} {message}"
     try:
         if rank > 0:
@@ -108,5 +107,5 @@ def reported_by_rank_0(message: str, rank: int) -> bool:
         with open(os.open(file_of_rank_0, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(content)
     except OSError:  # then it is printed more than once
-        return False
+        pass
     return False

@@ -18,16 +18,7 @@ _met: tuple[LauncherRank, TCPStore] | None = None
 
 
 def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tuple[LauncherRank, Store]:
-    """Ranks, local ranks and a common store by MPI, once a process.
-
-    Args:
-        place: as mpirun's variables say.
-        host: at which all machines reach rank 0's. None: found.
-        port: where rank 0 listens. None: one that is free.
-
-    Raises:
-        LaunchError: mpi4py is missing or belongs to another MPI, the port is taken, or a rank does not reach rank 0.
-    """
+    """The place that MPI gives this process, and a store that all ranks share; see ``launch_from_openmpi``."""
     global _met
     if _met is not None:
         return _met
@@ -70,11 +61,7 @@ def _import_mpi(place: LauncherRank, ours: bool) -> Any:
 
 
 def _share_store(world: Any, hosts: list[str] | None, port: int) -> tuple[str, TCPStore]:
-    """The store that rank 0 of the communicator ``world`` hosts, and the host at which this rank reaches it.
-
-    Args:
-        hosts: where the other ranks may reach it. None: at any address of rank 0's machine.
-    """
+    """The store that rank 0 of ``world`` hosts, and the one of ``hosts`` (None: any) at which this rank reaches it."""
     problem, store, meeting = None, None, None
     if world.rank == 0:
         try:

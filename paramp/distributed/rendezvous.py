@@ -30,11 +30,7 @@ PASSWORD = "paramp/password"
 
 
 def launch_timeout() -> timedelta:
-    """How long ranks wait for each other at the start: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds.
-
-    Raises:
-        LaunchError: the variable is not a number above 0.
-    """
+    """How long ranks wait for each other at the start: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds."""
     text = os.environ.get("PARAMP_LAUNCH_TIMEOUT") or "300"
     try:
         timeout = timedelta(seconds=float(text))
@@ -46,11 +42,7 @@ def launch_timeout() -> timedelta:
 
 
 def host_store(port: int) -> TCPStore:
-    """Listen on ``port`` of every address of this machine; port 0: one that is free.
-
-    Raises:
-        LaunchError: the port is taken.
-    """
+    """Listen on ``port`` of every address of this machine, 0: a free one. Raises LaunchError if it is taken."""
     try:
         return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=launch_timeout())
     except (DistError, RuntimeError) as error:
@@ -61,11 +53,7 @@ def host_store(port: int) -> TCPStore:
 
 
 def join_store(host: str, port: int) -> TCPStore:
-    """Connect to the store that listens at ``host:port``.
-
-    Raises:
-        LaunchError: the name is unknown, or nobody answers in time.
-    """
+    """Connect to the store that listens at ``host:port``. Raises LaunchError if nobody answers in time."""
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
@@ -84,11 +72,7 @@ def join_store(host: str, port: int) -> TCPStore:
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store at ``host:port``. In a thread, because torch waits forever if what listens there does not answer.
-
-    Raises:
-        DistError, RuntimeError, TimeoutError: nobody answers.
-    """
+    """The store at ``host:port``. In a thread, because torch waits forever if what listens there does not answer."""
     outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
 
     def connect() -> None:
@@ -111,9 +95,7 @@ def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, T
     """The first of ``hosts`` at which the store that knows ``password`` listens, and that store.
 
     Several machines may have the same address, of a container bridge for one; the password identifies the right one.
-
-    Raises:
-        LaunchError: none of them answers.
+    Raises LaunchError if none of them answers.
     """
     deadline = time.monotonic() + launch_timeout().total_seconds()
     patience = min(launch_timeout(), timedelta(seconds=10))
@@ -142,10 +124,10 @@ def free_port() -> int:
 
 def own_hosts() -> list[str]:
     """The addresses at which other machines may reach this one, and its name; none of them loopback."""
-    addresses = [address for _, address in _interfaces() if not _is_loopback(address)]
+    addresses = [address for _, address in _interfaces()]
     with contextlib.suppress(OSError):
-        for *_, target in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            addresses.append(str(target[0]))
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses += [str(target[0]) for *_, target in found]
     reachable = [address for address in dict.fromkeys(addresses) if not _is_loopback(address)]
     return [*reachable, socket.gethostname()] if reachable else []
 
@@ -155,10 +137,8 @@ def meet(store: Store, rank: int, world_size: int) -> Store:
 
     A launcher's store outlives the processes that it restarts, and what they left there must not be taken for this
     world's. So each rank posts a token of its own. Rank 0 publishes the tokens that it finds, under a new name each
-    time that one has changed, until every rank has answered that its own is among them.
-
-    Raises:
-        LaunchError: a rank did not come in time.
+    time that one has changed, until every rank has answered that its own is among them. Raises LaunchError if a rank
+    does not come in time.
     """
     place, mine = next(_meetings), secrets.token_hex(8)
     here, call = f"paramp/{place}/here", f"paramp/{place}/call"
@@ -199,11 +179,7 @@ def _look(store: Store, key: str) -> str:
 
 
 def exchange(store: Store, name: str, value: str, rank: int, world_size: int) -> list[str]:
-    """The ``value`` of every rank, by rank. Every rank calls it, once for each ``name``.
-
-    Raises:
-        LaunchError: a rank was lost.
-    """
+    """The ``value`` of every rank, by rank. Every rank calls it, once for each ``name``."""
     store.set(f"{name}/{rank}", value)
     values = []
     for other in range(world_size):

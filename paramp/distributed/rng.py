@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -34,7 +34,7 @@ class RandomStream:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
         self._outer: list[torch.Tensor] | None = None
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _forked(device):
             torch.manual_seed(seed)
             self.states = random_states(device)
             """Where the stream stands, outside of it; setting them winds it there. Never changed in place."""
@@ -47,6 +47,10 @@ class RandomStream:
         assert self._outer is not None
         self.states = random_states(self._device)
         set_random_states(self._outer, self._device)
+
+
+def _forked(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -77,7 +81,7 @@ def sharded_random() -> Iterator[None]:
         yield
         return
     common = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _forked(device):
         torch.manual_seed(derive_seed(common, rank))
         COMMON.append(itertools.count(common))
         try:
@@ -99,7 +103,6 @@ def replicated_random() -> Iterator[None]:
     if not COMMON:
         yield
         return
-    device = TENSOR_PLACES[-1][2]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _forked(TENSOR_PLACES[-1][2]):
         torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield

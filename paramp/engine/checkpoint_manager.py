@@ -27,8 +27,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint.atomic_dir import problems_together
-from ..checkpoint.step_folders import checkpoints_in, newest_whole, remove, step_folder
+from ..checkpoint.atomic_dir import checkpoints_in, newest_whole, problems_together, remove, step_folder
 from .engine import Engine
 
 

@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.dataloader import shard_loaders
 from ..distributed.context import get_context
 from ..parallel.adapters import adapter_for
-from ..parallel.stage import Joined
-from ..parallel.ties import tie_stages
+from ..parallel.stage import Joined, tie_stages
 from . import model_setup as setup
 from .engine import Engine
 from .loss_window import Criterion

@@ -1,27 +1,20 @@
 """A decoder-only transformer of GPT-2's shape (Radford et al. 2019).
 
-:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. Pipeline stages begin at any of its modules, and
-:meth:`GPT.tensor_parallel_plan` is one table of how each layer is sharded over the tensor axis. It is plain torch
-otherwise and runs without paramp around it.
+:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. It is plain torch and runs without paramp, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.loss import mask_tail
-from .presets import choose
-from .transformer import Block, Linear, TransformerConfig
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
+from .presets import PresetModel
+from .transformer import Linear, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,32 +84,20 @@ class Head(Linear):
         return mask_tail(super().forward(x), self.vocab_size)
 
 
-class GPT(nn.Sequential):
-    """Token ids (batch, sequence) to logits (batch, sequence, padded vocabulary)."""
+class GPT(PresetModel):
+    """Token ids (batch, sequence) to logits (batch, sequence, padded vocabulary).
+
+    Presets: ``tiny``, ``gpt2-124m``, ``gpt2-1.5b``.
+    """
+
+    presets = PRESETS
 
     def __init__(self, config: GPTConfig) -> None:
         embedding = Embedding(config)
         head = Head(config)
         if config.tied:
             head.weight = embedding.tokens.weight
-        super().__init__(
-            OrderedDict(
-                embedding=embedding,
-                blocks=nn.Sequential(*(Block(config) for _ in range(config.num_layers))),
-                norm=nn.LayerNorm(config.width, config.norm_eps),
-                head=head,
-            )
-        )
-        self.config = config
-
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> GPT:
-        """The model called ``tiny``, ``gpt2-124m`` or ``gpt2-1.5b``; ``changes`` replace fields of its config.
-
-        Raises:
-            ConfigError: no such preset, no such field, or not with such a value.
-        """
-        return cls(choose(PRESETS, name, **changes))
+        super().__init__(config, {"embedding": embedding, **config.body(), "head": head})
 
     def flops_per_token(self, seq_len: int) -> int:
         """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
@@ -125,29 +106,15 @@ class GPT(nn.Sequential):
         embeddings are looked up and cost nothing; biases and norms are not counted. 6 N is one multiplication and one
         addition in the forward and twice that in the backward. The other term is attention's two products, with
         L layers, H heads of Q features, and T = ``seq_len``.
-
-        Call it on the whole model; it reads the config only.
         """
         config = self.config
         weights = config.num_layers * 12 * config.width**2 + config.vocab_size * config.width
         return 6 * weights + 12 * config.num_layers * config.width * seq_len
 
-    @staticmethod
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of ``logits`` (batch, sequence, vocabulary) against ids (batch, sequence)."""
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How each layer is sharded over ``tensor_size`` ranks.
-
-        Raises:
-            ConfigError: the heads do not divide evenly.
-        """
-        plan: Plan = {
-            **self.config.blocks_plan(tensor_size, sequence_parallel),
-            "embedding.tokens": "vocab",
-            "head": "vocab_logits",
-        }
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
+        """How each layer is sharded over ``tensor_size`` ranks; ConfigError if the heads do not divide evenly."""
+        blocks = self.config.blocks_plan(tensor_size, sequence_parallel)
+        ends: dict[str, str] = {"embedding.tokens": "vocab", "head": "vocab_logits"}
         if sequence_parallel:
-            plan |= {"embedding": "scatter_sequence", "norm": "sequence", "head": "sequence_vocab_logits"}
-        return plan
+            ends |= {"embedding": "scatter_sequence", "norm": "sequence", "head": "sequence_vocab_logits"}
+        return blocks | ends

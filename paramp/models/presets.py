@@ -1,15 +1,44 @@
-"""Configurations by name, and what all of them check."""
+"""What the models here have in common: they are sequential, and made from a configuration that may have a name."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from ..base.errors import ConfigError, nearest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.errors import ConfigError, nearest, require
 
 Config = TypeVar("Config")
+
+
+class PresetModel(nn.Sequential):
+    """``layers``, one after the other, of the shape that ``config`` describes."""
+
+    presets: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, config: Any, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(OrderedDict(layers))
+        self.config = config
+
+    @classmethod
+    def preset(cls, name: str, **changes: object) -> Self:
+        """The model of one of :attr:`presets`; ``changes`` replace fields of its config.
+
+        Raises:
+            ConfigError: no such preset, no such field, or not with such a value.
+        """
+        return cls(choose(cls.presets, name, **changes))  # type: ignore[call-arg]  # subclasses make their layers
+
+    @staticmethod
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats of ``logits`` (..., classes) against class numbers or token ids (...)."""
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def is_count(value: object) -> bool:
@@ -18,23 +47,14 @@ def is_count(value: object) -> bool:
 
 
 def check_counts(config: Any) -> None:
-    """Check the fields of a configuration that are declared as ``int``, all of which count something.
-
-    Raises:
-        ConfigError: one is not an integer of 1 or more.
-    """
+    """Check that the fields of a configuration that are declared as ``int`` are 1 or more: all count something."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.type in ("int", int) and not is_count(value):
-            raise ConfigError(f"{field.name}: got {value!r}, expected an integer of 1 or more")
+        require(field.type not in ("int", int) or is_count(value), field.name, value, "an integer of 1 or more")
 
 
 def choose(presets: Mapping[str, Config], name: str, **changes: object) -> Config:
-    """The one of ``presets`` that is called ``name``, with ``changes`` in place of its fields.
-
-    Raises:
-        ConfigError: there is none, or it has no such field, or not with such a value.
-    """
+    """The one of ``presets`` that is called ``name``, with ``changes`` in place of its fields."""
     if name not in presets:
         raise ConfigError(f"model: got {name!r}, expected one of {', '.join(presets)}{nearest(name, presets)}")
     preset: Any = presets[name]

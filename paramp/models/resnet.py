@@ -3,34 +3,25 @@
 :class:`ResNet` is an ``nn.Sequential``: stem, groups of blocks, pooling, classifier. Parameters are called as in
 torchvision, so that state dicts of its ``resnet18`` and ``resnet34`` load. Images are (batch, channels, height, width).
 
-**BatchNorm.** A norm takes its mean and variance over the images that it sees at once: one microbatch of one data rank,
-as under torch's DDP and in GPipe. So the number of microbatches and data ranks changes the mathematics, not only the
-order of sums: two layouts agree where the microbatches hold the same images. Running statistics, which evaluation uses,
-are each data rank's own; ``engine.full_state_dict()`` returns those of the first. Keep microbatches at eight images or
-more.
+**BatchNorm** takes its mean and variance over the images of one microbatch of one data rank, as under torch's DDP and
+in GPipe: layouts agree where their microbatches hold the same images. Keep those at eight images or more. Running
+statistics are each data rank's own; ``engine.full_state_dict()`` returns those of the first.
 
-**Tensor parallelism** shards the classifier by its inputs. Convolutions and norms, with nearly all of the
-arithmetic, stay whole on every tensor rank, which all compute the same: the layout is for a model that has more than
-a ResNet in it, and to get there without an exception. Use data and pipeline ranks to make a ResNet faster. On CUDA set
-``torch.backends.cudnn.deterministic = True`` with it, since cuDNN may add up a weight's gradient in another order on
-each rank, and what is whole on every rank has to stay equal.
+**Tensor parallelism** shards the classifier by its inputs. All else is computed whole on every tensor rank: use data
+and pipeline ranks to make a ResNet faster. On CUDA set ``torch.backends.cudnn.deterministic = True`` with it, since
+cuDNN may add up a weight's gradient in another order on each rank, and what is whole on every rank has to stay equal.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.errors import ConfigError
-from .presets import check_counts, choose, is_count
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
+from ..base.errors import ConfigError, require
+from .presets import PresetModel, check_counts, is_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +40,8 @@ class ResNetConfig:
 
     def __post_init__(self) -> None:
         check_counts(self)
-        if not isinstance(self.depths, (tuple, list)) or not self.depths or not all(map(is_count, self.depths)):
-            raise ConfigError(f"depths: got {self.depths!r}, expected a number of blocks of 1 or more for each group")
+        counts = isinstance(self.depths, (tuple, list)) and self.depths and all(map(is_count, self.depths))
+        require(bool(counts), "depths", self.depths, "a number of blocks of 1 or more for each group")
 
     @property
     def num_features(self) -> int:
@@ -95,17 +86,21 @@ class BasicBlock(nn.Module):
         return F.relu(self.bn2(self.conv2(x)) + shortcut)
 
 
-class ResNet(nn.Sequential):
-    """Images (batch, channels, height, width) to logits (batch, classes)."""
+class ResNet(PresetModel):
+    """Images (batch, channels, height, width) to logits (batch, classes).
+
+    Presets: ``tiny``, ``resnet18``, ``resnet34``.
+    """
+
+    presets = PRESETS
 
     def __init__(self, config: ResNetConfig) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if config.small_images:
-            layers["conv1"] = Convolution(config.in_channels, config.width, 3)
-        else:
-            layers["conv1"] = Convolution(config.in_channels, config.width, 7, stride=2)
-        layers["bn1"] = nn.BatchNorm2d(config.width)
-        layers["relu"] = nn.ReLU()
+        size, stride = (3, 1) if config.small_images else (7, 2)
+        layers: dict[str, nn.Module] = {
+            "conv1": Convolution(config.in_channels, config.width, size, stride),
+            "bn1": nn.BatchNorm2d(config.width),
+            "relu": nn.ReLU(),
+        }
         if not config.small_images:
             layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
         in_channels = config.width
@@ -115,39 +110,21 @@ class ResNet(nn.Sequential):
             rest = (BasicBlock(channels, channels, stride=1) for _ in range(depth - 1))
             layers[f"layer{group + 1}"] = nn.Sequential(first, *rest)
             in_channels = channels
-        layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
-        layers["flatten"] = nn.Flatten()
-        layers["fc"] = nn.Linear(config.num_features, config.num_classes)
-        super().__init__(layers)
-        self.config = config
-
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> ResNet:
-        """The model called ``tiny``, ``resnet18`` or ``resnet34``; ``changes`` replace fields of its config.
-
-        Raises:
-            ConfigError: no such preset, no such field, or not with such a value.
-        """
-        return cls(choose(PRESETS, name, **changes))
-
-    @staticmethod
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of ``logits`` (batch, classes) against class numbers (batch)."""
-        return F.cross_entropy(logits, targets)
+        layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+        super().__init__(config, {**layers, "fc": nn.Linear(config.num_features, config.num_classes)})
 
     def pipeline_split(self, num_stages: int) -> list[str] | None:
-        """The blocks that begin the second and each later stage, when ``parallel.pipeline.split`` names none.
+        """The blocks that begin the second and each later stage; None if there are more stages than blocks.
 
-        Every stage gets as many blocks as any other, give or take one: all cost about the same arithmetic, since
-        channels double where the image's area quarters. Balanced by parameters, the first stage would get nearly all
-        of it. None if there are more stages than blocks.
+        Stages have as many blocks as each other: all blocks cost about the same arithmetic, since channels double where
+        the image's area quarters. Balanced by parameters, the first stage would get nearly all of it.
         """
         names = [f"layer{group}.{index}" for group, depth in enumerate(self.config.depths, 1) for index in range(depth)]
         if num_stages > len(names):
             return None
         return [names[len(names) * stage // num_stages] for stage in range(1, num_stages)]
 
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """The classifier by its inputs, which divide whatever the number of classes; all else is whole on every rank.
 
         Raises:

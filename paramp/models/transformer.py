@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,6 @@ from torch import nn
 from ..base.errors import ConfigError, require
 from ..distributed.rng import sharded_random
 from .presets import check_counts
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,37 +41,31 @@ class TransformerConfig:
         check_counts(self)
         require(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
         require(0 <= self.init_std < math.inf, "init_std", self.init_std, "a finite number of 0 or more")
-        if self.width % self.num_heads:
-            raise ConfigError(f"width: got {self.width}, expected a multiple of num_heads {self.num_heads}")
+        divides = self.width % self.num_heads == 0
+        require(divides, "width", self.width, f"a multiple of num_heads {self.num_heads}")
 
-    def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """How the layers of ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al.
-        2022).
+    def body(self) -> dict[str, nn.Module]:
+        """What a transformer has between its embedding and its head, by name."""
+        blocks = nn.Sequential(*(Block(self) for _ in range(self.num_layers)))
+        return {"blocks": blocks, "norm": nn.LayerNorm(self.width, self.norm_eps)}
 
-        Raises:
-            ConfigError: the heads do not divide evenly.
-        """
+    def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
+        """How ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if self.num_heads % tensor_size:
             raise ConfigError(
                 f"parallel.tensor.size: got {tensor_size}, but the model's {self.num_heads} heads do not divide by it; "
                 f"expected a divisor of {self.num_heads}"
             )
-        if not sequence_parallel:
-            return {
-                "blocks.*.attention.qkv": "colwise",
-                "blocks.*.attention.out": "rowwise",
-                "blocks.*.mlp.up": "colwise",
-                "blocks.*.mlp.down": "rowwise",
-            }
-        return {
-            "blocks.*.norm1": "sequence",
-            "blocks.*.norm2": "sequence",
-            "blocks.*.dropout": "sharded_random",
-            "blocks.*.attention.qkv": "sequence_colwise",
-            "blocks.*.attention.out": "sequence_rowwise",
-            "blocks.*.mlp.up": "sequence_colwise",
-            "blocks.*.mlp.down": "sequence_rowwise",
+        prefix = "sequence_" if sequence_parallel else ""
+        plan: dict[str, str] = {
+            "blocks.*.attention.qkv": f"{prefix}colwise",
+            "blocks.*.attention.out": f"{prefix}rowwise",
+            "blocks.*.mlp.up": f"{prefix}colwise",
+            "blocks.*.mlp.down": f"{prefix}rowwise",
         }
+        if sequence_parallel:
+            plan |= {"blocks.*.norm1": "sequence", "blocks.*.norm2": "sequence", "blocks.*.dropout": "sharded_random"}
+        return plan
 
 
 class Linear(nn.Linear):

@@ -8,20 +8,15 @@ between tensors are (batch, sequence, features); the sequence is the class token
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ..base.errors import ConfigError
-from .presets import choose
-from .transformer import Block, Linear, TransformerConfig
-
-if TYPE_CHECKING:
-    from ..parallel.tensor_plan import Plan
+from ..base.errors import ConfigError, require
+from .presets import PresetModel
+from .transformer import Linear, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +39,8 @@ class ViTConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.image_size % self.patch_size:
-            raise ConfigError(f"image_size: got {self.image_size}, expected a multiple of patch_size {self.patch_size}")
+        divides = self.image_size % self.patch_size == 0
+        require(divides, "image_size", self.image_size, f"a multiple of patch_size {self.patch_size}")
 
     @property
     def seq_len(self) -> int:
@@ -54,14 +49,7 @@ class ViTConfig(TransformerConfig):
 
 PRESETS = {
     "tiny": ViTConfig(
-        num_layers=4,
-        num_heads=4,
-        width=64,
-        image_size=8,
-        patch_size=2,
-        in_channels=1,
-        num_classes=10,
-        init_std=0.1,
+        num_layers=4, num_heads=4, width=64, image_size=8, patch_size=2, in_channels=1, num_classes=10, init_std=0.1
     ),
     "vit-b16": ViTConfig(num_layers=12, num_heads=12, width=768),
 }
@@ -112,36 +100,16 @@ class Pool(nn.Module):
         return x[:, 0] if self.class_token else x.mean(1)
 
 
-class ViT(nn.Sequential):
-    """Images (batch, channels, side, side) to logits (batch, classes)."""
+class ViT(PresetModel):
+    """Images (batch, channels, side, side) to logits (batch, classes). Presets: ``tiny``, ``vit-b16``."""
+
+    presets = PRESETS
 
     def __init__(self, config: ViTConfig) -> None:
-        super().__init__(
-            OrderedDict(
-                embedding=PatchEmbedding(config),
-                blocks=nn.Sequential(*(Block(config) for _ in range(config.num_layers))),
-                norm=nn.LayerNorm(config.width, config.norm_eps),
-                pool=Pool(config.class_token),
-                head=Linear(config.width, config.num_classes, config.init_std),
-            )
-        )
-        self.config = config
+        layers = {"embedding": PatchEmbedding(config), **config.body(), "pool": Pool(config.class_token)}
+        super().__init__(config, {**layers, "head": Linear(config.width, config.num_classes, config.init_std)})
 
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> ViT:
-        """The model called ``tiny`` or ``vit-b16``; ``changes`` replace fields of its config.
-
-        Raises:
-            ConfigError: no such preset, no such field, or not with such a value.
-        """
-        return cls(choose(PRESETS, name, **changes))
-
-    @staticmethod
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of ``logits`` (batch, classes) against class numbers (batch)."""
-        return F.cross_entropy(logits, targets)
-
-    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """How each layer is sharded over ``tensor_size`` ranks; the embedding is replicated.
 
         Raises:
@@ -149,7 +117,7 @@ class ViT(nn.Sequential):
         """
         config = self.config
         # By its inputs, which divide whatever the number of classes.
-        plan: Plan = {**config.blocks_plan(tensor_size, sequence_parallel), "head": "rowwise_scatter"}
+        plan: dict[str, str] = {**config.blocks_plan(tensor_size, sequence_parallel), "head": "rowwise_scatter"}
         if not sequence_parallel:
             return plan
         if config.seq_len % tensor_size:

@@ -37,6 +37,5 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _multipliers(device: torch.device) -> torch.Tensor:
     """Odd numbers for a chunk, 1-dim int64, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS[device.type],), generator=generator).bitwise_or_(1).to(device)
-    )
+    numbers = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS[device.type],), generator=generator)
+    return numbers.bitwise_or_(1).to(device)

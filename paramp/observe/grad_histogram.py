@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,9 +80,9 @@ class GradientHistogram:
             f"{self.underflow:.2%} underflow, headroom 2**{self.headroom:.1f}{bad}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """All values as plain numbers; None for those that are not finite."""
-        return {
+    def save(self, path: str | Path) -> None:
+        """Write all values to a file, as JSON; null for those that are not finite."""
+        values = {
             "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
             "zeros": self.zeros,
             "non_finite": self.non_finite,
@@ -93,20 +92,12 @@ class GradientHistogram:
             "underflow": self.underflow,
             "headroom": self.headroom if math.isfinite(self.headroom) else None,
         }
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`as_dict`, as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
 def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> GradientHistogram:
-    """The histogram of the gradients of ``weights``. A world collective.
-
-    Args:
-        scale: the loss scale that the gradients carry.
-        dtype: the mode's compute dtype.
-    """
+    """The histogram of the gradients of ``weights``, which carry the loss scale ``scale``. A world collective."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
     for gradient, norm_weight in weights.gradients.before_reduction():

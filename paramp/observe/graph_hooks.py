@@ -95,14 +95,9 @@ class GraphHooks:
         if value is None:
             return
         only = {node.parameters[index] for index in bad}
+        # A bad activation gradient beside it means that the operation failed as a whole.
+        parameter = None if entered is not None or None in only else node.parameters[bad[0]]
+        where = node.module, value, node.at, node.position
         self._findings.add(
-            "backward",
-            node.module,
-            value,
-            node.at,
-            node.position,
-            received=entered is not None,
-            # A bad activation gradient beside it means that the operation failed as a whole.
-            parameter=None if entered is not None or None in only else node.parameters[bad[0]],
-            operation=node.operation,
+            "backward", *where, received=entered is not None, parameter=parameter, operation=node.operation
         )

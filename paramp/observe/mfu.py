@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Peak rates of one device in dense matrix products, in 10**12 FLOPs a second. None: not in hardware."""
 
     fp32: float
@@ -30,12 +29,6 @@ class Peak:
     bf16: float | None
     tf32: float | None = None
     """Of fp32 operands that torch may round (``torch.set_float32_matmul_precision("high")``)."""
-
-    def of(self, dtype: torch.dtype, tf32: bool) -> float | None:
-        """The rate of ``dtype``; None if it is not known."""
-        single = self.tf32 if tf32 and self.tf32 is not None else self.fp32
-        rates = {torch.float32: single, torch.float16: self.fp16, torch.bfloat16: self.bf16}
-        return rates.get(dtype)
 
 
 # Words that all occur in torch's name of a device -> its peaks. The first row that matches counts, so specific names
@@ -69,11 +62,10 @@ OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX-Q", "MIG", "D", "TI", "SUPER"})
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The peak of a device in dense matrix products, in FLOPs a second; None if it is not known.
+    """The peak of a device in matrix products of ``dtype``, in FLOPs a second; None if it is not known.
 
     Args:
         name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA A100-SXM4-80GB"``.
-        dtype: of the products' operands.
         tf32: whether fp32 operands may be rounded to TF32.
     """
     words = set(name.upper().replace("-", " ").split()) | set(name.upper().split())
@@ -81,7 +73,8 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
         return None
     for row, peak in PEAKS.items():
         if words.issuperset(row):
-            rate = peak.of(dtype, tf32)
+            single = peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32
+            rate = {torch.float32: single, torch.float16: peak.fp16, torch.bfloat16: peak.bf16}.get(dtype)
             return None if rate is None else rate * 1e12
     return None
 
@@ -101,19 +94,10 @@ def world_peak_flops(context: ParallelContext, per_device: float | None = None) 
         if rate is None:
             tf32 = torch.get_float32_matmul_precision() != "highest"
             rate = peak_flops(torch.cuda.get_device_name(device), context.config.precision.compute, tf32=tf32)
-    everyones = gather_objects((name, rate))
-    rates = dict(everyones).values()
+    rates = dict(gather_objects((name, rate))).values()
     return None if None in rates else math.fsum(rate for rate in rates if rate is not None)
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation of a step.
-
-    Args:
-        flops: that the model needs for the step.
-        peak: of all devices, in FLOPs a second.
-
-    Returns:
-        A number from 0 to 1; None if the peak is not known.
-    """
+    """Model FLOPs utilisation of a step, from 0 to 1; None if ``peak``, all devices' FLOPs a second, is not known."""
     return None if peak is None else flops / (seconds * peak)

@@ -8,22 +8,13 @@ that met one fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..distributed.context import ParallelContext
-from ..optim.overflow_report import (
-    During,
-    Kind,
-    Origin,
-    RankCoordinates,
-    flaw,
-    gather_findings,
-    largest_finite,
-)
+from ..optim.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 
 Batch = tuple[int, int, int]
 """Data rank, call and microbatch."""
@@ -54,20 +45,14 @@ class Finding:
 
 
 class Findings:
-    """What this rank finds in one run of a window.
-
-    Attributes:
-        failed: the microbatches whose loss is not finite.
-    """
+    """What this rank finds in one run of a window."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._found: dict[tuple[StagePass, bool], Finding] = {}  # by pass, and whether it is the backward
         self._met: set[tuple[int, int, str]] = set()  # call, microbatch and module
         self.failed: set[Batch] = set()
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self._found.values())
+        """The microbatches whose loss is not finite."""
 
     def has(self, at: StagePass, *, backward: bool) -> bool:
         """Whether that pass has a finding already; only the first one is kept."""
@@ -103,7 +88,7 @@ class Findings:
         key = (at, during != "forward")
         if key in self._found:
             return
-        kind: Kind | None = flaw(value)
+        kind = flaw(value)
         assert kind is not None
         place = RankCoordinates.here(self._context, at.stage)
         largest = largest_finite(value)
@@ -111,15 +96,14 @@ class Findings:
         met = during == "backward" and (at.call, at.microbatch, module) in self._met
         self._found[key] = Finding(origin, at, self.batch(at), position, received, met)
 
-
-def find_origin(findings: Findings) -> Origin | None:
-    """The first non-finite value of all ranks, the same on every rank; None if there is none. A world collective."""
-    everyone = gather_findings([(list(findings), findings.failed)])
-    found = [finding for ((own, _),) in everyone for finding in own]
-    failed = {batch for ((_, batches),) in everyone for batch in batches}
-    failed |= {finding.batch for finding in found if finding.met_in_forward}
-    counted = [finding for finding in found if finding.origin.during != "forward" or finding.batch in failed]
-    return min(counted, key=_order).origin if counted else None
+    def origin(self) -> Origin | None:
+        """The first value of all ranks, the same on every rank; None if there is none. A world collective."""
+        everyone = gather_findings([(list(self._found.values()), self.failed)])
+        found = [finding for ((own, _),) in everyone for finding in own]
+        failed = {batch for ((_, batches),) in everyone for batch in batches}
+        failed |= {finding.batch for finding in found if finding.met_in_forward}
+        counted = [finding for finding in found if finding.origin.during != "forward" or finding.batch in failed]
+        return min(counted, key=_order).origin if counted else None
 
 
 def _order(finding: Finding) -> tuple[Any, ...]:

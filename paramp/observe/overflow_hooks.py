@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.context import ParallelContext
-from ..optim.overflow_report import During, flaw
+from ..optim.overflow_report import flaw
 from ..parallel.stage import Stage, Stages
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
@@ -37,21 +37,14 @@ AFTER_NODES = (1, 0, 0)
 
 
 class Tracer:
-    """Checks one run of a window on this rank; an :class:`~paramp.base.spans.Observer`.
-
-    Args:
-        stages: this rank's stages.
-        places: their indices in the model.
-
-    Attributes:
-        findings: the first non-finite value of each call, microbatch, stage and pass.
-        failure: the message of the criterion's exception, where a pipeline went on without its loss.
-    """
+    """Checks one run of a window on this rank's ``stages``; an :class:`~paramp.base.spans.Observer`."""
 
     def __init__(self, stages: Stages, places: Sequence[int], context: ParallelContext) -> None:
-        self._stages = dict(zip(places, stages, strict=True))
+        self._stages = dict(zip(places, stages, strict=True))  # by their indices in the model
         self.findings = Findings(context)
+        """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
+        """The message of the criterion's exception, where a pipeline went on without its loss."""
         names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for stage in stages:
@@ -75,7 +68,8 @@ class Tracer:
         """Check one operation on one microbatch."""
         self._kind, self._at = kind, StagePass(self._at.call, microbatch or 0, stage or 0)
         if kind in FORWARDS:
-            self._running = [CRITERION if kind == "loss" else self._stage_input()]
+            first = (CAST if self._batch_is_finite else BATCH) if not stage else f"what stage {stage} received"
+            self._running = [CRITERION if kind == "loss" else first]
             self._graph.begin(self._running[-1])
         yield
         if kind.startswith("backward"):
@@ -88,10 +82,10 @@ class Tracer:
 
     def see_loss(self, output: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
         """Check the criterion's arguments, and its unscaled loss ``value``."""
-        if self._check(self._stage_output(), [output], everything=True):
+        if self._check(self._stage_output(), [output], masks=True):
             self.findings.meet(self._at, CRITERION)
-        self._check(TARGET, [target], everything=True)
-        self._check(CRITERION, [value], everything=True)
+        self._check(TARGET, [target], masks=True)
+        self._check(CRITERION, [value], masks=True)
         if flaw(value):
             self.findings.failed.add(self.findings.batch(self._at))
 
@@ -136,8 +130,8 @@ class Tracer:
         """The first hook: non-finite values here come from what runs around the module."""
         if self._kind not in FORWARDS:
             return
-        everything = len(self._running) == 1 and self._at.stage == 0
-        if self._check(self._running[-1], (args, kwargs), everything=everything, received=True):
+        of_batch = len(self._running) == 1 and self._at.stage == 0
+        if self._check(self._running[-1], (args, kwargs), masks=of_batch, received=True):
             self.findings.meet(self._at, name)
         self._running.append(name)
         self._graph.begin(name)
@@ -173,38 +167,24 @@ class Tracer:
 
     # ---- checks
 
-    def _stage_input(self) -> str:
-        if self._at.stage == 0:
-            return CAST if self._batch_is_finite else BATCH
-        return f"what stage {self._at.stage} received"
-
     def _stage_output(self) -> str:
         stage = self._at.stage
         return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
 
     def _check(
-        self,
-        name: str,
-        values: Any,
-        *,
-        module: nn.Module | None = None,
-        everything: bool = False,
-        received: bool = False,
+        self, name: str, values: Any, *, module: nn.Module | None = None, masks: bool = False, received: bool = False
     ) -> bool:
-        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made.
+        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made; whether there is one.
 
-        Args:
-            everything: count infinities in tensors without a gradient too, which are masks elsewhere.
-
-        Returns:
-            Whether there is one.
+        Infinities in tensors without a gradient, which often are ``masks``, count only where this is asked for.
         """
         self._num_checks += 1
-        bad = next((value for value in tree_leaves(values) if _is_bad(value, everything)), None)
+        bad = next((value for value in tree_leaves(values) if _is_bad(value, masks)), None)
         if bad is not None:
             self.findings.meet(self._at, name)
             position = (self._num_checks, 0, 0)
-            weight = _bad_weight(module)
+            own = module.named_parameters(recurse=False) if module is not None else ()
+            weight = next((name for name, parameter in own if flaw(parameter)), None)
             self.findings.add("forward", name, bad, self._at, position, received=received, weight=weight)
         return bad is not None
 
@@ -214,20 +194,14 @@ class Tracer:
             return
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and flaw(parameter.grad):
-                during: During = "sum over microbatches"
-                self.findings.add(during, owner_of(name), parameter.grad, self._at, AFTER_NODES, parameter=name)
+                where = owner_of(name), parameter.grad, self._at, AFTER_NODES
+                self.findings.add("sum over microbatches", *where, parameter=name)
                 return
 
 
-def _is_bad(value: Any, everything: bool) -> bool:
+def _is_bad(value: Any, masks: bool) -> bool:
     kind = flaw(value)
-    return kind == "NaN" or (kind == "inf" and (everything or value.requires_grad))
-
-
-def _bad_weight(module: nn.Module | None) -> str | None:
-    """The name of a non-finite parameter of ``module`` itself."""
-    own = module.named_parameters(recurse=False) if module is not None else ()
-    return next((name for name, parameter in own if flaw(parameter)), None)
+    return kind == "NaN" or (kind == "inf" and (masks or value.requires_grad))
 
 
 def owner_of(parameter: str) -> str:

@@ -15,7 +15,6 @@ import torch
 from ..distributed.collectives import gather_objects
 from ..optim.overflow_report import NonFiniteGradient, Origin, OverflowReport, gather_findings
 from ..parallel.stage import Stages
-from .overflow_findings import find_origin
 from .overflow_hooks import Tracer, owner_of
 from .replay import Window
 
@@ -48,16 +47,19 @@ def investigate(
     if not window.calls:
         return OverflowReport(scale, of_step, None, NOT_RECORDED)
     tracer = run(window.scale)
-    origin = find_origin(tracer.findings)
+    origin = tracer.findings.origin()
     gradients = _gathered(find)
     if origin is None and not gradients:
         # Each rank's gradients are finite: the sum over ranks is left.
         add_up()
         gradients = _gathered(find)
-        origin = _of_sum(gradients[0]) if gradients else None
+        if gradients:
+            first = gradients[0]
+            module = owner_of(first.name)
+            origin = Origin("sum over ranks", module, first.place, first.kind, 0, None, first.largest, first.name)
     elif origin is not None and origin.during == "backward":
         # If all is finite at a scale of 1, the scale is the cause.
-        helped = scale > 1 and find_origin(run(torch.ones_like(window.scale)).findings) is None
+        helped = scale > 1 and run(torch.ones_like(window.scale)).findings.origin() is None
         origin = replace(origin, helped_by_scale=helped)
     failure = next(filter(None, gather_objects(tracer.failure)), None)
     problem = f"run again, it failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
@@ -68,17 +70,8 @@ def _gathered(find: Callable[[], list[NonFiniteGradient]]) -> tuple[NonFiniteGra
     return tuple(found for own in gather_findings(find()) for found in own)
 
 
-def _of_sum(found: NonFiniteGradient) -> Origin:
-    module = owner_of(found.name)
-    return Origin("sum over ranks", module, found.place, found.kind, 0, None, found.largest, found.name)
-
-
 def stages_by_parameter(stages: Stages, places: Sequence[int]) -> dict[str, int]:
-    """The first stage of this rank that has each of its parameters, by the parameter's name.
-
-    Args:
-        places: the indices of ``stages`` in the model.
-    """
+    """The first of this rank's ``stages``, which have the indices ``places``, with each parameter, by its name."""
     found: dict[str, int] = {}
     for place, stage in zip(places, stages, strict=True):
         for name, _ in stage.module.named_parameters(remove_duplicate=False):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,47 +12,38 @@ from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
 from ..parallel.stage import Stages
 
+RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
+"""Of torch's default generators, and of each stage that has a stream of its own."""
 
-@dataclass(frozen=True)
-class Call:
+
+class Call(NamedTuple):
     """One call of ``forward_backward``: its batch, not copied, and the state of every random stream before it."""
 
     x: torch.Tensor
     y: torch.Tensor
-    default: list[torch.Tensor]
-    """States of torch's default generators."""
-    streams: list[list[torch.Tensor]]
-    """States of each stage that has a stream of its own."""
+    random: RandomStates
 
 
 class Window:
-    """The calls of an accumulation window, kept until the next window begins.
-
-    Attributes:
-        calls: None if a gradient came from elsewhere too, so that the window cannot be run again.
-        scale: the loss scale of the window's step, 0-dim; None before that step.
-    """
+    """The calls of an accumulation window, kept until the next window begins."""
 
     def __init__(self, stages: Stages, device: torch.device) -> None:
         self._stages = stages
         self._device = device
         self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
         self.calls: list[Call] | None = []
+        """None if a gradient came from elsewhere too, so that the window cannot be run again."""
         self.scale: torch.Tensor | None = None
+        """The loss scale of the window's step, 0-dim; None before that step."""
 
     def add(self, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Record that a backward begins.
-
-        Args:
-            batch: inputs and targets, with the batch in dim 0; None where they are not known.
-        """
+        """Record that a backward of ``batch`` begins: inputs and targets, None where they are not known."""
         if self.scale is not None:
             self.calls, self.scale = [], None
         if batch is None:
             self.calls = None
         elif self.calls is not None:
-            streams = [stream.states for stream in self._streams]
-            self.calls.append(Call(*batch, random_states(self._device), streams))
+            self.calls.append(Call(*batch, self._random_states()))
 
     @property
     def is_open(self) -> bool:
@@ -74,19 +65,22 @@ class Window:
 
         On exit random streams and buffers are what they were on entry.
         """
-        assert self.calls is not None
-        default, streams = random_states(self._device), [stream.states for stream in self._streams]
+        before = self._random_states()
         with keeping_buffers(self._stages):
             try:
-                yield (self._rewound(call) for call in self.calls)
+                yield self._rewound()
             finally:
-                self._set_random(default, streams)
+                self._set_random(before)
 
-    def _rewound(self, call: Call) -> Call:
-        self._set_random(call.default, call.streams)
-        return call
+    def _rewound(self) -> Iterator[Call]:
+        for call in self.calls or ():
+            self._set_random(call.random)
+            yield call
 
-    def _set_random(self, default: list[torch.Tensor], streams: Sequence[list[torch.Tensor]]) -> None:
-        set_random_states(default, self._device)
-        for stream, states in zip(self._streams, streams, strict=True):
-            stream.states = states
+    def _random_states(self) -> RandomStates:
+        return random_states(self._device), [stream.states for stream in self._streams]
+
+    def _set_random(self, states: RandomStates) -> None:
+        set_random_states(states[0], self._device)
+        for stream, own in zip(self._streams, states[1], strict=True):
+            stream.states = own

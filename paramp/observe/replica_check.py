@@ -25,11 +25,13 @@ from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, gather_objects
-from ..distributed.context import DATA_AXIS, PIPELINE_AXIS, ParallelContext, TiedParameter
+from ..distributed.context import ROLES, ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
 
+Column = tuple[str, "ReplicaGroup"]
+"""A column of the table that all ranks compare: the kind, and the group that holds the same."""
 NAMED = 4
 """Ranks, and differences, that a message lists."""
 WEIGHT, MASTER, STATE, SCALE = "weight", "master", "optimizer state", "loss scale"
@@ -68,7 +70,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Part:
-    """One parameter's tensors of one kind, on this rank; the unit of comparison."""
+    """One parameter's tensors of one kind, on this rank."""
 
     kind: str
     name: str
@@ -78,7 +80,7 @@ class _Part:
     tie: TiedParameter | None = None
 
     @property
-    def column(self) -> tuple[str, ReplicaGroup]:
+    def column(self) -> Column:
         return self.kind, self.group
 
 
@@ -98,7 +100,7 @@ class Replicas:
         self._context = context
         self._names = tuple(context.mesh.mesh_dim_names or ())
         self._optimizer = optimizer
-        self._columns: list[tuple[str, ReplicaGroup]] | None = None
+        self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
         parts = [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
@@ -120,7 +122,7 @@ class Replicas:
         groups: dict[nn.Parameter, ReplicaGroup] = {}
         for parameter, tie in tie_of.items():
             stages = tuple(self._stage_of(rank) for rank in dist.get_process_group_ranks(tie.group))
-            axes = {*replicated_axes(parameter, self._context), PIPELINE_AXIS}
+            axes = {*replicated_axes(parameter, self._context), *ROLES["stage"]}
             groups[parameter] = self._group(axes, stages, numbers[stages])
             numbers[stages] += 1
         return [
@@ -144,16 +146,17 @@ class Replicas:
             weight = part_of[param.name]
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes) - {DATA_AXIS, PIPELINE_AXIS}), None
+                group, tie = self._group(set(group.axes).difference(ROLES["batch"], ROLES["stage"])), None
             for stored in buffer.masters.state:
-                parts.append(_Part(MASTER, param.name, group, partial(_one, stored[buffer.own_range(param)]), tie))
+                own = stored[buffer.own_range(param)]
+                parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
             parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
         return parts
 
     def _stage_of(self, rank: int) -> int:
         """The coordinate of ``rank`` on the pipeline axis."""
         coordinates = (self._context.mesh.mesh == rank).nonzero()[0].tolist()
-        return int(coordinates[self._names.index(PIPELINE_AXIS)])
+        return int(coordinates[self._names.index(*ROLES["stage"])])
 
     # --------------------------------------------------------------------------------------------------- comparing
 
@@ -180,16 +183,14 @@ class Replicas:
                 total += hash_bits(tensor) * (2 * number + 1)
         return torch.stack(hashes)
 
-    def _agreed_columns(self) -> list[tuple[str, ReplicaGroup]]:
+    def _agreed_columns(self) -> list[Column]:
         """The columns of the table, those of all ranks of the world; gathered once."""
         if self._columns is None:
             everyone = gather_objects({part.column for part in self._parts})
-            self._columns = sorted(set[tuple[str, ReplicaGroup]]().union(*everyone))
+            self._columns = sorted(set[Column]().union(*everyone))
         return self._columns
 
-    def _unequal(
-        self, columns: Sequence[tuple[str, ReplicaGroup]], table: torch.Tensor
-    ) -> Iterator[tuple[tuple[str, ReplicaGroup], tuple[int, ...]]]:
+    def _unequal(self, columns: Sequence[Column], table: torch.Tensor) -> Iterator[tuple[Column, tuple[int, ...]]]:
         """The columns of ``table``, world size x columns, in which a group's ranks differ, and that group."""
         for column, values in zip(columns, table.T, strict=True):
             groups = ranks_along(self._context, column[1].axes, column[1].stages)
@@ -197,9 +198,7 @@ class Replicas:
             for ranks in groups[(of_group != of_group[:, :1]).any(dim=1)].tolist():
                 yield column, tuple(ranks)
 
-    def _located(
-        self, suspects: Sequence[tuple[tuple[str, ReplicaGroup], tuple[int, ...]]], hashes: torch.Tensor
-    ) -> list[Difference]:
+    def _located(self, suspects: Sequence[tuple[Column, tuple[int, ...]]], hashes: torch.Tensor) -> list[Difference]:
         """The parameters that differ in ``suspects``, the same list on every rank."""
         own = hashes.tolist()
         mine = {
@@ -230,19 +229,13 @@ class Replicas:
 
     def _listed(self, ranks: Sequence[int]) -> str:
         """The first few ranks with their coordinates."""
-        listed = [self._context.name_of(rank) for rank in ranks[:NAMED]]
-        if len(ranks) > NAMED:
-            listed.append(f"{len(ranks) - NAMED} more")
-        return ", ".join(listed)
+        more = [f"{len(ranks) - NAMED} more"] if len(ranks) > NAMED else []
+        return ", ".join([self._context.name_of(rank) for rank in ranks[:NAMED]] + more)
 
     # --------------------------------------------------------------------------------------------------- repairing
 
     def check_in_turn(self) -> None:
-        """Count a step, made or skipped, and after every ``check_replicas_every`` of them stop or repair.
-
-        Raises:
-            ReplicaDrift: as :meth:`stop_or_repair`.
-        """
+        """Count a step, made or skipped, and after every ``check_replicas_every`` of them :meth:`stop_or_repair`."""
         config = self._context.config
         self._num_steps += 1
         if config.check_replicas_every is not None and self._num_steps % config.check_replicas_every == 0:
@@ -272,10 +265,7 @@ class Replicas:
 
     @torch.no_grad()
     def repair(self, differences: Iterable[Difference]) -> None:
-        """Copy weight, master and state of the parameters in ``differences`` from the lowest rank of their group.
-
-        Every rank calls it with the result of :meth:`check`.
-        """
+        """Copy all of the parameters in ``differences``, from :meth:`check`, from the lowest rank of their group."""
         affected = {(self._stage_of(rank), name) for found in differences for rank, name in found.names}
         stage = self._stage_of(self._context.rank)
         # Stages may have tied parameters in different orders; sorted by group, all ranks broadcast in the same one.
@@ -290,7 +280,7 @@ class Replicas:
         whole = tensor.contiguous()
         bits = whole.view(-1).view(torch.uint8)  # neither gloo nor NCCL moves the int16 of remainders
         for name in part.group.axes:
-            tied = part.tie is not None and name == PIPELINE_AXIS
+            tied = part.tie is not None and name in ROLES["stage"]
             group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
             dist.broadcast(bits, group=group, group_src=0)
         if whole is not tensor:
@@ -301,15 +291,7 @@ def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:
     return [local(parameter).detach()]
 
 
-def _one(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor]
-
-
 def _states(optimizer: torch.optim.Optimizer, stepped: nn.Parameter) -> list[torch.Tensor]:
     """The optimizer's state tensors with one value for each element of ``stepped``, by their keys' order."""
-    state = optimizer.state.get(stepped, {})
-    return [
-        value
-        for _, value in sorted(state.items())
-        if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()
-    ]
+    values = [value for _, value in sorted(optimizer.state.get(stepped, {}).items())]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]

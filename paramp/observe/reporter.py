@@ -12,7 +12,6 @@ import os
 import resource
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -57,6 +56,10 @@ def check_tensorboard() -> None:
         )
 
 
+PRINT_EVERY = 10
+"""A plain terminal shows each step whose number this divides."""
+
+
 class Writer:
     """One destination. Each method does nothing here."""
 
@@ -71,17 +74,16 @@ class Writer:
 
 
 class Terminal(Writer):
-    """Plain lines: every message, every ``every``-th step, the first, the last, and skipped ones."""
+    """Plain lines: every message, every :data:`PRINT_EVERY`-th step, the first, the last, and skipped ones."""
 
-    def __init__(self, total_steps: int, every: int) -> None:
+    def __init__(self, total_steps: int) -> None:
         self._total = total_steps
-        self._every = every
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, record: dict[str, Any], line: str) -> None:
-        if record["step"] % self._every == 0 or record["step"] in (1, self._total) or record["skipped"]:
+        if record["step"] % PRINT_EVERY == 0 or record["step"] in (1, self._total) or record["skipped"]:
             print(line, flush=True)
 
 
@@ -108,9 +110,7 @@ class TextLog(Writer):
     """``train.log``: every message and every step's line."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
-        path = folder / "train.log"
-        if resumed_at is None:
-            set_aside(path)
+        path = folder / "train.log" if resumed_at is not None else set_aside(folder / "train.log")
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def say(self, text: str) -> None:
@@ -159,12 +159,9 @@ class TensorBoard(Writer):
     """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; a value that is not finite leaves a gap."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
-        check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
-        path = folder / "tensorboard"
-        if resumed_at is None:
-            set_aside(path)
+        path = folder / "tensorboard" if resumed_at is not None else set_aside(folder / "tensorboard")
         purge_step = None if resumed_at is None else resumed_at + 1
         self._writer: Any = SummaryWriter(str(path), purge_step=purge_step)
 
@@ -186,17 +183,14 @@ def _is_finite(value: object) -> bool:
 class Reporter:
     """Writes messages and steps to the terminal and, with a log directory, to files in it.
 
-    On a terminal, with rich installed, the current step is one line that is redrawn; elsewhere every ``every``-th step
-    is a plain line. Files of an earlier run in the directory are renamed, not overwritten.
+    On a terminal, with rich installed, the current step is one line that is redrawn. Files of an earlier run in the
+    directory are renamed, not overwritten.
 
     Args:
         log_dir: created if it does not exist. None: no files.
         enabled: False writes nothing, on all ranks but the main one.
-        tensorboard: write for TensorBoard too, into the log directory.
+        tensorboard: write for TensorBoard too (:func:`check_tensorboard`), into the log directory.
         resumed_at: the last step of the run that is resumed, whose files are then continued.
-
-    Raises:
-        ConfigError: ``tensorboard`` without a log directory, or TensorBoard is not installed.
     """
 
     def __init__(
@@ -204,15 +198,12 @@ class Reporter:
         total_steps: int,
         log_dir: str | None,
         enabled: bool,
-        every: int = 10,
         tensorboard: bool = False,
         resumed_at: int | None = None,
     ) -> None:
         self._total = total_steps
         self._num_skipped = 0
         self._writers: list[Writer] = []
-        if tensorboard and log_dir is None:
-            raise ConfigError("tensorboard: got True, expected False where there is no log_dir to write to")
         if not enabled:
             return
         if log_dir is not None:
@@ -222,7 +213,7 @@ class Reporter:
             if tensorboard:
                 self._writers.append(TensorBoard(folder, resumed_at))
         live = _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None
-        self._writers.append(LiveTerminal() if live else Terminal(total_steps, every))
+        self._writers.append(LiveTerminal() if live else Terminal(total_steps))
 
     def say(self, text: str) -> None:
         """Write a message to the terminal and the log."""
@@ -231,24 +222,17 @@ class Reporter:
 
     def step(self, record: dict[str, Any]) -> None:
         """Write a step's numbers to every writer; keys as in :func:`step_line` and :data:`TAGS`."""
-        if not self._writers:
-            return
         self._num_skipped += record["skipped"]
         line = step_line(record, self._total, self._num_skipped)
         for writer in self._writers:
             writer.step(record, line)
 
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers:
+            writer.close()
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -19,7 +19,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,18 @@ class RankSpans:
     spans: list[Span]
 
 
+@dataclass
 class Timeline:
-    """The spans of all ranks. :meth:`paramp.Engine.recording` returns one, filled in on every rank when it is left.
+    """The spans of all ranks. :meth:`paramp.Engine.recording` returns one, filled in on every rank when it is left."""
 
-    Attributes:
-        title: the schedule and its sizes.
-        ranks: the spans of each rank of the world.
-        pipelines: the ranks of each pipeline, in stage order.
-        theoretical_bubble: a fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches.
-    """
-
-    def __init__(
-        self,
-        title: str = "",
-        ranks: Sequence[RankSpans] = (),
-        pipelines: Sequence[Sequence[int]] = (),
-        theoretical_bubble: float | None = None,
-    ) -> None:
-        self.title = title
-        self.ranks = list(ranks)
-        self.pipelines = [list(pipeline) for pipeline in pipelines]
-        self.theoretical_bubble = theoretical_bubble
+    title: str = ""
+    """The schedule and its sizes."""
+    ranks: Sequence[RankSpans] = ()
+    """Of each rank of the world."""
+    pipelines: Sequence[Sequence[int]] = ()
+    """The ranks of each pipeline, in stage order."""
+    theoretical_bubble: float | None = None
+    """A fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches."""
 
     @property
     def bubble(self) -> float:
@@ -122,24 +113,20 @@ class Timeline:
             # All ranks left the barrier at one time, so each machine's clock starts at its first rank's.
             starts[machine] = min(origin, starts.get(machine, origin))
         self.ranks = [
-            RankSpans(own.name, [_shifted(item, starts[machine]) for item in own.spans]) for machine, _, own in everyone
+            RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
+            for own, start in ((own, starts[machine]) for machine, _, own in everyone)
         ]
         self.pipelines = ranks_along(context, ROLES["stage"]).tolist()
 
 
 @contextmanager
 def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[Timeline]:
-    """Record what runs inside. Collective: every rank enters and leaves.
-
-    Args:
-        observers: those of the engine; a recorder is added for as long as the context is open.
-    """
+    """Record what runs inside, with a recorder among the engine's ``observers``. Every rank enters and leaves it."""
     pipeline = context.config.parallel.pipeline
     stages = f"{pipeline.num_local_stages} stage{'s' if pipeline.num_local_stages > 1 else ''} a rank"
     title = f"{pipeline.schedule}, {pipeline.size} ranks, {stages}" if pipeline.size > 1 else "no pipeline"
-    timeline = Timeline(
-        f"{title}, {pipeline.num_microbatches} microbatches", theoretical_bubble=pipeline.theoretical_bubble
-    )
+    title += f", {pipeline.num_microbatches} microbatches"
+    timeline = Timeline(title, theoretical_bubble=pipeline.theoretical_bubble)
     dist.barrier()
     recorder = Recorder(context.device)
     observers.append(recorder)
@@ -154,7 +141,3 @@ def _machine() -> str:
     """An identifier of the machine, equal for ranks that share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.is_file() else ''}"
-
-
-def _shifted(item: Span, start: float) -> Span:
-    return Span(item.kind, item.begin - start, item.end - start, item.stage, item.microbatch, item.call)

@@ -7,6 +7,7 @@ that the user replaced) is copied there once a step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -60,14 +61,13 @@ class FlatGradients:
         self._absent: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._hooks = [
-            param.parameter.register_hook(_FindMismatch(param)) for param in self._params if is_dtensor(param.parameter)
+            param.parameter.register_hook(functools.partial(_find_mismatch, param))
+            for param in params
+            if is_dtensor(param.parameter)
         ]
-        is_partitioned = any(buffer.num_parts > 1 for buffer in buffers)
-        self._overlapped = (
-            OverlappedReduceScatter(buffers, context, self._reduce_dtypes.dp, tied) if is_partitioned else None
-        )
-
-    # -------------------------------------------------------------------------------------------- in their buffers
+        self._overlapped: OverlappedReduceScatter | None = None
+        if any(buffer.num_parts > 1 for buffer in buffers):
+            self._overlapped = OverlappedReduceScatter(buffers, context, self._reduce_dtypes.dp, tied)
 
     def zero_grad(self) -> None:
         """Make every gradient zero: one fill for each buffer."""
@@ -114,11 +114,7 @@ class FlatGradients:
             param.parameter.grad = param.gradient
 
     def _check_in_place(self) -> None:
-        """Refuse parameters and gradients that were moved out of their buffers: steps would not reach them.
-
-        Raises:
-            RuntimeError: naming one.
-        """
+        """Raise a RuntimeError for parameters and gradients that were moved out of their buffers."""
         for param, buffer in self._buffer_of.items():
             for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
                 if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
@@ -137,8 +133,8 @@ class FlatGradients:
                 keeps are checked by the norm.
 
         Raises:
-            RuntimeError: a parameter that was frozen when the optimizer was taken over has a gradient, or a parameter
-                or gradient was moved out of its buffer.
+            RuntimeError: a parameter that was frozen has a gradient, or a parameter or gradient was moved out of its
+                buffer.
         """
         check_frozen(self._frozen)
         self.begin_window()
@@ -179,8 +175,6 @@ class FlatGradients:
             self._presence = key, values.to(self._context.device)
         return self._presence[1]
 
-    # ---------------------------------------------------------------------------------------- sums over data ranks
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
@@ -213,8 +207,6 @@ class FlatGradients:
         if self._overlapped is not None:
             self._overlapped.end()
 
-    # --------------------------------------------------------------------------------------------- what is measured
-
     def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
         """The gradients that this rank counts, 1-dim and split in blocks of the norm, and each one's norm weight."""
         parts = [(part, step_range.norm_weight) for step_range in self._ranges for part in step_range.in_blocks()]
@@ -245,15 +237,9 @@ class FlatGradients:
         return buffer.gradients[buffer.flat_range(param)]
 
 
-class _FindMismatch:
+def _find_mismatch(param: FlatParam, gradient: torch.Tensor) -> None:
     """The hook that finds gradients whose placements are not their parameter's, before they are added up."""
-
-    def __init__(self, param: FlatParam) -> None:
-        self._param = param
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        param = self._param
-        if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
-            param.placement_mismatch = True
-            if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was added up there
-                param.parameter.grad = None
+    if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
+        param.placement_mismatch = True
+        if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was added up there
+            param.parameter.grad = None

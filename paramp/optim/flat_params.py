@@ -1,9 +1,8 @@
 """What the engine trains, in a few long tensors.
 
 All trained parameters of a rank lie one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, one for each
-dtype of weights: the weights, their gradients, and what only the optimizer needs (fp32 masters, or the remainders that
-complete the weights to them). The model's parameters and gradients are views, so that nothing is copied on the way, the
-step runs over a few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
+dtype of weights. The model's parameters and gradients are views, so that nothing is copied on the way, the step runs
+over a few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
 
 ::
 
@@ -13,7 +12,6 @@ step runs over a few ranges instead of hundreds of tensors, and a reduction over
 
 Parameters are sorted by their optimizer group and by how many ranks hold them, so that neighbours are stepped and
 counted alike; within that, the last of the model first, because their gradients are ready first.
-
 ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. It alone has masters
 and optimizer state for it, receives its gradients summed, and sends its new weights to the others.
 """
@@ -93,8 +91,7 @@ class FlatWeights:
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
         self._param_of = {param.parameter: param for param in self.params}
         self.step_ranges = StepRanges(self.buffers)
-        tied = {tie.parameter for tie in ties}
-        ranges = self.step_ranges.everything
+        tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
 
     @property
@@ -103,16 +100,13 @@ class FlatWeights:
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps on this rank, by the whole model's names."""
-        pairs = zip(self.names, self.stepped, strict=True)
-        return {name: stepped for name, stepped in pairs if stepped is not None}
+        return {param.name: stepped for param, stepped, _ in self.pairs()}
 
     def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
         """Each parameter that this rank steps (a part of), what the optimizer has for it, and its buffer."""
         for param, stepped in zip(self.params, self.stepped, strict=True):
             if stepped is not None:
                 yield param, stepped, self._buffer_of[param]
-
-    # ----------------------------------------------------------------------------------------------- after the step
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -127,8 +121,6 @@ class FlatWeights:
         for buffer in self.buffers:
             if buffer.num_parts > 1:
                 all_gather_shards(buffer.weights, buffer.own(buffer.weights), self._context.batch_axis.group)
-
-    # ------------------------------------------------------------------------------------------- saving and loading
 
     def exact(self, param: FlatParam) -> torch.Tensor:
         """The part of ``param`` that this rank steps, 1-dim: of the master where there is one, else of the weight.
@@ -202,10 +194,7 @@ def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
 
 @torch.no_grad()
 def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
-    """Let a parameter lie in ``buffer``, and store its master, which is made from ``original``.
-
-    Args:
-        original: the local part of the weight before it was rounded. None: the weight is exact.
+    """Let a parameter lie in ``buffer``, with a master of ``original``, its local part before rounding, if not None.
 
     Returns:
         What the optimizer is to step in its place; None if that is another rank's.

@@ -1,19 +1,16 @@
 """The optimizer step over flat buffers, in torch's own fused kernels.
 
-The step is bound by memory: each gradient has to be read, each weight (or master) and its state read and written. So it
-runs in blocks that stay in the cache, and does everything to one block before the next: widen the gradient, step the
-master, round it to the weight. Unscaling, clipping and the decision to skip go into the kernel as tensors, so that
-nothing waits for the host.
-
-That is for AdamW, Adam and SGD (:class:`FusedStep`). Any other optimizer makes its own ``step()``, after the host has
-read whether to (:class:`PlainStep`).
+The step is bound by memory, so it runs in blocks that stay in the cache, and does everything to one block before the
+next: widen the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip go into
+the kernel as tensors, so that nothing waits for the host. That is for AdamW, Adam and SGD (:class:`FusedStep`). Any
+other optimizer makes its own ``step()``, after the host has read whether to (:class:`PlainStep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,20 +26,6 @@ Options = Mapping[str, Any]
 State = Mapping[str, torch.Tensor]
 
 
-class Step(Protocol):
-    """How an engine's optimizer steps."""
-
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
-        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
-
-        Args:
-            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
-        """
-
-    def state_loaded(self) -> None:
-        """The optimizer's state was changed in place."""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """One kind of optimizer that torch has a fused kernel for."""
@@ -51,20 +34,12 @@ class Kernel:
     """The state tensors that it keeps with a group's options, all of the weight's shape and zero at first."""
     counts_steps: bool
     """Whether it keeps the number of its steps, under ``step``."""
-    run: Callable[[torch.Tensor, torch.Tensor, State, Options, torch.Tensor | None, torch.Tensor], None]
-    """``run(weight, gradient, state, options, grad_scale, found_inf)``; may overwrite the gradient."""
+    run: Callable[..., None]
+    """``run(weight, gradient, state, options, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
 
 
-def _adam(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-    options: Options,
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor,
-) -> None:
-    decoupled = options.get("decoupled_weight_decay", False)
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+def _adam(weight: torch.Tensor, gradient: torch.Tensor, state: State, options: Options, **scaling: Any) -> None:
+    kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
     kernel(
         [weight],
         [gradient],
@@ -72,39 +47,21 @@ def _adam(
         [state["exp_avg_sq"]],
         [state["max_exp_avg_sq"]] if options["amsgrad"] else [],
         [state["step"]],
-        lr=options["lr"],
         beta1=float(options["betas"][0]),
         beta2=float(options["betas"][1]),
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        amsgrad=options["amsgrad"],
-        maximize=options["maximize"],
-        grad_scale=grad_scale,
-        found_inf=found_inf,
+        **{name: options[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
+        **scaling,
     )
 
 
-def _sgd(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-    options: Options,
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor,
-) -> None:
+def _sgd(weight: torch.Tensor, gradient: torch.Tensor, state: State, options: Options, **scaling: Any) -> None:
     torch._fused_sgd_(
         [weight],
         [gradient],
         [state["momentum_buffer"]] if options["momentum"] else [],
-        lr=options["lr"],
-        momentum=options["momentum"],
-        dampening=options["dampening"],
-        weight_decay=options["weight_decay"],
-        nesterov=options["nesterov"],
-        maximize=options["maximize"],
+        **{name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
         is_first_step=False,  # a momentum of zeros comes to the same, also where that step is skipped
-        grad_scale=grad_scale,
-        found_inf=found_inf,
+        **scaling,
     )
 
 
@@ -168,8 +125,7 @@ class FusedStep:
         names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
         self._state: dict[Buffer, dict[str, torch.Tensor]] = {
             buffer: {
-                name: torch.zeros(buffer.own_size, dtype=buffer.masters.dtype, device=buffer.weights.device)
-                for name in names
+                name: torch.zeros(buffer.own_size, dtype=buffer.masters.dtype, device=weights.device) for name in names
             }
             for buffer in weights.buffers
         }
@@ -178,13 +134,17 @@ class FusedStep:
         self._scratch: dict[str, torch.Tensor] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
-        self._sizes_at_first = self._sizes()
-        self._states_at_first = set(names)
+        self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
         self._hand_over_state()
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
+
+        Args:
+            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
+        """
         self._check_unchanged()
         ranges = self._weights.step_ranges.without(absent)
         if self._kernel.counts_steps:
@@ -194,20 +154,14 @@ class FusedStep:
         for step_range in ranges:
             if step_range.group == NO_GROUP:
                 continue
-            options = self._optimizer.param_groups[step_range.group]
             for start in range(0, step_range.length, size):
-                stop = min(start + size, step_range.length)
-                self._step_block(step_range, start, stop, options, grad_scale, found_inf)
+                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
         if self._kernel.counts_steps:
             self._steps.sub_(counted * found_inf)  # back, if the kernels skipped it: the host does not know
         self._weights.gather_weights()
 
     def _check_unchanged(self) -> None:
-        """Refuse changes to the optimizer since initialize that this step would ignore.
-
-        Raises:
-            RuntimeError: naming it.
-        """
+        """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
         hooks = len(self._optimizer._optimizer_step_pre_hooks) + len(self._optimizer._optimizer_step_post_hooks)
         if hooks > 1:  # one is the engine's own
             raise RuntimeError(
@@ -220,8 +174,7 @@ class FusedStep:
                 "give it all of them before, and freeze those that are to wait"
             )
         for group in self._optimizer.param_groups:
-            missing = set(self._kernel.states(group)) - self._states_at_first
-            if missing:
+            if missing := set(self._kernel.states(group)) - self._states_at_first:
                 raise RuntimeError(
                     f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
                     "set it before"
@@ -231,16 +184,10 @@ class FusedStep:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def _step_block(
-        self,
-        step_range: StepRange,
-        start: int,
-        stop: int,
-        options: Options,
-        grad_scale: torch.Tensor,
-        found_inf: torch.Tensor,
+        self, step_range: StepRange, start: int, stop: int, grad_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
         """Read, step and write elements ``start`` to ``stop`` of a range, while they are in the cache."""
-        buffer = step_range.buffer
+        buffer, options = step_range.buffer, self._optimizer.param_groups[step_range.group]
         own = slice(step_range.own_start + start, step_range.own_start + stop)
         master = buffer.masters.read(own)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
@@ -253,7 +200,7 @@ class FusedStep:
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
         if self._kernel.counts_steps:
             state_in["step"] = self._step_of[step_range.params[0]]
-        self._kernel.run(master_in, gradient_in, state_in, options, divisor, found_inf)
+        self._kernel.run(master_in, gradient_in, state_in, options, grad_scale=divisor, found_inf=found_inf)
         for name, value in state.items():
             if state_in[name] is not value:
                 value.copy_(state_in[name])
@@ -289,8 +236,6 @@ class FusedStep:
             counts = [float(param not in absent) for param in self._weights.params]
             self._counts = key, torch.tensor(counts, device=self._steps.device)
         return self._counts[1]
-
-    # -------------------------------------------------------------------------------------------- the optimizer's state
 
     def _hand_over_state(self) -> None:
         for group in self._optimizer.param_groups:
@@ -329,6 +274,7 @@ class FusedStep:
         self.state_loaded()
 
     def state_loaded(self) -> None:
+        """The optimizer's state was changed in place."""
         steps = self._steps.int().tolist()
         self._weights.step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))
 
@@ -341,6 +287,7 @@ class PlainStep:
         self._weights = weights
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """As :meth:`FusedStep.__call__`."""
         if bool(found_inf):
             return
         for param, stepped, buffer in self._weights.pairs():
@@ -362,3 +309,7 @@ class PlainStep:
 
     def state_loaded(self) -> None:
         """Nothing follows from the state."""
+
+
+Step = FusedStep | PlainStep
+"""How an engine's optimizer steps."""

@@ -78,11 +78,7 @@ def clip_grad_norm_(
 def _with_complete_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor], context: ParallelContext | None
 ) -> list[torch.Tensor]:
-    """Those of ``parameters`` that have a gradient, once each has its parameter's placements and ties are summed.
-
-    Raises:
-        ValueError: a gradient is sparse.
-    """
+    """Those of ``parameters`` that have a gradient, once each has its parameter's placements and ties are summed."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     align_gradients(given)
     if context is not None:
@@ -133,10 +129,8 @@ def norm_power(
     parts = [torch.zeros((), dtype=torch.float64, device=device)]
     for (where, _), indices in by_place.items():
         powers = _powers([gradients[index] for index in indices], norm_type)
-        if math.isinf(norm_type):
-            parts.append(powers.amax().to(device))
-        else:
-            parts.append((powers * _on_device(tuple(norm_weights[index] for index in indices), where)).sum().to(device))
+        counts = _on_device(tuple(norm_weights[index] for index in indices), where)
+        parts.append((powers.amax() if math.isinf(norm_type) else (powers * counts).sum()).to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
 
 
@@ -173,8 +167,7 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        scratch = torch.empty(min(WIDEN_BLOCK, flat.numel()), dtype=wide)
-        chunks = flat.split(WIDEN_BLOCK)
+        scratch, chunks = torch.empty(min(WIDEN_BLOCK, flat.numel()), dtype=wide), flat.split(WIDEN_BLOCK)
         norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):
         return norms.double().amax()
@@ -202,18 +195,21 @@ def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float]
 
 def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm, from every rank's :func:`norm_power`."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return part if math.isinf(norm_type) else part.pow(1.0 / norm_type)
-    if math.isinf(norm_type):
-        # Not a MAX all-reduce, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
-        maxima = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
-        maxima[dist.get_rank()] = part
-        dist.all_reduce(maxima)
-        return maxima.amax()
-    dist.all_reduce(part)
-    return part.pow(1.0 / norm_type)
+    distributed = dist.is_available() and dist.is_initialized()
+    if not math.isinf(norm_type):
+        if distributed:
+            dist.all_reduce(part)
+        return part.pow(1.0 / norm_type)
+    if not distributed:
+        return part
+    # Not a MAX all-reduce, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
+    maxima = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
+    maxima[dist.get_rank()] = part
+    dist.all_reduce(maxima)
+    return maxima.amax()
 
 
+@torch.no_grad()
 def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
 
@@ -227,16 +223,15 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         buckets[gradient.device, gradient.dtype].append(gradient)
-    with torch.no_grad():
-        for (device, dtype), bucket in buckets.items():
-            flag = torch.zeros((), dtype=torch.float32, device=device)
-            factor = inv_scale.to(device, non_blocking=True)
-            if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
-                flag += ~torch.stack([gradient.isfinite().all() for gradient in bucket]).all()
-                torch._foreach_mul_(bucket, factor)
-            else:
-                torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
-            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
+    for (device, dtype), bucket in buckets.items():
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inv_scale.to(device, non_blocking=True)
+        if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
+            flag += ~torch.stack([gradient.isfinite().all() for gradient in bucket]).all()
+            torch._foreach_mul_(bucket, factor)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
+        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
 
 
 @torch.no_grad()
@@ -258,12 +253,10 @@ def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     dense = []
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             # Entries of one index add up; in fp16 that sum may overflow where the entries do not.
             parameter.grad = gradient = gradient.coalesce()
             dense.append(gradient._values())
-        else:
+        elif gradient is not None:
             dense.append(local(gradient))
     return dense

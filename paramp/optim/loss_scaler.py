@@ -1,9 +1,8 @@
 """A loss scaler whose decisions are the same on every rank.
 
-fp16 gradients below 2**-24 vanish, so the loss is multiplied by a scale before the backward and the gradients are
-divided by it after. Where a gradient overflows, the step is skipped and the scale backs off. torch's own GradScaler
-decides that from the gradients of one rank (and, given DTensors, from the placements of the first of them), so under
-tensor or pipeline parallelism one rank skips while another steps, and the weights diverge without an error.
+Where a gradient overflows, the step is skipped and the scale backs off. torch's own GradScaler decides that from the
+gradients of one rank (and, given DTensors, from the placements of the first of them), so under tensor or pipeline
+parallelism one rank skips while another steps, and the weights diverge without an error.
 
 Here each ``unscale_`` (or ``step`` without it) ends in exactly one all-reduce of a 0/1 flag over the group, whatever
 the rank holds: no gradients, plain ones, DTensors on several meshes, sparse ones. The number and order of collectives
@@ -12,6 +11,7 @@ never depends on the values found.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,7 +31,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 class DistributedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for models that are spread over processes; a drop-in for it.
 
-    What it decides, every rank of ``group`` decides. Every rank calls it with the same optimizers in the same order,
+    Every rank of ``group`` calls it with the same optimizers in the same order,
     also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). With
     several optimizers the one that overflowed is skipped, and the scale is one.
 
@@ -84,13 +84,10 @@ class DistributedGradScaler(GradScaler):
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._device = device.type
         self._group = group
-        self._hysteresis = hysteresis
-        self._min_scale = min_scale
-        self._max_scale = max_scale
+        self._hysteresis, self._min_scale, self._max_scale = hysteresis, min_scale, max_scale
         self._init_overflow_tracker = 0
         self._one = torch.ones((), device=device if device.type == "cuda" and torch.cuda.is_available() else "cpu")
-        if enabled:
-            # Not lazily at the first scale(): ranks that never scale a loss unscale gradients all the same.
+        if enabled:  # not lazily at the first scale(): ranks that never scale a loss unscale gradients all the same
             self._home = device
             self._create_state()
 
@@ -157,17 +154,14 @@ class DistributedGradScaler(GradScaler):
         """Which gradients are not finite, and on which ranks: to be asked after a step that was skipped.
 
         It looks at the gradients as they are, unscaled or not, so call it before they are set to zero; and before
-        :meth:`update`, which moves the scale. Every rank of the group calls it. Steps at which it is not called cost
-        nothing.
+        :meth:`update`, which moves the scale. Every rank of the group calls it.
 
         Args:
             named_parameters: this rank's, such as ``model.named_parameters()``.
             context: says the ranks' coordinates. None: the current one, if any.
         """
-        context = context or current_context()
-        found = gather_findings(find_gradients(named_parameters, context), self._group)
-        gradients = tuple(one for own in found for one in own)
-        return OverflowReport(float(self.scale_tensor()), gradients, scaled=False)
+        found = gather_findings(find_gradients(named_parameters, context or current_context()), self._group)
+        return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*found)), scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what the steps since the last update found; ``new_scale`` sets it instead."""
@@ -176,9 +170,8 @@ class DistributedGradScaler(GradScaler):
         if new_scale is not None:
             super().update(new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale))
             return
-        found = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         self.update_from_flag(torch.stack(found).amax())
@@ -207,12 +200,8 @@ class DistributedGradScaler(GradScaler):
         """torch's five entries, and ``hysteresis``, ``min_scale``, ``max_scale`` and ``_overflow_tracker``."""
         state = super().state_dict()
         if self._enabled:
-            state |= {
-                "hysteresis": self._hysteresis,
-                "min_scale": self._min_scale,
-                "max_scale": self._max_scale,
-                "_overflow_tracker": int(self._overflow_tracker.item()),
-            }
+            state |= {"hysteresis": self._hysteresis, "min_scale": self._min_scale, "max_scale": self._max_scale}
+            state["_overflow_tracker"] = int(self._overflow_tracker.item())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
 """An fp32 master as its half-precision weight and 16 more bits.
 
-A model in half precision keeps its weights anyway, and a weight is the upper part of its master. Storing the lower
-part alone makes the master cost two bytes instead of four.
-
-For bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-LM keeps them so). A tie that was
+A weight is the upper part of its master, so that storing the lower part alone costs two bytes instead of four. For
+bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-LM keeps them so). A tie that was
 rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the remainder is a number of
 steps at the weight's own scale::
 

@@ -8,8 +8,7 @@
 ``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist during a step only
 ================  ==================================  ============================================================
 
-A storage is of the part of one buffer that this rank steps: the whole buffer without ZeRO. Slices count from where that
-part begins.
+A storage is of the part of one buffer that this rank steps; slices count from where that part begins.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class NoMasters:
         return self.stepped[own]
 
     def write(self, own: slice, values: torch.Tensor) -> None:
-        """Store ``values``, floating point, and round them to the weights.
-
-        Values that :meth:`read` returned and that were changed in place are stored already.
-        """
+        """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(self.weights[own], values)
 
     def exact(self, own: slice) -> torch.Tensor:
@@ -113,11 +109,7 @@ class ResidualMasters(NoMasters):
         self.remainders[own].zero_()
 
 
-MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {
-    False: NoMasters,
-    True: FullMasters,
-    "remainder": ResidualMasters,
-}
+MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
 """By :attr:`paramp.Precision.masters`. Another way to store masters is another row."""
 
 

@@ -52,10 +52,6 @@ class MasterWeight:
     def has_master(self) -> bool:
         return self.weight.dtype is not self.stepped.dtype
 
-    def full_precision(self) -> torch.Tensor:
-        """The weight as the optimizer knows it, in its dtype; shares storage with what is stepped."""
-        return self.stepped.detach()
-
     def hand_over_gradient(self) -> None:
         """Give the weight's gradient to what is stepped, in its dtype; None if there is none."""
         gradient = self.weight.grad
@@ -65,11 +61,6 @@ class MasterWeight:
             given = gradient if is_dtensor(self.stepped) else local(gradient)
             self.stepped.grad = given.detach().to(self.stepped.dtype)
 
-    def drop_master_gradient(self) -> None:
-        """Free the master's fp32 gradient, which nobody reads after the step."""
-        if self.has_master:
-            self.stepped.grad = None
-
 
 @torch.no_grad()
 def write_back(weights: Iterable[MasterWeight]) -> None:
@@ -78,6 +69,13 @@ def write_back(weights: Iterable[MasterWeight]) -> None:
     if pairs:
         rounded, masters = zip(*pairs, strict=True)
         torch._foreach_copy_(list[torch.Tensor](rounded), list[torch.Tensor](masters))
+
+
+def drop_master_gradients(weights: Iterable[MasterWeight]) -> None:
+    """Free the masters' fp32 gradients, which nobody reads after the step."""
+    for one in weights:
+        if one.has_master:
+            one.stepped.grad = None
 
 
 class Weights:
@@ -110,7 +108,7 @@ class Weights:
     def masters(self) -> dict[str, torch.Tensor]:
         """The fp32 masters by the model's names, sharing storage: this rank's part of the state to save."""
         pairs = zip(self.names, self._weights, strict=True)
-        return {name: one.full_precision() for name, one in pairs if one.has_master}
+        return {name: one.stepped.detach() for name, one in pairs if one.has_master}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -120,7 +118,13 @@ class Weights:
             ValueError: other names or shapes than this rank's.
         """
         own = self.masters()
-        _check_masters(masters, own)
+        problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
+        problems += [name for name in masters if name not in own]
+        if problems:
+            raise ValueError(
+                f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
+                "in the same layout and mode"
+            )
         for name, master in own.items():
             master.copy_(masters[name])
         self.write_back()
@@ -163,8 +167,7 @@ class Weights:
 
     def drop_master_gradients(self) -> None:
         """Free the masters' fp32 gradients, which nobody reads after the step."""
-        for one in self._weights:
-            one.drop_master_gradient()
+        drop_master_gradients(self._weights)
 
 
 def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
@@ -211,29 +214,10 @@ def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParamet
 
 
 def check_frozen(frozen: NamedParameters) -> None:
-    """Refuse gradients of parameters that nobody steps.
-
-    Raises:
-        RuntimeError: naming one.
-    """
+    """Raise a RuntimeError for gradients of parameters that nobody steps."""
     for name, parameter in frozen:
         if parameter.grad is not None:
             raise RuntimeError(
                 f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
                 "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
             )
-
-
-def _check_masters(masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to load ``masters`` where this rank has ``own``.
-
-    Raises:
-        ValueError: they have other names or shapes.
-    """
-    problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
-    problems += [name for name in masters if name not in own]
-    if problems:
-        raise ValueError(
-            f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
-            "in the same layout and mode"
-        )

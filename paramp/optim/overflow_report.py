@@ -1,8 +1,6 @@
 """Why a step was skipped: which values were not finite, on which rank, and what helps.
 
-:func:`find_gradients` looks at the gradients that a rank has. It costs nothing until it is called, and one
-synchronisation of the device then. Where a value that is not finite came from takes another run of the batch
-(:mod:`paramp.observe.overflow_trace`).
+Where a value that is not finite came from takes another run of the batch (:mod:`paramp.observe.overflow_trace`).
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class RankCoordinates:
         return RankCoordinates(context.rank, tuple(context.coordinates.items()), stage)
 
     def __str__(self) -> str:
-        if not self.axes:
-            return f"rank {self.rank}"
-        axes = ", ".join(f"{name} {rank}" for name, rank in self.axes)
-        return f"rank {self.rank} ({axes}, stage {self.stage})"
+        axes = "".join(f"{name} {rank}, " for name, rank in self.axes)
+        return f"rank {self.rank} ({axes}stage {self.stage})" if axes else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -142,29 +138,25 @@ class OverflowReport:
         """Where the first value that is not finite arose; ``gradients``: only that they are not finite is known."""
         if self.origin is None:
             return "gradients" if self.gradients else "unknown"
-        if self.origin.during == "forward":
-            return "forward"
         if self.origin.during == "backward":
             return "backward" if self.origin.parameter is None else "weight gradient"
-        return "sum"
+        return "forward" if self.origin.during == "forward" else "sum"
 
     def _distance(self, found: NonFiniteGradient) -> tuple[bool, bool, bool]:
         """How little a gradient has to do with the origin."""
-        origin = self.origin
-        if origin is None:
+        if (origin := self.origin) is None:
             return False, False, False
-        within = found.name.startswith(f"{origin.module}.")
-        return found.name != origin.parameter, found.place.rank != origin.place.rank, not within
+        outside = not found.name.startswith(f"{origin.module}.")
+        return found.name != origin.parameter, found.place.rank != origin.place.rank, outside
 
     def __str__(self) -> str:
         lines = []
         if self.origin is not None:
-            lines.append(self.origin.describe(self.scale))
-            lines.append(_size(self.origin.largest, "it"))
+            lines += [self.origin.describe(self.scale), _size(self.origin.largest, "it")]
         elif self.gradients:
-            kinds = {found.kind for found in self.gradients}
+            kinds = " and ".join(sorted({found.kind for found in self.gradients}))
             lines.append(
-                f"gradients are not finite, {' and '.join(sorted(kinds))}, at a loss scale of {self.scale:g}; the "
+                f"gradients are not finite, {kinds}, at a loss scale of {self.scale:g}; the "
                 f"first is that of {self.gradients[0].name} on {self.gradients[0].place}"
             )
         if self.unknown:
@@ -188,8 +180,10 @@ def flaw(tensor: Any) -> Kind | None:
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     values = _values(tensor)
-    if bool(values.isfinite().all()):
-        return None
+    return None if bool(values.isfinite().all()) else _kind(values)
+
+
+def _kind(values: torch.Tensor) -> Kind:
     return "NaN" if bool(values.isnan().any()) else "inf"
 
 
@@ -212,7 +206,7 @@ def find_gradients(
     context: ParallelContext | None = None,
     stages: Mapping[str, int] | None = None,
 ) -> list[NonFiniteGradient]:
-    """This rank's gradients that are not finite.
+    """This rank's gradients that are not finite; one synchronisation of the device.
 
     Args:
         stages: the pipeline stage of each parameter, by name. None, and for names that it lacks: the rank's first.
@@ -225,22 +219,12 @@ def find_gradients(
     found = []
     for (name, gradient), good in zip(with_gradient, finite, strict=True):
         if not good:
-            values = _values(gradient)
-            found.append(
-                NonFiniteGradient(
-                    name,
-                    RankCoordinates.here(context, (stages or {}).get(name)),
-                    "NaN" if bool(values.isnan().any()) else "inf",
-                    int((~values.isfinite()).sum()),
-                    values.numel(),
-                    largest_finite(gradient),
-                )
-            )
+            values, place = _values(gradient), RankCoordinates.here(context, (stages or {}).get(name))
+            count = int((~values.isfinite()).sum())
+            found.append(NonFiniteGradient(name, place, _kind(values), count, values.numel(), largest_finite(gradient)))
     return found
 
 
 def gather_findings(found: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
     """``found`` of every rank of ``group``, the world if None, by rank; a collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [found]
-    return gather_objects(found, group)
+    return gather_objects(found, group) if dist.is_available() and dist.is_initialized() else [found]

@@ -80,10 +80,10 @@ class Buffer:
         # In whole blocks of the norm, so that it adds up to the same bits however many ranks there are.
         self.own_size = _aligned(-(-stop // num_parts), NORM_BLOCK)
         self.own_start = part * self.own_size
+        own_stop = self.own_start + self.own_size
         for param in params:
-            low = min(max(param.start, self.own_start), self.own_start + self.own_size)
-            high = max(min(param.start + param.size, self.own_start + self.own_size), low)
-            param.own = (low - param.start, high - param.start)
+            low = min(max(param.start, self.own_start), own_stop)
+            param.own = (low - param.start, max(min(param.start + param.size, own_stop), low) - param.start)
         self.weights = torch.zeros(self.own_size * num_parts, dtype=first.dtype, device=first.device)
         self.gradients = self.weights[:0]
         self.gradient_dtype = precision.grad_dtype or first.dtype
@@ -127,17 +127,12 @@ def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 def in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     """``params``, in their order, in the lists that each make one buffer."""
-    together: list[FlatParam] = []
-    for param in params:
-        together.append(param)
-        if sum(member.size for member in together) >= BUCKET:
-            yield together
-            together = []
-    if together:
-        yield together
-
-
-# -------------------------------------------------------------------- what is stepped alike
+    first = size = 0
+    for index, param in enumerate(params):
+        size += param.size
+        if size >= BUCKET or index == len(params) - 1:
+            yield list(params[first : index + 1])
+            first, size = index + 1, 0
 
 
 @dataclass(frozen=True)
@@ -164,10 +159,10 @@ class StepRange:
 
 
 class StepRanges:
-    """The ranges that this rank steps, from step to step.
+    """The ranges that this rank steps. A parameter without a gradient on any rank is not stepped.
 
-    A parameter without a gradient on any rank is not stepped, and Adam's bias correction counts each parameter's own
-    steps. So parameters run together only if they have missed the same steps.
+    Adam's bias correction counts each parameter's own steps, so parameters run together only if they have missed the
+    same steps.
 
     Attributes:
         everything: the ranges if every parameter is stepped.
@@ -213,6 +208,4 @@ def _ranges_of(buffer: Buffer, absent: set[FlatParam], missed: Mapping[FlatParam
         if not kind[0]:
             low = max(params[0].start, buffer.own_start)
             high = min(params[-1].start + _aligned(params[-1].size), buffer.own_start + buffer.own_size)
-            yield StepRange(
-                buffer, low, low - buffer.own_start, high - low, params[0].group, params[0].norm_weight, params
-            )
+            yield StepRange(buffer, low, low - buffer.own_start, high - low, *kind[1:3], params)

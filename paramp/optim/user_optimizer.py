@@ -16,15 +16,12 @@ class SteppedWeights(Protocol):
     """The trained parameters of a rank, and what the optimizer steps in their place: flat buffers, or masters alone."""
 
     @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The model's own."""
+    def parameters(self) -> Sequence[torch.Tensor]: ...
 
     @property
-    def stepped(self) -> Sequence[torch.Tensor | None]:
-        """What is stepped for each; None if that is another rank's."""
+    def stepped(self) -> Sequence[torch.Tensor | None]: ...
 
-    def by_name(self) -> Mapping[str, torch.Tensor]:
-        """What is stepped on this rank, by the model's names."""
+    def by_name(self) -> Mapping[str, torch.Tensor]: ...
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -71,17 +68,10 @@ NOT_ELEMENTWISE = ("Adafactor", "Muon")
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:
-    """Refuse an optimizer of whole matrices where this rank has shards of them.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise a ConfigError for an optimizer of whole matrices where this rank has shards of them."""
     name = type(optimizer).__name__
-    shards = [
-        stepped is None or parameter.shape != stepped.shape
-        for parameter, stepped in zip(weights.parameters, weights.stepped, strict=True)
-    ]
-    if name in NOT_ELEMENTWISE and any(shards):
+    pairs = zip(weights.parameters, weights.stepped, strict=True)
+    if name in NOT_ELEMENTWISE and any(stepped is None or whole.shape != stepped.shape for whole, stepped in pairs):
         raise ConfigError(
             f"optimizer: {name} looks at whole matrices, but tensor parallelism or ZeRO leaves each rank a part of "
             "them; use an elementwise optimizer such as AdamW, or parallel.tensor.size 1 and parallel.zero 0"
@@ -94,11 +84,8 @@ def repoint(
     """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
     stepped = weights.by_name()
     for group in optimizer.param_groups:
-        kept = []
-        for index, parameter in enumerate(group["params"]):
-            found = next((stepped[name] for name in names_of[parameter] if name in stepped), None)
-            if found is not None:
-                kept.append((index, found))
+        found = [next((stepped[name] for name in names_of[old] if name in stepped), None) for old in group["params"]]
+        kept = [(index, tensor) for index, tensor in enumerate(found) if tensor is not None]
         group["params"] = [tensor for _, tensor in kept]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index, _ in kept]
@@ -123,11 +110,7 @@ def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StepGuard:
-    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``: its gradients are scaled, and this rank's own.
-
-    Args:
-        message: of the ``RuntimeError``.
-    """
+    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``, with a ``RuntimeError`` of ``message``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
         self._message = message

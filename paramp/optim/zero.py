@@ -45,14 +45,13 @@ class OverlappedReduceScatter:
 
     def begin(self) -> None:
         """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
-        self._overlappable = [
-            buffer
-            for buffer in self._buffers
-            if not any(param.placement_mismatch or param.parameter in self._tied for param in buffer.params)
-        ]
+        self._overlappable = [buffer for buffer in self._buffers if not any(map(self._completes_late, buffer.params))]
         self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
         self._next = list(self._overlappable)
         self._armed = True
+
+    def _completes_late(self, param: FlatParam) -> bool:
+        return param.placement_mismatch or param.parameter in self._tied
 
     def end(self) -> None:
         """Reduce the rest of what can be reduced before the step, and wait for all."""
@@ -83,9 +82,8 @@ class OverlappedReduceScatter:
             self._running.append(start_reduce_scatter(buffer.gradients, own, self._group, self._dtype))
 
     def _finish(self) -> None:
-        for finish in self._running:
-            finish()
-        self._running = []
+        while self._running:
+            self._running.pop(0)()
 
     def changed_since(self) -> list[torch.Tensor]:
         """The local gradients that were changed by hand after they had been reduced."""

@@ -1,6 +1,6 @@
 """How each family of models is planned, partitioned, filled and run as one stage: one class each in :data:`ADAPTERS`.
 
-A family's own modules are imported where they are used, so that only what a layout needs is loaded.
+A family's modules are imported where they are used: only what a layout needs is loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ class ModelAdapter:
         return True
 
     def plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
-        """The tensor-parallel plan of the model over ``tensor_size`` ranks.
-
-        Raises:
-            ConfigError: it has none, or does not divide.
-        """
-        own: Callable[[int, bool], Plan] | None = getattr(self.model, "tensor_parallel_plan", None)
-        return self.family_plan(tensor_size, sequence_parallel) if own is None else own(tensor_size, sequence_parallel)
+        """The tensor-parallel plan of the model over ``tensor_size`` ranks; ConfigError if it has none."""
+        own: Callable[[int, bool], Plan] = getattr(self.model, "tensor_parallel_plan", None) or self.family_plan
+        return own(tensor_size, sequence_parallel)
 
     def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         """The plan of a model without a ``tensor_parallel_plan`` of its own."""
@@ -55,11 +51,7 @@ class ModelAdapter:
         return None if own is None else own(num_stages)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
-        """The model's units, ready to be made into ``num_stages`` stages.
-
-        Raises:
-            ConfigError: it cannot be partitioned.
-        """
+        """The model's units, ready to be made into ``num_stages`` stages; ConfigError if it cannot be partitioned."""
         raise NotImplementedError
 
     def single_stage(self) -> nn.Module:
@@ -67,11 +59,7 @@ class ModelAdapter:
         return self.model
 
     def filler(self) -> Callable[[nn.Module], None]:
-        """A function that fills the tensors of one module of the model, which are on ``meta``.
-
-        Raises:
-            ValueError: a module cannot be filled.
-        """
+        """A function that fills the tensors of one module of the model, which are on ``meta``."""
         check_materializable(self.model)
         return reset_parameters
 
@@ -92,10 +80,8 @@ class HuggingFaceAdapter(ModelAdapter):
 
     @staticmethod
     def accepts(model: nn.Module) -> bool:
-        return any(
-            kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-            for kind in type(model).__mro__
-        )
+        bases = [kind for kind in type(model).__mro__ if kind.__name__ == "PreTrainedModel"]
+        return any(kind.__module__.startswith("transformers.") for kind in bases)
 
     def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         from .huggingface.plan import pretrained_plan

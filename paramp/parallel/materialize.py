@@ -1,8 +1,5 @@
 """Building a model: in the dtype that its mode stores, and, where it is too large for one process, shard by shard.
 
-:func:`init_module` is a context in which a model's parameters are created directly in the mode's weight dtype, on the
-device; without it they are created in fp32 on the CPU, and rounded and moved later.
-
 A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are sharded there,
 and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed derived
 from its name, keeps this rank's shard, and frees the rest::
@@ -43,11 +40,9 @@ def init_module(
 ) -> Iterator[None]:
     """A context in which ``Model()`` creates its parameters and buffers in the mode's weight dtype, on the device.
 
-    Tensors that a model creates with an explicit dtype keep that. Where the mode keeps batch norms in fp32 (O2), theirs
-    are created in fp32. Contexts nest; the innermost counts.
-
-    With masters (the naive modes, O2) the masters of a model that was built here start from its half weights. Build it
-    outside, or on ``meta`` in fp32, for masters that start from fp32 weights.
+    Tensors that a model creates with an explicit dtype keep that; batch norms' are in fp32 where the mode keeps them
+    there (O2). Contexts nest; the innermost counts. Masters (the naive modes, O2) of a model that was built here start
+    from its half weights; to start from fp32 weights, build it outside, or on ``meta`` in fp32.
 
     Args:
         precision: what :meth:`Precision.parse` takes.
@@ -61,10 +56,7 @@ def init_module(
     if device is None:
         context = current_context()
         device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with ExitStack() as stack:
-        stack.enter_context(stored_as(mode))
-        stack.enter_context(default_dtype(mode.weights))
-        stack.enter_context(torch.device(device))
+    with stored_as(mode), default_dtype(mode.weights), torch.device(device):
         yield
 
 
@@ -78,14 +70,11 @@ def stored_as(mode: Precision) -> Iterator[None]:
         wide = tensor.detach().float()
         return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
+    kinds = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
     with ExitStack() as stack:
-        if mode.keep_batchnorm_fp32:
-            for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-                stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
+        for register in kinds if mode.keep_batchnorm_fp32 else ():
+            stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
         yield
-
-
-# ------------------------------------------------------------------------------------------------------ from meta
 
 
 def reset_parameters(module: nn.Module) -> None:
@@ -94,11 +83,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def check_materializable(module: nn.Module) -> None:
-    """Check that :func:`materialize` could fill each submodule.
-
-    Raises:
-        ValueError: one has tensors on ``meta`` and no ``reset_parameters``.
-    """
+    """Raise a ValueError if a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them."""
     for name, child in module.named_modules():
         if is_on_meta(child) and not hasattr(child, "reset_parameters"):
             raise ValueError(
@@ -114,26 +99,21 @@ def is_on_meta(module: nn.Module) -> bool:
 
 def outline(module: nn.Module) -> nn.Module:
     """A copy of ``module`` that shares its tensors, and keeps them when those of ``module`` are sharded."""
-    return _outline(module, {})
-
-
-def _outline(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module not in made:
-        made[module] = _copy(module)
-        children = {name: child and _outline(child, made) for name, child in module._modules.items()}
-        made[module]._modules = children
-    return made[module]
+    copies = {original: _copy(original) for original in module.modules()}
+    for copied in copies.values():
+        copied._modules = {name: child and copies[child] for name, child in copied._modules.items()}
+    return copies[module]
 
 
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same tensors and children, in tables of its own."""
     copied = shallow_copy(module)
-    for table in TABLES:
+    for table in (*TENSORS, "_modules"):
         setattr(copied, table, dict(getattr(module, table)))
     return copied
 
 
-TABLES = ("_parameters", "_buffers", "_modules")
+TENSORS = ("_parameters", "_buffers")
 
 
 def materialize(
@@ -148,9 +128,8 @@ def materialize(
 ) -> None:
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
-    Each submodule with tensors on ``meta`` is filled in full on the CPU, with the random state seeded by ``seed`` and
-    the submodule's name; of a DTensor in ``module``, this rank's shard is kept. Tied parameters stay tied: the first
-    module that has one fills it. The caller's random state is restored. No collective is used.
+    Each submodule's random state is seeded by ``seed`` and its name; the caller's is restored. Tied parameters stay
+    tied: the first module that has one fills it. No collective is used.
 
     Args:
         whole: the :func:`outline` of ``module`` from before it was sharded. None: it is not sharded.
@@ -186,27 +165,23 @@ def _fill(
 ) -> None:
     """Draw the module ``original`` in full on the CPU, and put this rank's shards of it into ``child``."""
     drawn = _copy(original)
-    for table in ("_parameters", "_buffers"):
+    for table in TENSORS:
         tensors = getattr(drawn, table)
         tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
     fill(drawn)
     _check_filled(drawn)
-    for table in ("_parameters", "_buffers"):
+    for table in TENSORS:
         tensors, values = getattr(child, table), getattr(drawn, table)
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)
     for name, value in drawn.__dict__.items():  # attributes that filling it computed
-        if name not in TABLES and value is not original.__dict__.get(name):
+        if name not in (*TENSORS, "_modules") and value is not original.__dict__.get(name):
             child.__dict__[name] = value
 
 
 def _check_filled(drawn: nn.Module) -> None:
-    """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`.
-
-    Raises:
-        ValueError: one does.
-    """
+    """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`."""
     for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
         if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
             raise ValueError(
@@ -223,10 +198,9 @@ def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's shard of ``value``, a copy, where ``like`` is a DTensor on ``meta``; else all of ``value``."""
-    value = value.detach()
     if is_dtensor(like):
-        part = own_part(value.reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
+        part = own_part(value.detach().reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:
-        value = value.to(device, dtype)
+        value = value.detach().to(device, dtype)
     return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value

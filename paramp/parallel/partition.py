@@ -1,15 +1,14 @@
 """How a model is partitioned into pipeline stages.
 
-A :class:`Partition` lists the units of a model in the order in which they are applied, and makes the stages of them.
-There are three: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
+There are three partitions: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
 (:mod:`paramp.parallel.huggingface.partition`); and that of any other model, which is traced
-(:mod:`paramp.parallel.partition_fx`). In every stage, modules and parameters have the names that they have in the whole
-model.
+(:mod:`paramp.parallel.partition_fx`). In every stage, modules and parameters have the names of the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from torch import nn
@@ -30,10 +29,9 @@ class Partition(Protocol):
         """Names of modules whose parts may be on several stages, so that no stage calls them as such."""
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
-        """The module of each stage, whose units are the names in ``plan``.
+        """The module of each stage, whose units are the names in ``plan``; together they have all parameters.
 
-        The first takes the model's input, each other one what the one before returned. They share the model's
-        parameters, and together have all of them.
+        The first takes the model's input, each other one what the one before returned.
         """
 
 
@@ -70,14 +68,7 @@ class SequentialPartition:
 def partition_model(
     model: nn.Module, partition: Partition, num_stages: int, split: Sequence[str] | None
 ) -> list[nn.Module]:
-    """The module of each pipeline stage of ``model``.
-
-    Args:
-        split: see :func:`plan_stages`.
-
-    Raises:
-        ConfigError: the stages would compute something else than the model, or there are fewer units than stages.
-    """
+    """The module of each stage of ``model``; ConfigError if the stages would compute something else than the model."""
     plan = plan_stages(partition.units, num_stages, split)
     _check_hooks(model, plan, partition.opened)
     stages = partition.stages(plan)
@@ -89,11 +80,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collection[str]) -> None:
-    """Refuse hooks on modules that are split: they would run once a stage, on parts, or not at all.
-
-    Raises:
-        ConfigError: naming them.
-    """
+    """Refuse hooks on modules that are split: they would run once a stage, on parts, or not at all."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         num_stages = sum(any(unit.startswith(prefix) for unit in units) for units in plan)
@@ -107,11 +94,7 @@ def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collec
 
 
 def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Refuse a module with running statistics that several stages call: each would update its own.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse a module with running statistics that several stages call: each would update its own."""
     held = [{id(module) for module in stage.modules()} for stage in stages]
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None and sum(id(module) in there for there in held) > 1:
@@ -125,14 +108,9 @@ def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
 def plan_stages(
     units: Sequence[tuple[str, nn.Module]], num_stages: int, split: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """The names of the units of each stage.
+    """The names of the units of each stage. ``split`` names where the second and each later stage begins.
 
-    Args:
-        split: the names at which the second and each later stage begins. None: the partition whose largest stage is
-            smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
-
-    Raises:
-        ConfigError: there are fewer units than stages, or none of a name in ``split``.
+    None: the largest stage is smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
     """
     names = [name for name, _ in units]
     if len(names) < num_stages:
@@ -146,8 +124,8 @@ def plan_stages(
 
 
 def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
-    positions: list[int] = []
     check_names(split, names)
+    positions: list[int] = []
     for name in split:
         # "blocks" stands for the first of its modules.
         found = next(i for i, known in enumerate(names) if known == name or known.startswith(f"{name}."))
@@ -161,11 +139,7 @@ def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
 
 
 def check_names(split: Sequence[str], names: Sequence[str]) -> None:
-    """Check that each entry of ``split`` is one of ``names``, or contains one.
-
-    Raises:
-        ConfigError: one is not; the message names the nearest of ``names``.
-    """
+    """Check that each entry of ``split`` is one of ``names``, or contains one."""
     for name in split:
         if not any(known == name or known.startswith(f"{name}.") for known in names):
             raise ConfigError(
@@ -175,22 +149,17 @@ def check_names(split: Sequence[str], names: Sequence[str]) -> None:
 
 def _balanced(weights: Sequence[int], num_stages: int) -> list[int]:
     """Where the later stages begin so that the heaviest stage is lightest (linear partition)."""
-    costs = [1 + weight for weight in weights]
-    total = [0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    # best[n] is the least possible heaviest stage for the first n modules, and where its last stage begins.
-    best = [(float(total[n]), [0]) for n in range(len(costs) + 1)]
+    total = [0, *accumulate(1 + weight for weight in weights)]
+    # best[n] is the least possible heaviest stage for the first n modules, and where its stages begin.
+    best = [(float(cost), [0]) for cost in total]
+
+    def with_last(start: int, end: int) -> tuple[float, list[int]]:
+        return max(best[start][0], total[end] - total[start]), [*best[start][1], start]
+
     for stage in range(1, num_stages):
         best = [
-            min(
-                (
-                    (max(best[start][0], total[end] - total[start]), [*best[start][1], start])
-                    for start in range(stage, end)
-                ),
-                default=(float("inf"), []),
-            )
-            for end in range(len(costs) + 1)
+            min((with_last(start, end) for start in range(stage, end)), default=(float("inf"), []))
+            for end in range(len(total))
         ]
     return best[-1][1][1:]
 

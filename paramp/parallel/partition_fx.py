@@ -1,7 +1,7 @@
 """The pipeline stages of a model that is not sequential: its forward is traced, and the graph partitioned.
 
-``torch.fx`` runs the model's own forward on proxies and records what it does. Modules are not traced but recorded as
-calls, so that plans, precision and hooks find them unchanged; only what lies between them, the glue, becomes a graph::
+``torch.fx`` records the model's own forward. Modules are calls in the graph, so that plans, precision and hooks find
+them unchanged; only what lies between them, the glue, is traced::
 
     x ── down1 ── down2 ──── middle ── up2 ── cat ── up1 ──► output
            │         └───────────────────┘     │
@@ -32,12 +32,8 @@ UNBALANCED = 1.5
 class TracedPartition:
     """The partition of any model that takes one input: between any two of the modules that its forward calls.
 
-    Args:
-        split: the names at which stages begin. A module that contains one is opened: its forward is traced too.
-            None: modules that are too heavy for a stage are opened, except those of ``torch.nn`` and our norms.
-
-    Raises:
-        ConfigError: the model cannot be traced, or a name of ``split`` is no module, or is not called.
+    A module that contains a name of ``split`` is opened: its forward is traced too. Without ``split``, modules that are
+    too heavy for a stage are opened, except those of ``torch.nn`` and our norms.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, split: Sequence[str] | None) -> None:
@@ -75,11 +71,8 @@ class TracedPartition:
                 stages = plan_stages(self.units, num_stages)
                 if max(sum(weights[name] for name in stage) for stage in stages) <= UNBALANCED * average:
                     return
-            heavy = [
-                name
-                for name, unit in self.units
-                if name not in closed and _may_open(unit) and (few or weights[name] > average / 2)
-            ]
+            may_open = [name for name, unit in self.units if name not in closed and _may_open(unit)]
+            heavy = [name for name in may_open if few or weights[name] > average / 2]
             if not heavy:
                 return
             name = max(heavy, key=lambda name: weights[name])
@@ -92,23 +85,20 @@ class TracedPartition:
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
         stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
-        stage_graphs = {mode: _partition_graph(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
-        names_of: dict[int, list[str]] = {}
+        by_mode = {mode: _partition_graph(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
+        stage_graphs = [{mode: graphs[stage] for mode, graphs in by_mode.items()} for stage in range(len(plan))]
+        names_of: dict[nn.Module, list[str]] = {}
         for name, module in self._modules.items():
-            names_of.setdefault(id(module), []).append(name)
+            names_of.setdefault(module, []).append(name)
         kept: list[set[str]] = []
-        for stage in range(len(plan)):
-            used = [node for mode in stage_graphs for node in stage_graphs[mode][stage].nodes]
+        for graphs in stage_graphs:
+            used = [node for graph in graphs.values() for node in graph.nodes]
             called = [str(node.target) for node in used if node.op == "call_module"]
             got = [str(node.target) for node in used if node.op == "get_attr"]
-            kept.append({*got, *(alias for name in called for alias in names_of[id(self._modules[name])])})
+            kept.append({*got, *(alias for name in called for alias in names_of[self._modules[name]])})
         kept[0].update(names_outside(self._model, set().union(*kept)))  # what no stage uses is kept too
-        return [
-            _stage_module(
-                self._model, kept[stage], {mode: stage_graphs[mode][stage] for mode in stage_graphs}, stage, self.opened
-            )
-            for stage in range(len(plan))
-        ]
+        parts = zip(kept, stage_graphs, strict=True)
+        return [_stage_module(self._model, *part, index == 0, self.opened) for index, part in enumerate(parts)]
 
 
 def _may_open(module: nn.Module) -> bool:
@@ -116,7 +106,7 @@ def _may_open(module: nn.Module) -> bool:
 
 
 def _stage_module(
-    model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph], stage: int, opened: frozenset[str]
+    model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph], is_first: bool, opened: frozenset[str]
 ) -> nn.Module:
     interpreters: dict[bool, fx.Interpreter] = {}
 
@@ -126,7 +116,7 @@ def _stage_module(
             check_mode(name, module, part)
         if mode not in interpreters:  # at the first call: a plan may have changed modules
             interpreters[mode] = fx.Interpreter(part, graph=graphs[mode])
-        values = (received,) if stage == 0 else received
+        values = (received,) if is_first else received
         try:
             return interpreters[mode].run(*values)
         finally:
@@ -135,9 +125,6 @@ def _stage_module(
     part = with_forward(keep_only(model, kept), forward)
     opened_modules = [(name, module) for name, module in part.named_modules(remove_duplicate=False) if name in opened]
     return part
-
-
-# ------------------------------------------------------------------------------------------------------- the graph
 
 
 def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
@@ -149,9 +136,7 @@ def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int)
         if node.op == "call_module":
             reached = max(reached, stage_of.get(str(node.target), 0))
         stage_at[node] = num_stages - 1 if node.op == "output" else reached
-    last_use = {
-        node: max((stage_at[user] for user in node.users if user in stage_at), default=stage_at[node]) for node in nodes
-    }
+    last_use = {node: max([stage_at[node], *(stage_at[user] for user in node.users)]) for node in nodes}
     stage_graphs = []
     for stage in range(num_stages):
         received = [node for node in nodes if stage_at[node] < stage <= last_use[node]]

@@ -1,15 +1,14 @@
 """Pipeline parallelism: run the stages of a model in one of torch's schedules.
 
-Stages exchange trees of tensors and numbers (:mod:`paramp.parallel.stage_io`); torch's schedules send flat tuples of
-tensors. Torch's schedules take seconds to import, so that only a :class:`Pipeline` that is made imports them.
+Torch's schedules take seconds to import, so that only a :class:`Pipeline` that is made imports them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,24 +30,17 @@ if TYPE_CHECKING:
 
 
 class _LinkedStage(nn.Module):
-    """A stage as torch's schedules see it: from plain tensors to plain tensors.
-
-    Args:
-        without_views: whether sent tensors must not be views: torch detaches them in index where it splits the
-            backward.
-
-    Attributes:
-        received, sent: what crosses the stage's two boundaries; None for the model's input and output.
-        layout: a DTensor like the model's output, if that is one.
-    """
+    """A stage as torch's schedules see it: from plain tensors to plain tensors."""
 
     def __init__(self, stage: Stage, without_views: bool) -> None:
         super().__init__()
         self.stage = stage
-        self.without_views = without_views
+        self.without_views = without_views  # torch detaches what is sent in place where it splits the backward
         self.received: StageOutput | None = None
         self.sent: StageOutput | None = None
+        """What crosses the stage's two boundaries; None for the model's input and output."""
         self.layout: DTensor | None = None
+        """A DTensor like the model's output, if that is one."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         inputs = tensors[0] if self.received is None else self.stage.receive(self.received, tensors)
@@ -76,11 +68,10 @@ def _single(output: Any) -> torch.Tensor:
     return output
 
 
-@dataclass(frozen=True)
-class _Ready:
+class _Ready(NamedTuple):
     """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it.
 
-    None in index of a :class:`StageOutput`: the model's input or output.
+    None in place of a :class:`StageOutput`: the model's input or output.
     """
 
     schedule: Any
@@ -94,12 +85,7 @@ FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
 class Pipeline:
-    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes.
-
-    Attributes:
-        last_rank: the pipeline rank that has the last stage.
-        observers: of each forward, loss and backward (:mod:`paramp.base.spans`).
-    """
+    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes."""
 
     def __init__(
         self, stages: Stages, context: ParallelContext, config: PipelineConfig, observers: Sequence[Observer] = ()
@@ -112,10 +98,9 @@ class Pipeline:
         self._context = context
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
-        self._num_microbatches = config.num_microbatches
-        self.num_local_stages = config.num_local_stages
-        self.before_last_backward: Callable[[], None] = lambda: None
+        self._before_last_backward: Callable[[], None] = lambda: None
         self.last_rank = config.rank_of(config.num_stages - 1)
+        """The pipeline rank that has the last stage."""
         self.observers = observers
         if context.device.type == "cuda" and dist.get_backend(context.pp.group) == "gloo":
             for stage in stages:
@@ -141,14 +126,14 @@ class Pipeline:
         Args:
             x, y: the local batch; dim 0 is split into microbatches.
             loss: of a microbatch's output and target, a 0-dim tensor.
-            before_last_backward: called on each rank before its last backward, where that has all of a microbatch's
-                gradients: where a rank has one stage.
+            before_last_backward: called before this rank's last backward, where each rank has one stage only.
 
         Returns:
             Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
         """
         self._loss, self._num_losses, self.failure = loss, 0, None
-        self.before_last_backward = before_last_backward
+        if self._config.num_local_stages == 1:
+            self._before_last_backward = before_last_backward
         self._stages.align_modes()
         schedule = self._schedule(x, backward)
         first, last = self._linked[0].stage, self._linked[-1].stage
@@ -183,7 +168,8 @@ class Pipeline:
         return ready.schedule
 
     def _new_schedule(self, x: torch.Tensor, backward: bool) -> _Ready:
-        part = torch.empty(x.shape[0] // self._num_microbatches, *x.shape[1:], dtype=x.dtype, device="meta")
+        num_microbatches = self._config.num_microbatches
+        part = torch.empty(x.shape[0] // num_microbatches, *x.shape[1:], dtype=x.dtype, device="meta")
         received, sent = self._probe(part)
         stages = [
             self._recorded_stage(
@@ -196,7 +182,7 @@ class Pipeline:
         ]
         single = not self._config.row.any_stages and self._config.row.stages_per_rank == 1
         schedule = self._schedule_class(
-            stages[0] if single else stages, self._num_microbatches, loss_fn=self._call_loss, scale_grads=False
+            stages[0] if single else stages, num_microbatches, loss_fn=self._call_loss, scale_grads=False
         )
         if not backward and not single:
             _remove_backwards(schedule)
@@ -207,36 +193,18 @@ class Pipeline:
     ) -> RecordedStage:
         from .recorded_stage import RecordedStage
 
-        stage = RecordedStage(
-            linked,
-            index,
-            self._config.num_stages,
-            self._link_device,
-            input_args=inputs,
-            output_args=outputs,
-            group=self._context.pp.group,
-        )
+        place = (index, self._config.num_stages, self._link_device)
+        stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
         stage.observers = self.observers
-        stage.before_last_backward = self._before_last_backward
+        stage.before_last_backward = lambda: self._before_last_backward()
         return stage
-
-    def _before_last_backward(self) -> None:
-        if self.num_local_stages == 1:
-            self.before_last_backward()
 
     def _probe(self, part: torch.Tensor) -> tuple[list[StageOutput | None], list[StageOutput | torch.Tensor]]:
         """What each stage of this rank receives, None for the first, and returns, for one microbatch like ``part``.
 
-        Each stage of the model in turn runs once on zeros. torch's schedules can infer shapes themselves, but do it
-        with uninitialised values, draw random numbers and change running statistics; this changes no state.
-
-        Args:
-            part: on ``meta``.
-
-        Raises:
-            ConfigError: a stage returned what cannot be sent, or failed; on every rank of the pipeline.
+        Each stage of the model in turn runs once on zeros; where one fails, every rank raises. torch's schedules infer
+        shapes with uninitialised values, draw random numbers and change running statistics; this changes no state.
         """
-        pp = self._context.pp
         received: list[StageOutput | None] = []
         sent: list[StageOutput | torch.Tensor] = []
         stage_output: StageOutput | None = None
@@ -250,13 +218,11 @@ class Pipeline:
                     described = [sent[-1] if isinstance(sent[-1], StageOutput) else None]
                 except Exception as error:
                     failure = error
-                    described = [
-                        str(error)
-                        if isinstance(error, ConfigError)
-                        else f"pipeline: stage {index} of {self._config.num_stages} fails on zeros of the shape of a "
-                        f"microbatch, {tuple(part.shape)}: {type(error).__name__}: {error}"
-                    ]
-            dist.broadcast_object_list(described, group=pp.group, group_src=self._config.rank_of(index))
+                    what = f"stage {index} of {self._config.num_stages} fails on zeros of the shape of a microbatch"
+                    described = [f"pipeline: {what}, {tuple(part.shape)}: {type(error).__name__}: {error}"]
+                    if isinstance(error, ConfigError):
+                        described = [str(error)]
+            dist.broadcast_object_list(described, group=self._context.pp.group, group_src=self._config.rank_of(index))
             if isinstance(described[0], str):
                 raise ConfigError(described[0]) from failure
             stage_output = described[0]
@@ -268,15 +234,10 @@ class Pipeline:
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
             with keeping_buffers(stage), torch.random.fork_rng(devices=cuda), torch.enable_grad():
-                if received is None:
-                    inputs = torch.zeros_like(part, device=stage.link_device)
-                else:
-                    zeros = [
-                        torch.zeros_like(meta, device=stage.link_device, requires_grad=True)
-                        for meta in received.metas(True)
-                    ]
-                    inputs = stage.receive(received, tuple(zeros))
-                output = stage(inputs)
+                metas = (part,) if received is None else received.metas(True)
+                zeros_like = partial(torch.zeros_like, device=stage.link_device)
+                zeros = tuple(zeros_like(meta, requires_grad=meta.requires_grad) for meta in metas)
+                output = stage(zeros[0] if received is None else stage.receive(received, zeros))
                 if not stage.is_last:
                     return StageOutput.describe(output, stage.precision)
                 return local(_single(output)).detach().to("meta")

@@ -12,15 +12,11 @@ from ..base.spans import Observer, span
 
 
 class RecordedStage(PipelineStage):
-    """A ``PipelineStage`` whose forwards and backwards are spans of observers.
-
-    Attributes:
-        observers: see :mod:`paramp.base.spans`.
-        before_last_backward: called before the last full backward of a schedule.
-    """
+    """A ``PipelineStage`` whose forwards and backwards are spans of observers."""
 
     observers: Sequence[Observer]
     before_last_backward: Callable[[], None]
+    """Called before the last full backward of a schedule."""
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
         return span(self.observers, kind, self.stage_index, microbatch)

@@ -1,4 +1,4 @@
-"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline.
+"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline; and what ranks share.
 
 A stage computes in the mode's precision and exchanges hidden states with its neighbours in the compute dtype::
 
@@ -8,15 +8,22 @@ A stage computes in the mode's precision and exchanges hidden states with its ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..base.dtensor import local
+from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, shallow_copy
+from ..distributed.axes import ranks_along
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from .stage_io import StageOutput
@@ -50,22 +57,17 @@ class Stage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
-            args, kwargs = tree_map_only(torch.Tensor, self._enter, (args, kwargs))
+            enter = partial(to_compute, precision=self.precision, device=self.device)
+            args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
         with self.random, computing(self.precision, self.device.type):
             output = self.module(*args, **kwargs)
-        return tree_map_only(torch.Tensor, self._leave, output) if self.is_last else output
-
-    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_compute(tensor, self.precision, self.device)
-
-    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_outputs(tensor, self.precision)
+        leave = partial(to_outputs, precision=self.precision)
+        return tree_map_only(torch.Tensor, leave, output) if self.is_last else output
 
     def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from the ``tensors`` that the stage before sent."""
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            # A received tensor is a leaf of the graph, which the module could not change in place.
+        def own(tensor: torch.Tensor) -> torch.Tensor:  # a leaf of the graph could not be changed in place
             return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
 
         values = stage_output.unpack(tensors, self.device, self.precision.weights)
@@ -73,15 +75,12 @@ class Stage(nn.Module):
 
 
 class Stages(nn.Module):
-    """The stages of one rank, in the model's order, with one mode of training or evaluation.
-
-    Attributes:
-        module: all of their modules, under the whole model's names (:class:`Joined`).
-    """
+    """The stages of one rank, in the model's order, with one mode of training or evaluation."""
 
     def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.module = joined.module
+        """All of their modules, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
         self.training = self.module.training
         self._joined = joined
@@ -90,7 +89,7 @@ class Stages(nn.Module):
         return (cast(Stage, stage) for stage in self.stages)
 
     def align_modes(self) -> None:
-        """Let every stage have the modes of training that the modules of :attr:`module` have."""
+        """Give every stage the modes of training that the modules of :attr:`module` have."""
         self._joined.align_modes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,14 +101,10 @@ class Stages(nn.Module):
 class Joined:
     """Several stages of one model, which share modules, seen as one module.
 
-    :attr:`module` has the modules, parameters and buffers of all parts, under the names that they have in the model.
-    What parts have in common is there once. It shares all of it with the parts: a parameter that is replaced in it is
-    replaced in the parts. Modules that lead to others are one copy in each part and one in :attr:`module`, which share
-    their own parameters, buffers and hooks. It cannot be called; the parts can.
-
-    Attributes:
-        parts: the stages' modules, as :func:`~paramp.base.module_surgery.keep_only` makes them.
-        module: all of them; the part itself if there is only one.
+    :attr:`module` has the modules, parameters and buffers of all parts, once, under the names that they have in the
+    model. It shares all of it with the parts: a parameter that is replaced in it is replaced in the parts. Modules that
+    lead to others are one copy in each part and one in :attr:`module`, which share their own parameters, buffers and
+    hooks. It cannot be called; the parts can, which are as :func:`~paramp.base.module_surgery.keep_only` makes them.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -159,3 +154,35 @@ def _refuse_to_run(*_: Any, **__: Any) -> Any:
         "engine.module holds several stages of a pipeline, which do not follow one another; call engine.eval() and "
         "engine(x), or engine.forward_backward(x, y)"
     )
+
+
+def tie_stages(
+    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], module: nn.Module, context: ParallelContext
+) -> list[TiedParameter]:
+    """Tie the parameters of this rank's ``module`` that other pipeline ranks hold too, with equal values.
+
+    ``names_of`` has all names of each parameter of the whole model, ``stages`` are those of all ranks. Returns such
+    parameters, with groups to sum over. What only stages of one rank share is one parameter there anyway.
+    """
+    stages_of = context.config.parallel.pipeline.stages_of
+    held_by_stage = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
+    held = [set().union(*(held_by_stage[index] for index in stages_of(rank))) for rank in range(context.pp.size)]
+    ties: list[TiedParameter] = []
+    for names in names_of.values():
+        own_names = [next((name for name in names if name in there), None) for there in held]
+        holders = [rank for rank, name in enumerate(own_names) if name is not None]
+        if len(holders) < 2:
+            continue
+        # Making a group is a collective of the world: every rank takes part, also those that hold no copy.
+        group = context.make_group(ranks_along(context, ["pp"], holders).tolist())
+        name = own_names[context.pp.rank]
+        parameter = None if name is None else module.get_parameter(name)
+        layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))
+        if len({layout for layout in layouts if layout is not None}) > 1:
+            raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
+        if name is None or parameter is None or group is None:
+            continue
+        dist.broadcast(local(parameter).detach(), group=group, group_src=0)
+        ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
+    context.ties.extend(ties)
+    return ties

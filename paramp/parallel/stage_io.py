@@ -23,28 +23,28 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..precision.policy import Precision
 
-NUMBERS = (int, float, complex, str, type(None), type(...), slice, range, torch.Size)
-KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONSTANTS = (
+    *(int, float, complex, str, type(None), type(...), slice, range),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclass(frozen=True)
-class Differentiable:
-    """A floating-point tensor whose gradient is sent back."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A tensor without a gradient."""
-
+class _Sent:
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+
+class Differentiable(_Sent):
+    """A floating-point tensor whose gradient is sent back."""
+
+
+class Fixed(_Sent):
+    """A tensor without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,13 @@ class StageOutput:
     tree: Any
     """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
 
-    @property
-    def leaves(self) -> list[Differentiable | Fixed | Constant]:
-        return tree_leaves(self.tree)
-
     @staticmethod
     def describe(values: Any, precision: Precision) -> StageOutput:
-        """Describe ``values``, a stage's output that was computed with gradients enabled.
-
-        Raises:
-            ConfigError: one of them cannot be sent.
-        """
+        """Describe ``values``, a stage's output that was computed with gradients enabled."""
         return StageOutput(tree_map(lambda value: _describe(value, precision), values))
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The tensors to send for ``values``, on ``device``.
-
-        Raises:
-            ConfigError: ``values`` are not as described.
-        """
+        """The tensors to send for ``values``, which have to be as described, on ``device``."""
         given, spec = tree_flatten(values)
         leaves, expected = tree_flatten(self.tree)
         if spec != expected or not all(map(_fits, leaves, given)):
@@ -100,19 +88,17 @@ class StageOutput:
                 f"{self.tree} to {values}; numbers and shapes there may depend on the shape of the batch only, so "
                 "return what depends on its values as tensors, or split elsewhere"
             )
-        differentiable = [
-            _plain(value).to(device, leaf.dtype).contiguous()
-            for leaf, value in zip(leaves, given, strict=True)
-            if isinstance(leaf, Differentiable)
-        ]
-        fixed = [
-            _plain(value).detach().to(device)
-            for leaf, value in zip(leaves, given, strict=True)
-            if isinstance(leaf, Fixed)
-        ]
+        differentiable: list[torch.Tensor] = []
+        fixed: list[torch.Tensor] = []
+        for leaf, value in zip(leaves, given, strict=True):
+            if isinstance(leaf, Differentiable):
+                differentiable.append(_plain(value).to(device, leaf.dtype).contiguous())
+            elif isinstance(leaf, Fixed):
+                fixed.append(_plain(value).detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         if fixed or not differentiable:
             carrier = torch.zeros(self._carrier_size, device=device)
-            _write(fixed, carrier)
+            if fixed:
+                carrier.view(torch.uint8)[: sum(map(len, fixed))] = torch.cat(fixed)
             differentiable.append(carrier.requires_grad_(torch.is_grad_enabled()))
         return tuple(differentiable)
 
@@ -121,7 +107,7 @@ class StageOutput:
         if len(tensors) > 1:
             tensors = _Together.apply(*tensors)
         differentiable = iter(tensors)
-        fixed = _read(tensors[-1].detach(), [leaf for leaf in self.leaves if isinstance(leaf, Fixed)])
+        fixed = _read(tensors[-1].detach(), self._fixed)
 
         def value(leaf: Differentiable | Fixed | Constant) -> Any:
             if isinstance(leaf, Differentiable):
@@ -136,17 +122,21 @@ class StageOutput:
         """Tensors on ``meta`` like those that :meth:`pack` returns."""
         metas = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=requires_grad)
-            for leaf in self.leaves
+            for leaf in tree_leaves(self.tree)
             if isinstance(leaf, Differentiable)
         ]
-        if len(metas) < sum(not isinstance(leaf, Constant) for leaf in self.leaves) or not metas:
+        if self._fixed or not metas:
             metas.append(torch.empty(self._carrier_size, device="meta", requires_grad=requires_grad))
         return tuple(metas)
 
     @property
+    def _fixed(self) -> list[Fixed]:
+        return [leaf for leaf in tree_leaves(self.tree) if isinstance(leaf, Fixed)]
+
+    @property
     def _carrier_size(self) -> int:
         """The number of fp32 elements of the tensor that carries the fixed tensors' bytes."""
-        return -(-sum(leaf.num_bytes for leaf in self.leaves if isinstance(leaf, Fixed)) // 4) or 1
+        return -(-sum(leaf.num_bytes for leaf in self._fixed) // 4) or 1
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +149,7 @@ def _describe(value: Any, precision: Precision) -> Differentiable | Fixed | Cons
         shape = _plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
         return Differentiable(shape, precision.compute) if differentiable else Fixed(shape, value.dtype)
-    if isinstance(value, (*NUMBERS, *KINDS)):
+    if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(
         f"pipeline: a stage returns {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, "
@@ -173,12 +163,6 @@ def _fits(leaf: Differentiable | Fixed | Constant, value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or _plain(value).shape != leaf.shape:
         return False
     return value.dtype == leaf.dtype if isinstance(leaf, Fixed) else value.is_floating_point()
-
-
-def _write(tensors: list[torch.Tensor], carrier: torch.Tensor) -> None:
-    if tensors:
-        joined = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-        carrier.view(torch.uint8)[: joined.numel()] = joined
 
 
 def _read(carrier: torch.Tensor, leaves: list[Fixed]) -> Iterator[torch.Tensor]:

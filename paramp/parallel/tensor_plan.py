@@ -35,10 +35,8 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
     for pattern, style in plan.items():
         if isinstance(style, str):
             if style not in STYLES:
-                raise ConfigError(
-                    f"plan[{pattern!r}]: got {style!r}, expected one of {', '.join(STYLES)}{nearest(style, STYLES)}, "
-                    "or a ParallelStyle"
-                )
+                known = f"{', '.join(STYLES)}{nearest(style, STYLES)}"
+                raise ConfigError(f"plan[{pattern!r}]: got {style!r}, expected one of {known}, or a ParallelStyle")
             style = STYLES[style]()
         elif not isinstance(style, ParallelStyle):
             raise ConfigError(f"plan[{pattern!r}]: got {style!r}, expected a style's name or a ParallelStyle")
@@ -56,11 +54,7 @@ def sharded_dims(styles: Mapping[str, ParallelStyle]) -> dict[str, int]:
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Check that each layer is one that its style takes, and divides over ``size`` ranks.
-
-    Raises:
-        ConfigError: one is not, or does not; the same on every rank.
-    """
+    """Check, the same on every rank, that each layer is one that its style takes, and divides over ``size`` ranks."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
         if isinstance(style, PackedColwise):
@@ -68,25 +62,16 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
         for kind in (ColwiseParallel, RowwiseParallel):
             own = type(style)._apply is kind._apply  # another's may take what it likes
             if own and not isinstance(layer, (nn.Linear, nn.Embedding)):
-                raise ConfigError(
-                    f"plan: {name!r} is a {type(layer).__name__}: {type(style).__name__} takes Linear and Embedding "
-                    "only"
-                )
-        if not isinstance(layer, nn.Linear):
-            continue
-        for kind, what in ((ColwiseParallel, "out_features"), (RowwiseParallel, "in_features")):
-            if isinstance(style, kind) and getattr(layer, what) % size:
-                raise ConfigError(
-                    f"plan: {name!r} has {what} {getattr(layer, what)}, expected a multiple of parallel.tensor.size "
-                    f"{size}"
-                )
+                what = f"{name!r} is a {type(layer).__name__}"
+                raise ConfigError(f"plan: {what}: {type(style).__name__} takes Linear and Embedding only")
+            features = "out_features" if kind is ColwiseParallel else "in_features"
+            if isinstance(layer, nn.Linear) and isinstance(style, kind) and getattr(layer, features) % size:
+                has = f"{name!r} has {features} {getattr(layer, features)}"
+                raise ConfigError(f"plan: {has}, expected a multiple of parallel.tensor.size {size}")
 
 
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Apply each of ``styles`` to the submodule of its name, where ``module`` has one. Tied weights stay tied.
-
-    Args:
-        mesh: 1-dim, the tensor axis.
+    """Apply each of ``styles`` to the submodule of its name, over ``mesh``, the tensor axis. Tied weights stay tied.
 
     Raises:
         ConfigError: modules that share a weight are sharded differently, or a style does not take its module.
@@ -103,6 +88,5 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
         for names in ties:
             layouts = [getattr(module.get_parameter(name), "placements", None) for name in names]
             if any(layout != layouts[0] for layout in layouts):
-                raise ConfigError(
-                    f"plan: {' and '.join(names)} are one parameter, but the plan shards them differently"
-                )
+                tied = " and ".join(names)
+                raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")

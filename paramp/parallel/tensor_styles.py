@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..distributed.rng import replicated_random, sharded_random
@@ -51,8 +52,7 @@ class ReplicatedRandom(ShardedRandom):
 class LocalHeads(ShardedRandom):
     """An attention module that computes the heads of its rank, with dropout of its own on their weights.
 
-    Args:
-        sizes: its attributes that count features of all heads. They are divided by the size of the axis.
+    ``sizes`` are its attributes that count features of all heads. They are divided by the size of the axis.
     """
 
     def __init__(self, *sizes: str) -> None:
@@ -66,10 +66,7 @@ class LocalHeads(ShardedRandom):
 
 
 class PartialGradient(ParallelStyle):
-    """A replicated module that each rank applies to its own slice of an activation, such as a norm of each head.
-
-    Its gradients are the sums over the ranks: partial on each, reduced as DTensors are.
-    """
+    """A replicated module with partial gradients: each rank applies it to a slice, such as a norm of each head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -79,7 +76,10 @@ class PartialGradient(ParallelStyle):
 
 
 def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
-    return _with_parameters(module, {name: _with_partial_gradient(value) for name, value in module._parameters.items()})
+    partial = [Partial()]
+    own = module._parameters.items()
+    sums = {name: value.to_local(grad_placements=partial) for name, value in own if is_dtensor(value)}
+    return _with_parameters(module, sums)
 
 
 @contextmanager
@@ -93,18 +93,12 @@ def _with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None
         module._parameters = own
 
 
-def _with_partial_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
-    return value.to_local(grad_placements=[Partial()]) if isinstance(value, DTensor) else value
-
-
 class PackedColwise(ParallelStyle):
     """``ColwiseParallel`` for a layer whose outputs are several of one size side by side, such as query, key and value.
 
-    Each rank has a shard of every one. The weight of a Linear, (outputs, inputs), is a DTensor (parts, outputs /
-    parts, inputs) that is sharded over its dim 1; that of a Hugging Face ``Conv1D`` is stored the other way around.
-
-    Args:
-        parts: how many lie side by side.
+    Each rank has a shard of every one of ``parts``. The weight of a Linear, (outputs, inputs), is a DTensor (parts,
+    outputs / parts, inputs) that is sharded over its dim 1; that of a Hugging Face ``Conv1D`` is stored the other way
+    around.
     """
 
     what = "outputs"
@@ -118,19 +112,13 @@ class PackedColwise(ParallelStyle):
         return 1 if _is_conv1d(module) else 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that ``module`` divides over ``size`` ranks.
-
-        Raises:
-            ConfigError: it does not, or is no linear layer.
-        """
+        """Check that ``module`` is a linear layer that divides over ``size`` ranks."""
         if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
         features = module.get_parameter("weight").shape[self.dim(module)]
         if features % (self.parts * size):
-            raise ConfigError(
-                f"plan: {name!r} has {features} {self.what}, expected a multiple of {self.parts} parts x "
-                f"parallel.tensor.size {size}"
-            )
+            multiple = f"{self.parts} parts x parallel.tensor.size {size}"
+            raise ConfigError(f"plan: {name!r} has {features} {self.what}, expected a multiple of {multiple}")
 
     def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
         parameter = module._parameters[name]
@@ -170,7 +158,6 @@ class PackedColwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._shard(module, "weight", self.dim(module), device_mesh)
         self._shard(module, "bias", 0, device_mesh)
-
         own = module.__dict__.get("forward")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -229,10 +216,8 @@ class ScatterSequence(PrepareModuleOutput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def check(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             if output.shape[1] % device_mesh.size():
-                raise ConfigError(
-                    f"sequence of {output.shape[1]}: expected a multiple of parallel.tensor.size {device_mesh.size()} "
-                    "under sequence_parallel"
-                )
+                multiple = f"a multiple of parallel.tensor.size {device_mesh.size()} under sequence_parallel"
+                raise ConfigError(f"sequence of {output.shape[1]}: expected {multiple}")
 
         module.register_forward_hook(check)
         return super()._apply(module, device_mesh)

@@ -1,7 +1,7 @@
-"""Recording what a model's forward does as a graph, with ``torch.fx``: what it takes beyond what torch traces itself.
+"""Recording what a model's forward does as a graph, with ``torch.fx`` and what torch does not trace itself.
 
-Factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph would
-not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
+That is factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph
+would not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
     """The graphs of ``model`` in training (True) and in evaluation (False), between which its forward may branch.
 
-    Args:
-        opened: names of modules whose forwards are traced too; others are calls in the graph.
-
-    Raises:
-        ConfigError: the forward cannot be traced.
+    The forwards of the modules called ``opened`` are traced too; others are calls in the graph.
     """
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
@@ -156,11 +152,8 @@ def _check(condition: object, message: str) -> None:
 
 
 def _modes() -> tuple[bool, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
-    )
+    autocast = map(torch.is_autocast_enabled, ("cpu", "cuda"))
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
 
 
 def _asserts(frame: FrameType) -> bool:

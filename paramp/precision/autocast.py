@@ -86,8 +86,8 @@ def _to_fp32(arguments: Any) -> Any:
 
 def _to_widest(arguments: Any) -> Any:
     """As on CUDA: to fp32 if any of the tensors is in fp32, and what is in fp64 is left alone."""
-    leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    return _to_fp32(arguments) if any(leaf.dtype is torch.float32 for leaf in leaves) else arguments
+    wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in tree_leaves(arguments))
+    return _to_fp32(arguments) if wide else arguments
 
 
 def _is_low(tensor: torch.Tensor) -> bool:

@@ -34,22 +34,12 @@ def has_bf16_on_cpu() -> bool:
     return bool(mkldnn and (not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()))
 
 
-def gpu_has_bf16(capability: tuple[int, ...]) -> bool:
-    """Whether a GPU of this compute capability multiplies bfloat16 matrices natively."""
-    return capability >= NATIVE_BF16
-
-
-def gpu_has_float8(capability: tuple[int, ...]) -> bool:
-    """Whether a GPU of this compute capability multiplies float8 matrices natively."""
-    return capability >= NATIVE_FLOAT8
-
-
 def why_not_native_float8(device: torch.device) -> str:
     """Why ``device`` does not multiply float8 matrices natively; empty if it does."""
     if device.type != "cuda":
         return f"a {device.type.upper()} has no float8 products"
     capability = torch.cuda.get_device_capability(device)
-    if gpu_has_float8(capability):
+    if capability >= NATIVE_FLOAT8:
         return ""
     return f"this GPU has compute capability {capability[0]}.{capability[1]}, and float8 products begin with 8.9"
 
@@ -68,8 +58,7 @@ class Library:
 def find_library(float8: Float8, device: torch.device | str, tensor_size: int = 1) -> Library:
     """What float8 layers run on, on ``device`` and over ``tensor_size`` tensor-parallel ranks. Imports none of it.
 
-    Raises:
-        ConfigError: nothing that would do is installed.
+    Raises ConfigError if nothing that would do is installed.
     """
     without = why_not_native_float8(torch.device(device))
     instead = ""

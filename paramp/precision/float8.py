@@ -65,18 +65,14 @@ def convert(
         group: ranks that run the same layers on other data, for Transformer Engine's scales.
         verbose: print which layers compute in float8, and on what.
 
-    Returns:
-        ``module``; a new one if it is itself a linear layer.
-
-    Raises:
-        ConfigError: nothing that would do is installed, or Transformer Engine does not take the recipe.
+    Returns ``module``, or a new one if it is itself a linear layer. Raises ConfigError if nothing that would do is
+    installed, or Transformer Engine does not take the recipe.
     """
     float8 = precision.float8
     if float8 is None:
         return module
     library = find_library(float8, device, tensor_size)
-    if choice is None:
-        choice = choose_layers(module, float8, tensor_size=tensor_size)
+    choice = choice or choose_layers(module, float8, tensor_size=tensor_size)
     if verbose:
         _report(choice, library, float8, precision)
     saturates = library.name == "transformer_engine"
@@ -85,8 +81,10 @@ def convert(
     else:
         module = _with_torchao(module, choice, float8, library.emulated)
     flag = torch.zeros((), device=device) if overflow is None else overflow
-    for layer in (layer for name, layer in module.named_modules() if name in choice.linear):
-        _watch(layer, flag, inputs=saturates)
+    for name, layer in module.named_modules():
+        if name in choice.linear:  # a method, so that a deep copy computes with its own flag
+            forward = types.MethodType(_forward, layer)
+            layer.__dict__.update(_overflow=flag, _inputs_saturate=saturates, forward=forward)
     return module
 
 
@@ -130,9 +128,6 @@ def _replace(module: nn.Module, names: Collection[str], make: Callable[[nn.Modul
     return module
 
 
-# ------------------------------------------------------------------------------------------------- the libraries
-
-
 def _with_transformer_engine(
     module: nn.Module, choice: Choice, precision: Precision, group: dist.ProcessGroup | None
 ) -> nn.Module:
@@ -145,10 +140,7 @@ def _with_transformer_engine(
 
 def _with_torchao(module: nn.Module, choice: Choice, float8: Float8, emulated: bool) -> nn.Module:
     with _quiet_import():
-        from torchao.float8 import (  # type: ignore[import-untyped]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
     # Padding costs nothing where the number of tokens is a multiple of 16 already, which the products need.
     config = replace(Float8LinearConfig.from_recipe_name(float8.recipe), emulate=emulated, pad_inner_dim=not emulated)
 
@@ -178,16 +170,6 @@ def _quiet_import() -> Iterator[None]:
             logger.removeFilter(allow)
 
 
-# ---------------------------------------------------------------------------------------------------- overflow
-
-
-def _watch(layer: nn.Module, flag: torch.Tensor, *, inputs: bool) -> None:
-    """Give ``layer`` a forward of its own; see :func:`_forward`."""
-    layer.__dict__["_overflow"] = flag
-    layer.__dict__["_inputs_saturate"] = inputs
-    layer.__dict__["forward"] = types.MethodType(_forward, layer)  # a method, so that a deep copy computes with its own
-
-
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The layer's own forward, which raises its flag on an overflow.
 
@@ -208,12 +190,7 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _flag_overflow(flag: torch.Tensor, value: torch.Tensor) -> None:
-    """Set ``flag`` to 1 if an element of this rank's part of ``value`` is not finite, without waiting for the device.
-
-    Args:
-        flag: 0-dim, any dtype.
-        value: any dims, floating-point.
-    """
+    """Set the 0-dim ``flag`` if an element of this rank's part of ``value`` is not finite; no synchronisation."""
     part = local(value)
     if part.numel():
         largest = torch.linalg.vector_norm(part, math.inf)  # NaN stays NaN

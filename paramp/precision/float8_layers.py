@@ -27,10 +27,7 @@ class Choice:
 
 
 def choose_layers(
-    model: nn.Module,
-    float8: Float8,
-    sharded_dims: Mapping[str, int] | None = None,
-    tensor_size: int = 1,
+    model: nn.Module, float8: Float8, sharded_dims: Mapping[str, int] | None = None, tensor_size: int = 1
 ) -> Choice:
     """Which layers of the whole ``model`` compute in float8, the same on every rank.
 
@@ -46,8 +43,7 @@ def choose_layers(
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_globs(float8, modules)
     tables = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    linear: list[str] = []
-    norms: list[str] = []
+    linear, norms = [], []
     kept: dict[str, list[str]] = {}
     for name, module in modules.items():
         if not _any_matches(name, float8.modules):
@@ -72,10 +68,8 @@ def _check_globs(float8: Float8, names: Collection[str]) -> None:
     for option in ("modules", "skip"):
         for pattern in getattr(float8, option):
             if pattern not in getattr(default, option) and not any(matches(name, pattern) for name in names):
-                raise ConfigError(
-                    f"precision: {option} has {pattern!r}, which no module of the model matches"
-                    f"{nearest(pattern, names)}"
-                )
+                problem = f"precision: {option} has {pattern!r}, which no module of the model matches"
+                raise ConfigError(problem + nearest(pattern, names))
 
 
 def _any_matches(name: str, patterns: Collection[str]) -> bool:

@@ -36,10 +36,7 @@ class ParsedOptions:
     """Fields of its :class:`~paramp.precision.policy.LossScaling`; None: losses are not scaled."""
 
 
-# ------------------------------------------------------------------------------------------------------------- Apex
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Properties:
     """What an Apex level is made of. None: the level does not set it."""
 
@@ -52,34 +49,11 @@ class Properties:
 
 
 OPT_LEVELS = {
-    "O0": Properties(
-        cast_model_type=torch.float32,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=None,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
-    "O1": Properties(
-        cast_model_type=None,
-        patch_torch_functions=True,
-        keep_batchnorm_fp32=None,
-        master_weights=None,
-        loss_scale="dynamic",
-    ),
-    "O2": Properties(
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
-    ),
-    "O3": Properties(
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
+    # model's dtype, functions patched, batch norms in fp32, masters, loss scale
+    "O0": Properties(torch.float32, False, None, False, 1.0),
+    "O1": Properties(None, True, None, None, "dynamic"),
+    "O2": Properties(torch.float16, False, True, True, "dynamic"),
+    "O3": Properties(torch.float16, False, False, False, 1.0),
 }
 """Apex's table (its ``amp/frontend.py`` and documentation)."""
 
@@ -119,8 +93,6 @@ def apex_properties(
 
 
 def _refuse_contradictions(opt_level: str, given: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if one of the properties ``given`` contradicts the level."""
-
     def refuse(name: str, reason: str) -> None:
         raise ConfigError(f"{name}: got {shown(given[name])} with opt_level {opt_level!r}; {reason}")
 
@@ -146,12 +118,9 @@ def apex_options(
     max_loss_scale: float | None = 2.0**24,
     **overrides: Any,
 ) -> ParsedOptions:
-    """Apex's arguments: ``overrides`` are those of :func:`apex_properties`.
+    """Apex's arguments: ``overrides`` are those of :func:`apex_properties`, which raises ConfigError.
 
     ``num_losses`` is checked and means nothing to an engine, which has one loss; ``verbosity`` 0 is silence.
-
-    Raises:
-        ConfigError: as :func:`apex_properties`.
     """
     properties = apex_properties(opt_level, **overrides)
     if not _as_bool("enabled", enabled):
@@ -175,7 +144,7 @@ def apex_options(
 
 
 def _apex_scaling(properties: Properties, smallest: float | None, largest: float | None) -> dict[str, Any] | None:
-    """The loss scaling of ``properties``; a dynamic scale stays between ``smallest`` and ``largest``."""
+    """A dynamic scale stays between ``smallest`` and ``largest``."""
     scale = properties.loss_scale
     if isinstance(scale, str):
         first = 2.0**16 if largest is None else min(2.0**16, convert(largest, float, "max_loss_scale"))
@@ -201,11 +170,9 @@ def as_dtype(name: str, value: object) -> torch.dtype:
 
 
 def _as_bool(name: str, value: object) -> bool:
-    known = {"True": True, "False": False}
-    found = known.get(value, value) if isinstance(value, str) else value
-    if not isinstance(found, bool):
+    if not isinstance(value, bool) and value not in ("True", "False"):
         raise ConfigError(f"{name}: got {shown(value)}, expected True or False")
-    return found
+    return value in (True, "True")
 
 
 def _as_scale(name: str, value: object) -> float | str:
@@ -218,9 +185,6 @@ def _as_scale(name: str, value: object) -> float | str:
     if not 0 < scale < float("inf"):
         raise ConfigError(f"{name}: got {shown(value)}, expected 'dynamic' or a finite number above 0")
     return scale
-
-
-# -------------------------------------------------------------------------------------------------------- Colossal-AI
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +204,7 @@ def _same(*names: str) -> dict[str, str]:
 
 _COLOSSALAI = {
     AMP_TYPE.TORCH: _ColossalaiMode(
-        row="16-mixed",
-        scaling=_same("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+        row="16-mixed", scaling=_same("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
     ),
     AMP_TYPE.NAIVE: _ColossalaiMode(
         row="16-naive",
@@ -284,9 +247,7 @@ def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOption
     return ParsedOptions(row=row.row, precision=precision, scaling={**row.defaults, **scaling})
 
 
-_TYPES: dict[str, Any] = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}
-
-
 def _checked(name: str, value: Any) -> Any:
     """``value`` of an option of the loss scaling, if it has the option's type."""
-    return _as_bool(name, value) if name == "enabled" else convert(value, _TYPES.get(name, float), name)
+    types = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}
+    return _as_bool(name, value) if name == "enabled" else convert(value, types.get(name, float), name)

@@ -51,13 +51,12 @@ class _EmulatedFp16(TorchDispatchMode):
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor and float8 tensors go first; their inner operators come back here
-        kwargs = kwargs or {}
         keep = _PRODUCTS.get(func)
         if keep is None or not any(_is_fp16_on_cpu(value) for value in args):
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         wide = [value.float() if _is_fp16_on_cpu(value) else value for value in args]
-        wide_kwargs = {name: value.float() if _is_fp16_on_cpu(value) else value for name, value in kwargs.items()}
-        outputs = func(*wide, **wide_kwargs)
+        named = {name: value.float() if _is_fp16_on_cpu(value) else value for name, value in (kwargs or {}).items()}
+        outputs = func(*wide, **named)
         if isinstance(outputs, torch.Tensor):
             return outputs.half()
         return tuple(

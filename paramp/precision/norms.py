@@ -30,7 +30,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
@@ -41,6 +41,8 @@ from .policy import Precision
 
 log = logging.getLogger(__name__)
 
+Weight = Tensor | None
+Norm = Callable[..., Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 WITHOUT_EFFECT = ("fp16", "fp8", "amp_fp8", "fp8-mixed")
@@ -57,21 +59,21 @@ class LPLayerNorm(nn.LayerNorm):
     Parameters stay in their dtype, and their gradients have it. Statistics are in fp32.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return _low_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class LPGroupNorm(nn.GroupNorm):
     """``nn.GroupNorm`` in autocast's dtype; see :class:`LPLayerNorm`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return _low_group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class LPRMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` in autocast's dtype; see :class:`LPLayerNorm`. ``eps=None`` is that of fp32."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _low_rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -82,18 +84,16 @@ class FusedLayerNorm(nn.LayerNorm):
     sequence parallelism, go to torch's.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return _fused_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class FusedRMSNorm(nn.RMSNorm):
     """:class:`LPRMSNorm` with the kernels of NVIDIA's Apex; see :class:`FusedLayerNorm`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
-
-# --------------------------------------------------------------------------------------------------- the computation
 
 FP32_STATISTICS = ("cuda",)
 """Devices on which torch's own layer and RMS norms keep the statistics of low-precision input in fp32."""
@@ -101,43 +101,35 @@ FP32_STATISTICS = ("cuda",)
 
 # fx.wrap: a symbolic trace records each of these as one call, as it does torch's own norms.
 @fx.wrap
-def _low_layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _low_layer_norm(x: Tensor, shape: Sequence[int], weight: Weight, bias: Weight, eps: float) -> Tensor:
+    def norm(x: Tensor, weight: Weight, bias: Weight) -> Tensor:
         return F.layer_norm(x, list(shape), weight, bias, eps)
 
     return _in_autocast_dtype(norm, _widened(norm, FP32_STATISTICS), x, weight, bias)
 
 
 @fx.wrap
-def _low_group_norm(
-    x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _low_group_norm(x: Tensor, num_groups: int, weight: Weight, bias: Weight, eps: float) -> Tensor:
+    def norm(x: Tensor, weight: Weight, bias: Weight) -> Tensor:
         return F.group_norm(x, num_groups, weight, bias, eps)
 
     return _in_autocast_dtype(norm, _widened(norm), x, weight, bias)
 
 
 @fx.wrap
-def _low_rms_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
-) -> torch.Tensor:
-    def plain(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def _low_rms_norm(x: Tensor, shape: Sequence[int], weight: Weight, eps: float | None) -> Tensor:
+    def plain(x: Tensor, weight: Weight) -> Tensor:
         return F.rms_norm(x, list(shape), weight, eps)
 
-    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def norm(x: Tensor, weight: Weight) -> Tensor:
         return F.rms_norm(x, list(shape), weight, _eps_of(x, eps))
 
     return _in_autocast_dtype(plain, _widened(norm, FP32_STATISTICS), x, weight)
 
 
 @fx.wrap
-def _fused_layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _fused_layer_norm(x: Tensor, shape: Sequence[int], weight: Weight, bias: Weight, eps: float) -> Tensor:
+    def norm(x: Tensor, weight: Weight, bias: Weight) -> Tensor:
         apex = _apex_norms() if _fits_apex(x, weight, bias) else None
         if apex is None or (weight is None) != (bias is None):
             return F.layer_norm(x, list(shape), weight, bias, eps)
@@ -150,10 +142,8 @@ def _fused_layer_norm(
 
 
 @fx.wrap
-def _fused_rms_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
-) -> torch.Tensor:
-    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Weight, eps: float | None) -> Tensor:
+    def norm(x: Tensor, weight: Weight) -> Tensor:
         apex = _apex_norms() if _fits_apex(x, weight) else None
         if apex is None:
             return F.rms_norm(x, list(shape), weight, _eps_of(x, eps))
@@ -165,13 +155,9 @@ def _fused_rms_norm(
     return _in_autocast_dtype(fused, fused, x, weight)
 
 
-Norm = Callable[..., torch.Tensor]
-
-
-def _in_autocast_dtype(plain: Norm, low: Norm, x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+def _in_autocast_dtype(plain: Norm, low: Norm, x: Tensor, *weights: Weight) -> Tensor:
     """``low`` of ``x`` and ``weights`` cast to autocast's dtype; where there is none, ``plain`` of them."""
-    dtype = _autocast_dtype(x)
-    if dtype is None:
+    if (dtype := _autocast_dtype(x)) is None:
         return plain(x, *weights)
     cast = [None if value is None else value.to(dtype) for value in (x, *weights)]
     with torch.autocast(x.device.type, enabled=False):
@@ -181,7 +167,7 @@ def _in_autocast_dtype(plain: Norm, low: Norm, x: torch.Tensor, *weights: torch.
 def _widened(norm: Norm, unless_on: Sequence[str] = ()) -> Norm:
     """``norm`` of fp16 or bf16 input, computed in fp32 and rounded once; not on the devices ``unless_on``."""
 
-    def computed(x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+    def computed(x: Tensor, *weights: Weight) -> Tensor:
         if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type in unless_on:
             return norm(x, *weights)
         return norm(*[None if value is None else value.float() for value in (x, *weights)]).to(x.dtype)
@@ -189,31 +175,26 @@ def _widened(norm: Norm, unless_on: Sequence[str] = ()) -> Norm:
     return computed
 
 
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast casts ``x`` to on its device; None where it does not, as with float64."""
     kind = x.device.type
-    if not x.is_floating_point() or x.dtype is torch.float64:
-        return None
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    is_cast = x.is_floating_point() and x.dtype is not torch.float64
+    enabled = is_cast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
 
 
-def _eps_of(x: torch.Tensor, eps: float | None) -> float:
+def _eps_of(x: Tensor, eps: float | None) -> float:
     """torch's meaning of ``eps=None`` for an RMS norm: that of the dtype it is computed in."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
-def _fits_apex(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+def _fits_apex(x: Tensor, *weights: Weight) -> bool:
     tensors = [x, *(weight for weight in weights if weight is not None)]
-    return (
-        all(_is_plain_cuda(tensor) and tensor.dtype is x.dtype for tensor in tensors)
-        and x.numel() > 0
-        and not torch.compiler.is_compiling()
-    )
+    plain = all(_is_plain_cuda(tensor) and tensor.dtype is x.dtype for tensor in tensors)
+    return plain and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
-def _is_plain_cuda(tensor: torch.Tensor) -> bool:
+def _is_plain_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda and not is_dtensor(tensor)
 
 
@@ -230,9 +211,6 @@ def _apex_norms() -> ModuleType | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------------- the surgery
-
-
 def replace_norms(
     model: nn.Module,
     plain: type[nn.Module],
@@ -244,19 +222,15 @@ def replace_norms(
     """Make the norms of ``model`` that are ``plain`` ones compute as ``replacement``, in place.
 
     Modules and parameters stay the same objects (:func:`paramp.base.replace_class.replace_class`), so optimizers and
-    their state stay valid.
+    their state stay valid. Returns how many modules were changed.
 
     Args:
         precision: a name of Composer's or of a mode; in one that has no low-precision autocast nothing changes, with a
             warning. None: change; the autocast that is active at each forward decides.
         optimizers: as in Composer, those that hold the model's parameters; they are only checked.
 
-    Returns:
-        How many modules were changed.
-
     Raises:
-        ConfigError: an unknown precision.
-        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.
+        ConfigError, TypeError: an unknown precision, a model wrapped in DDP or FSDP, or wrong ``optimizers``.
     """
     _check_optimizers(optimizers)
     kind, new = type(model).__name__, replacement.__name__

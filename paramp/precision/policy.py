@@ -20,15 +20,10 @@ import torch
 
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
-from .foreign_options import AMP_TYPE, ParsedOptions, as_dtype, colossalai_options
+from .foreign_options import AMP_TYPE, as_dtype, colossalai_options
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
-
-
-def _fp32(scale: float) -> bool:
-    """Whether ``scale`` is a normal number of float32."""
-    return SMALLEST <= scale <= LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +52,12 @@ class LossScaling:
     def __post_init__(self) -> None:
         floor = self.min_scale or 0.0
         for name, condition, allowed in (
-            ("init_scale", _fp32(self.init_scale), SCALES),
+            ("init_scale", SMALLEST <= self.init_scale <= LARGEST, SCALES),
             ("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1"),
             ("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1"),
             ("growth_interval", self.growth_interval >= 1, "an integer of 1 or more"),
             ("hysteresis", self.hysteresis >= 1, "an integer of 1 or more"),
-            ("min_scale", self.min_scale is None or _fp32(self.min_scale), f"{SCALES}, or None"),
+            ("min_scale", self.min_scale is None or SMALLEST <= floor <= LARGEST, f"{SCALES}, or None"),
             ("max_scale", self.max_scale is None or self.max_scale >= floor, "a number of at least min_scale"),
         ):
             require(condition, name, getattr(self, name), allowed)
@@ -91,7 +86,6 @@ class ReduceDtypes:
     """What gradients are summed in over ranks, for each axis of the mesh. None: in their own dtype."""
 
     dp: torch.dtype | None = None
-    """Over data ranks."""
     tp: torch.dtype | None = None
     """Over tensor ranks: partial sums, such as those of norms under sequence parallelism."""
     pp: torch.dtype | None = None
@@ -99,11 +93,7 @@ class ReduceDtypes:
 
     @staticmethod
     def parse(value: Any) -> ReduceDtypes:
-        """One dtype for all axes, or a mapping of axes to dtypes.
-
-        Raises:
-            ConfigError: an unknown axis or dtype.
-        """
+        """One dtype for all axes, or a mapping of axes to dtypes. Raises ConfigError for others."""
         if isinstance(value, ReduceDtypes):
             return value
         axes = [item.name for item in fields(ReduceDtypes)]
@@ -114,12 +104,8 @@ class ReduceDtypes:
                     f"reduce_dtype.{key_name(axis)}: no such axis, expected one of {', '.join(axes)}"
                     f"{nearest(axis, axes)}"
                 )
-        return ReduceDtypes(
-            **{
-                axis: None if dtype is None else as_dtype(f"reduce_dtype.{axis}", dtype)
-                for axis, dtype in given.items()
-            }
-        )
+        wanted = {axis: dtype for axis, dtype in given.items() if dtype is not None}
+        return ReduceDtypes(**{axis: as_dtype(f"reduce_dtype.{axis}", dtype) for axis, dtype in wanted.items()})
 
 
 STORAGE = ("masters", "grad_dtype", "reduce_dtype")
@@ -128,10 +114,7 @@ STORAGE = ("masters", "grad_dtype", "reduce_dtype")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One mode of precision.
-
-    Build one with :meth:`parse`; vary one with :func:`dataclasses.replace`.
-    """
+    """One mode of precision. Build one with :meth:`parse`; vary one with :func:`dataclasses.replace`."""
 
     name: str
     weights: torch.dtype
@@ -188,12 +171,9 @@ class Precision:
             changed = replace(changed, masters="remainder" if masters == "remainder" else True)
         if grad_dtype is not None:
             dtype = as_dtype("grad_dtype", grad_dtype)
-            require(
-                dtype is self.weights or (dtype is torch.float32 and self.weights.itemsize < 4),
-                "grad_dtype",
-                grad_dtype,
-                f"{self.weights} or torch.float32" if self.weights.itemsize < 4 else f"{self.weights}",
-            )
+            half = self.weights.itemsize < 4
+            allowed = f"{self.weights} or torch.float32" if half else f"{self.weights}"
+            require(dtype is self.weights or (dtype is FP32 and half), "grad_dtype", grad_dtype, allowed)
             changed = replace(changed, grad_dtype=dtype)
         if reduce_dtype is not None:
             changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
@@ -230,12 +210,13 @@ def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) 
     """
     autocast = weights is not compute
     norms = torch.float32 if autocast else compute
-    return Precision(
-        **{"name": name, "weights": weights, "compute": compute, "autocast": autocast, "norms": norms, **changes}
-    )
+    return Precision(name=name, weights=weights, compute=compute, autocast=autocast, norms=norms, **changes)
 
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+_NAIVE_SCALING = LossScaling(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
+_ENGINE = Float8(transformer_engine=True)
 
 PRESETS: dict[str, Precision] = {
     row.name: row
@@ -244,46 +225,23 @@ PRESETS: dict[str, Precision] = {
         _row("64-true", FP64, FP64, default_dtype=True),
         _row("16-mixed", FP32, FP16, scaling=LossScaling()),
         _row("bf16-mixed", FP32, BF16),
-        _row(
-            "16-naive",
-            FP16,
-            FP16,
-            masters=True,
-            scaling=LossScaling(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32),
-        ),
+        _row("16-naive", FP16, FP16, masters=True, scaling=_NAIVE_SCALING),
         _row("bf16-naive", BF16, BF16, masters=True),
         _row("O2", FP16, FP16, keep_batchnorm_fp32=True, masters=True, scaling=LossScaling(max_scale=2.0**24)),
         _row("O3", FP16, FP16, scaling=LossScaling.static(1.0)),
         _row("16-true", FP16, FP16, default_dtype=True),
         _row("bf16-true", BF16, BF16, default_dtype=True),
         _row("fp8-mixed", FP32, BF16, float8=Float8()),
-        _row("transformer-engine", BF16, BF16, default_dtype=True, float8=Float8(transformer_engine=True)),
-        _row(
-            "transformer-engine-float16",
-            FP16,
-            FP16,
-            default_dtype=True,
-            float8=Float8(transformer_engine=True),
-            scaling=LossScaling(),
-        ),
+        _row("transformer-engine", BF16, BF16, default_dtype=True, float8=_ENGINE),
+        _row("transformer-engine-float16", FP16, FP16, default_dtype=True, float8=_ENGINE, scaling=LossScaling()),
     )
 }
 
 ALIASES: dict[str | int | AMP_TYPE, str] = {
-    32: "32-true",
-    "32": "32-true",
-    "fp32": "32-true",
-    "O0": "32-true",
-    64: "64-true",
-    "64": "64-true",
-    16: "16-mixed",
-    "16": "16-mixed",
-    "amp": "16-mixed",
-    "amp_fp16": "16-mixed",
-    "O1": "16-mixed",
-    AMP_TYPE.TORCH: "16-mixed",
-    "bf16": "bf16-mixed",
-    "amp_bf16": "bf16-mixed",
+    **dict.fromkeys((32, "32", "fp32", "O0"), "32-true"),
+    **dict.fromkeys((64, "64"), "64-true"),
+    **dict.fromkeys((16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH), "16-mixed"),
+    **dict.fromkeys(("bf16", "amp_bf16"), "bf16-mixed"),
     AMP_TYPE.NAIVE: "16-naive",
     "amp_fp8": "fp8-mixed",
 }
@@ -300,7 +258,10 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
     if isinstance(mode, str):  # a TOML file has no enums
         mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
     if isinstance(mode, AMP_TYPE):
-        return _applied(colossalai_options(mode, given))
+        parsed = colossalai_options(mode, given)
+        row = PRESETS[parsed.row]
+        scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
+        return replace(row, scaling=scaling, **parsed.precision)
     if not isinstance(mode, (str, int)) or isinstance(mode, bool):
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
         raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
@@ -325,9 +286,3 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
             changes = {"min_scale": changes["init_scale"], "max_scale": changes["init_scale"], **changes}
         row = replace(row, **{name: replace(part, **changes)})
     return row
-
-
-def _applied(parsed: ParsedOptions) -> Precision:
-    row = PRESETS[parsed.row]
-    scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
-    return replace(row, scaling=scaling, **parsed.precision)

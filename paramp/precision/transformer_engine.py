@@ -21,26 +21,20 @@ HOOKS = (
 
 
 def transformer_engine_recipe(options: Mapping[str, Any] | None) -> Any:
-    """Transformer Engine's ``DelayedScaling`` of ``options``, its ``fp8_format`` by name such as ``"HYBRID"``.
-
-    Raises:
-        ConfigError: an option that it does not have or take.
-    """
+    """Transformer Engine's ``DelayedScaling`` of ``options``, its ``fp8_format`` by name such as ``"HYBRID"``."""
     te = importlib.import_module("transformer_engine.common.recipe")
     given = dict(options or {})
     known = list(inspect.signature(te.DelayedScaling).parameters)
     for name in given:
         if name not in known:
-            raise ConfigError(
-                f"te_recipe: DelayedScaling has no {name!r}, expected some of {', '.join(known)}{nearest(name, known)}"
-            )
+            expected = f"expected some of {', '.join(known)}{nearest(name, known)}"
+            raise ConfigError(f"te_recipe: DelayedScaling has no {name!r}, {expected}")
     wanted = given.get("fp8_format")
     if isinstance(wanted, str):
         formats = list(te.Format.__members__)
         if wanted not in formats:
-            raise ConfigError(
-                f"te_recipe: fp8_format: got {wanted!r}, expected one of {', '.join(formats)}{nearest(wanted, formats)}"
-            )
+            expected = f"expected one of {', '.join(formats)}{nearest(wanted, formats)}"
+            raise ConfigError(f"te_recipe: fp8_format: got {wanted!r}, {expected}")
         given["fp8_format"] = te.Format[wanted]
     try:
         return te.DelayedScaling(**given)
@@ -49,21 +43,12 @@ def transformer_engine_recipe(options: Mapping[str, Any] | None) -> Any:
 
 
 def engine_layer(old: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Transformer Engine's counterpart of a Linear or LayerNorm, with its parameters, hooks and mode.
-
-    Args:
-        dtype: of the weights.
-    """
+    """Transformer Engine's counterpart of a Linear or LayerNorm, with its parameters (of ``dtype``), hooks and mode."""
     te = importlib.import_module("transformer_engine.pytorch")
     new: nn.Module
     if isinstance(old, nn.Linear):
-        new = te.Linear(
-            old.in_features,
-            old.out_features,
-            bias=old.bias is not None,
-            params_dtype=dtype,
-            device=old.weight.device,
-        )
+        options = {"bias": old.bias is not None, "params_dtype": dtype, "device": old.weight.device}
+        new = te.Linear(old.in_features, old.out_features, **options)
     else:
         assert isinstance(old, nn.LayerNorm)
         new = te.LayerNorm(old.normalized_shape[0], eps=old.eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..base.errors import CheckpointError, ConfigError
@@ -32,25 +32,31 @@ def build_parser() -> Parser:
     """A subparser for each command; its ``run`` takes the parsed arguments and does the work."""
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add, run, explained in (
-        (add_doctor, run_doctor, "show what runs on this machine, and why the rest does not"),
-        (add_plot, run_plot, "plot the metrics.jsonl of a run, or compare several"),
-        (add_verify, run_verify, "compare a model on a layout with the same model in one process, layer by layer"),
-        (add_inspect, run_inspect, "show what a checkpoint holds, and whether it is whole"),
-        (add_export, run_export, "write a checkpoint's weights to one safetensors file"),
-        (add_import, run_import, "make a checkpoint from the weights of a safetensors file"),
-    ):
-        name = run.__name__.removeprefix("run_")
-        sentence = f"{explained.capitalize()}."
+
+    def add_command(run: Callable[[argparse.Namespace], int | None], explained: str) -> Parser:
+        name, sentence = run.__name__.removeprefix("run_"), f"{explained.capitalize()}."
         command = commands.add_parser(name, help=explained, description=sentence, formatter_class=formatter)
-        add(command)
         command.set_defaults(run=run)
-    return parser
+        return command
 
-
-def add_doctor(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``doctor``."""
+    command = add_command(run_doctor, "show what runs on this machine, and why the rest does not")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
+    command = add_command(run_plot, "plot the metrics.jsonl of a run, or compare several")
+    command.add_argument("log_dirs", metavar="DIR", nargs="+", help="the --log-dir of a run")
+    command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
+    explained = "compare a model on a layout with the same model in one process, layer by layer"
+    _add_verify_arguments(add_command(run_verify, explained))
+    command = add_command(run_inspect, "show what a checkpoint holds, and whether it is whole")
+    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
+    command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
+    command = add_command(run_export, "write a checkpoint's weights to one safetensors file")
+    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
+    command.add_argument("--to", metavar="FILE", required=True, help="file to write, such as model.safetensors")
+    command.add_argument("--dtype", metavar="DTYPE", default="fp32", help="fp32, fp16, bf16 or stored (default: fp32)")
+    command = add_command(run_import, "make a checkpoint from the weights of a safetensors file")
+    command.add_argument("file", metavar="FILE", help="a .safetensors file")
+    command.add_argument("--to", metavar="CKPT", required=True, help="the checkpoint folder to make")
+    return parser
 
 
 def run_doctor(given: argparse.Namespace) -> None:
@@ -58,21 +64,9 @@ def run_doctor(given: argparse.Namespace) -> None:
     print(doctor(as_json=given.json))
 
 
-def add_plot(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``plot``."""
-    command.add_argument("log_dirs", metavar="DIR", nargs="+", help="the --log-dir of a run")
-    command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
-
-
 def run_plot(given: argparse.Namespace) -> None:
     """Plot, and print the path of the picture."""
     print(plot(given.log_dirs, given.out))
-
-
-def add_inspect(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``inspect``."""
-    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
-    command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
 
 
 def run_inspect(given: argparse.Namespace) -> int:
@@ -82,23 +76,10 @@ def run_inspect(given: argparse.Namespace) -> int:
     return 1 if found["damage"] else 0
 
 
-def add_export(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``export``."""
-    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
-    command.add_argument("--to", metavar="FILE", required=True, help="file to write, such as model.safetensors")
-    command.add_argument("--dtype", metavar="DTYPE", default="fp32", help="fp32, fp16, bf16 or stored (default: fp32)")
-
-
 def run_export(given: argparse.Namespace) -> None:
     """Export, and print the path of the file."""
     dtype = None if given.dtype == "stored" else as_dtype("--dtype", given.dtype)
     print(export_weights(given.checkpoint, given.to, dtype))
-
-
-def add_import(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``import``."""
-    command.add_argument("file", metavar="FILE", help="a .safetensors file")
-    command.add_argument("--to", metavar="CKPT", required=True, help="the checkpoint folder to make")
 
 
 def run_import(given: argparse.Namespace) -> None:
@@ -106,8 +87,7 @@ def run_import(given: argparse.Namespace) -> None:
     print(import_weights(given.file, given.to))
 
 
-def add_verify(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``verify``."""
+def _add_verify_arguments(command: Parser) -> None:
     command.add_argument("model", metavar="MODULE:NAME", help="a model, or a callable that builds it; or FILE.py:NAME")
     add_flags(command, flatten(Config()), LAYOUT_FLAGS)
     group = command.add_argument_group("model and data")
@@ -137,17 +117,18 @@ def add_verify(command: argparse.ArgumentParser) -> None:
 
 def run_verify(given: argparse.Namespace) -> int:
     """Print the comparison; 1 if the layout diverges."""
-    if given.json is not None and not Path(given.json).parent.is_dir():
-        raise ConfigError(f"--json: no folder {str(Path(given.json).parent)!r} to write {given.json!r} into")
-    if given.json is not None and Path(given.json).is_dir():
+    out = None if given.json is None else Path(given.json)
+    if out and not out.parent.is_dir():
+        raise ConfigError(f"--json: no folder {str(out.parent)!r} to write {given.json!r} into")
+    if out and out.is_dir():
         raise ConfigError(f"--json: {given.json!r} is a folder, expected a file")
     own = {name: value for name, value in vars(given).items() if name in Options.__dataclass_fields__}
     report = verify(Options(**own, settings=flag_settings(given)), given.tolerance)
     if isinstance(report, int):
         return report
     print("\n".join(report.lines()))
-    if given.json is not None:
-        Path(given.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return 0 if report.ok else 1
 
 

@@ -26,7 +26,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
-from ..precision.capabilities import gpu_has_bf16, gpu_has_float8, has_bf16_on_cpu, has_native_fp16
+from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
 from ..precision.policy import PRESETS, Precision
 
 PACKAGES = (
@@ -61,7 +61,8 @@ def examine() -> dict[str, Any]:
     """The report as an object with the keys above."""
     devices = _devices()
     return {
-        "versions": _versions(),
+        "versions": {"paramp": _version("paramp"), "python": platform.python_version(), "torch": torch.__version__}
+        | {package: _version(package) for package in PACKAGES},
         "device": devices[0]["kind"],
         "devices": devices,
         "backends": _backends(devices[0]["kind"]),
@@ -75,19 +76,11 @@ def examine() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- the machine
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _versions() -> dict[str, str | None]:
-    own = {"paramp": _version("paramp"), "python": platform.python_version(), "torch": torch.__version__}
-    return own | {package: _version(package) for package in PACKAGES}
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -102,34 +95,26 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    path = Path("/proc/cpuinfo")  # of Linux
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     named = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
 
 
 def _backends(device: str) -> dict[str, Any]:
-    there = {
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
-        "mpi": dist.is_available() and dist.is_mpi_available(),
+    there: dict[str, Any] = {
+        name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi")
     }
     return there | {"chosen": "nccl" if device == "cuda" and there["nccl"] else "gloo"}
 
 
 def _launcher() -> dict[str, Any]:
     try:
-        place, problem = find_place(), None
+        place = find_place()
     except LaunchError as error:
-        place, problem = None, str(error)
-    return {
-        "name": place and place.launcher,
-        "rank": place and place.rank,
-        "world_size": place and place.world_size,
-        "problem": problem,
-    }
+        return {"name": None, "rank": None, "world_size": None, "problem": str(error)}
+    name, rank, world_size = (place.launcher, place.rank, place.world_size) if place else (None, None, None)
+    return {"name": name, "rank": rank, "world_size": world_size, "problem": None}
 
 
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
@@ -139,10 +124,9 @@ MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MP
 def _mpi() -> dict[str, Any]:
     path, kind = shutil.which("mpirun"), None
     if path is not None:
+        command = [path, "--version"]
         try:
-            answer = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=SECONDS_FOR_MPIRUN, check=False
-            )
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_MPIRUN, check=False)
             text = (answer.stdout + answer.stderr).lower()
         except (OSError, subprocess.SubprocessError):
             text = ""
@@ -155,15 +139,13 @@ def _slurm() -> dict[str, Any]:
     return {key: os.environ.get(name) or None for key, name in variables.items()} | {"srun": shutil.which("srun")}
 
 
-# ------------------------------------------------------------------------------------------------------- the modes
-
-
 def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]:
     """How ``precision`` runs on the first of ``devices``."""
     device = devices[0]
     lack = _lacking(precision.compute, device)
     if precision.float8 is None:
-        return {"runs": "emulated" if lack else "natively", "why": lack or f"{_called(precision.compute)} products"}
+        products = f"{str(precision.compute).removeprefix('torch.')} products"
+        return {"runs": "emulated" if lack else "natively", "why": lack or products}
     torchao, engine = find_torchao(), find_transformer_engine()
     wanted = precision.float8.transformer_engine
     missing = _lacking_float8(device)
@@ -172,74 +154,53 @@ def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]
     instead = " in place of Transformer Engine" if wanted else ""
     if not torchao.found:
         return {"runs": "no", "why": f"{torchao.reason}{', or Transformer Engine' if wanted else ''}"}
-    why = [f"torchao{instead}", *([missing] if missing else []), *([lack] if lack else [])]
-    return {"runs": "emulated" if missing or lack else "natively", "why": "; ".join(why)}
-
-
-def _called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    why = "; ".join(filter(None, (f"torchao{instead}", missing, lack)))
+    return {"runs": "emulated" if missing or lack else "natively", "why": why}
 
 
 def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
     """Why products of ``dtype`` are not native on ``device``; None where they are."""
-    return LACKS.get(dtype, lambda _: None)(device)
-
-
-def _lacking_fp16(device: Mapping[str, Any]) -> str | None:
-    if has_native_fp16(device["kind"]):
-        return None
-    return f"this CPU has no fp16 arithmetic: {IN_FP32}"
-
-
-def _lacking_bf16(device: Mapping[str, Any]) -> str | None:
-    if device["kind"] == "cpu":
-        return None if has_bf16_on_cpu() else f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
-    if gpu_has_bf16(_capability(device)):
-        return None
-    return f"{device['name']}{_capability_text(device)} has no bfloat16 arithmetic, from 8.0 on"
+    kind = device["kind"]
+    if dtype is torch.float16 and not has_native_fp16(kind):
+        return f"this CPU has no fp16 arithmetic: {IN_FP32}"
+    if dtype is torch.bfloat16 and kind == "cpu" and not has_bf16_on_cpu():
+        return f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
+    if dtype is torch.bfloat16 and kind == "cuda" and _capability(device) < NATIVE_BF16:
+        return f"{_titled(device)} has no bfloat16 arithmetic, from 8.0 on"
+    return None
 
 
 def _lacking_float8(device: Mapping[str, Any]) -> str | None:
     if device["kind"] == "cpu":
         return f"no CPU multiplies in float8: {WIDER}"
-    if gpu_has_float8(_capability(device)):
+    if _capability(device) >= NATIVE_FLOAT8:
         return None
-    return f"{device['name']}{_capability_text(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
-
-
-LACKS: dict[torch.dtype, Callable[[Mapping[str, Any]], str | None]] = {
-    torch.float16: _lacking_fp16,
-    torch.bfloat16: _lacking_bf16,
-}
+    return f"{_titled(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
 
 
 def _capability(device: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(part) for part in device["capability"].split("."))
 
 
-# ------------------------------------------------------------------------------------------------------ the screen
-
-
 def _lines(found: Mapping[str, Any]) -> list[str]:
-    versions, launcher, mpi, slurm = found["versions"], found["launcher"], found["mpi"], found["slurm"]
-    rows = [
-        ("paramp", f"{versions['paramp'] or 'not installed'}, Python {versions['python']}, torch {versions['torch']}")
-    ]
-    rows += [
-        ("device" if index == 0 else "", f"{device['name']}{_capability_text(device)}")
-        for index, device in enumerate(found["devices"])
-    ]
-    there = ", ".join(name for name in ("gloo", "nccl", "mpi") if found["backends"][name]) or "none"
-    rows.append(("backends", f"{there}; launch chooses {found['backends']['chosen']} on {found['device']}"))
-    rows.append(("launcher", _launcher_text(launcher)))
+    versions, backends, mpi, slurm = found["versions"], found["backends"], found["mpi"], found["slurm"]
+    there = ", ".join(name for name in ("gloo", "nccl", "mpi") if backends[name]) or "none"
     mpi_text = "no mpirun on the path" if mpi["path"] is None else f"mpirun of {mpi['mpirun']} at {mpi['path']}"
-    rows.append(("MPI", f"{mpi_text}; {'mpi4py ' + mpi['mpi4py'] if mpi['mpi4py'] else 'no mpi4py'}"))
     job = "no job" if slurm["job"] is None else f"job {slurm['job']} on {slurm['nodes']}, tasks {slurm['tasks']}"
-    rows.append(("Slurm", f"{job}; {'srun at ' + slurm['srun'] if slurm['srun'] else 'no srun on the path'}"))
-    rows.append(("Apex", found["apex"]["reason"]))
-    rows += [("torchao", found["torchao"]["reason"]), ("TE", found["transformer_engine"]["reason"])]
+    devices = [_titled(device) for device in found["devices"]]
     others = [f"{name} {versions[name] or 'none'}" for name in PACKAGES if name not in NAMED_ABOVE]
-    rows.append(("packages", ", ".join(others)))
+    rows = [
+        ("paramp", f"{versions['paramp'] or 'not installed'}, Python {versions['python']}, torch {versions['torch']}"),
+        *zip(("device", *[""] * len(devices)), devices, strict=False),
+        ("backends", f"{there}; launch chooses {backends['chosen']} on {found['device']}"),
+        ("launcher", _launcher_text(found["launcher"])),
+        ("MPI", f"{mpi_text}; {'mpi4py ' + mpi['mpi4py'] if mpi['mpi4py'] else 'no mpi4py'}"),
+        ("Slurm", f"{job}; {'srun at ' + slurm['srun'] if slurm['srun'] else 'no srun on the path'}"),
+        ("Apex", found["apex"]["reason"]),
+        ("torchao", found["torchao"]["reason"]),
+        ("TE", found["transformer_engine"]["reason"]),
+        ("packages", ", ".join(others)),
+    ]
     lines = [f"{name:<10}{text}".rstrip() for name, text in rows]
     lines += ["", f"{'mode':<28}{'runs':<10}why"]
     return lines + [f"{name:<28}{mode['runs']:<10}{mode['why']}" for name, mode in found["modes"].items()]
@@ -248,13 +209,11 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 NAMED_ABOVE = ("mpi4py", "torchao", "transformer_engine", "apex")
 
 
-def _capability_text(device: Mapping[str, Any]) -> str:
-    return "" if device["capability"] is None else f" (compute capability {device['capability']})"
+def _titled(device: Mapping[str, Any]) -> str:
+    capability = device["capability"]
+    return device["name"] + ("" if capability is None else f" (compute capability {capability})")
 
 
 def _launcher_text(launcher: Mapping[str, Any]) -> str:
-    if launcher["problem"]:
-        return str(launcher["problem"])
-    if launcher["name"] is None:
-        return "none: a world of one"
-    return f"{launcher['name']}: rank {launcher['rank']} of {launcher['world_size']}"
+    started = "{name}: rank {rank} of {world_size}".format(**launcher) if launcher["name"] else "none: a world of one"
+    return launcher["problem"] or started

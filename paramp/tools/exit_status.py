@@ -11,14 +11,8 @@ from ..distributed.launcher_env import rank_by_any_variable
 from ..distributed.local_launcher import reported_by_rank_0
 
 USER_ERRORS = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LaunchError,
-    FileNotFoundError,
-    FileExistsError,
-    NotADirectoryError,
-    PermissionError,
+    *(CheckpointError, ConfigError, DataError, LaunchError),
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError),
 )
 """What the user can correct: reported by its message alone."""
 
@@ -26,11 +20,7 @@ USER_ERRORS = (
 def report_failure(error: Exception, launched: bool) -> int:
     """Print ``error`` to stderr, on one rank only if several raise the same.
 
-    Args:
-        launched: whether the process groups existed when it was raised.
-
-    Returns:
-        The exit code: 2 for an error that the user can correct, else 1.
+    Returns the exit code: 2 for an error that the user can correct, else 1. ``launched``: the process groups existed.
     """
     exit_code = 2 if isinstance(error, USER_ERRORS) else 1
     rank = rank_by_any_variable()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,21 +13,19 @@ from ..config.files import merge
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag."""
+    """One flag, which sets the configuration key ``key``."""
 
     name: str
     key: str
-    """The configuration key that it sets."""
-    kind: type
-    """The type of its value. ``bool``: the flag takes no value and sets True."""
+    kind: type  # bool: the flag takes no value and sets True
     metavar: str | None
     help: str
-    unset: str = "none"
-    """What a default of None means."""
+    unset: str = "none"  # what a default of None means
     choices: Mapping[str, Any] | None = None
     """The values that are allowed, and what each sets. None: the configuration checks the value."""
 
 
+EMULATE = "fp16 products by fp32 on CPUs without fp16: auto, on or off"
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "layout": (
         Flag("--tp", "parallel.tensor.size", int, "N", "ranks of the tensor axis"),
@@ -45,12 +43,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
         Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
         Flag(
-            "--emulate-fp16",
-            "emulate_fp16",
-            str,
-            "WHEN",
-            "fp16 products by fp32 on CPUs without fp16: auto, on or off",
-            choices={"auto": "auto", "on": True, "off": False},
+            "--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices={"auto": "auto", "on": True, "off": False}
         ),
     ),
     "model and data": (
@@ -99,20 +92,12 @@ def formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32)
 
 
-def add_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Add flags to ``parser``, in their groups.
-
-    Args:
-        defaults: the value of each key where the flag is not given, for ``--help``.
-        names: which flags. None: all.
-    """
-    wanted = {flag.name for flag in FLAGS} if names is None else set(names)
+def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str] | None = None) -> None:
+    """Add the flags ``names`` (None: all) to ``parser``, in their groups; ``--help`` shows ``defaults``, by key."""
     for title, flags in GROUPS.items():
-        if not any(flag.name in wanted for flag in flags):
-            continue
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title)  # argparse does not show one without flags
         for flag in flags:
-            if flag.name in wanted:
+            if names is None or flag.name in names:
                 explained = f"{flag.help} (default: {_default(flag, defaults[flag.key])})"
                 options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
                 if flag.kind is bool:
@@ -140,8 +125,5 @@ def flag_settings(given: argparse.Namespace) -> dict[str, Any]:
 
 def nested(key: str, value: object) -> dict[str, Any]:
     """``{"a": {"b": value}}`` for the key ``a.b``."""
-    *path, last = key.split(".")
-    tree = {last: value}
-    for part in reversed(path):
-        tree = {part: tree}
-    return tree
+    first, dot, rest = key.partition(".")
+    return {first: nested(rest, value) if dot else value}

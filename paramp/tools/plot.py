@@ -7,44 +7,101 @@ gradient norm, and the tokens a second with the percentage of time spent waiting
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
 from ..observe.grad_histogram import GradientHistogram
-from .run_log import LoggedRun, read_run
 
 # Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SECOND = "#D55E00"
-"""The colour of a single run's second line in a panel."""
+SECOND = "#D55E00"  # of a single run's second line in a panel
 SKIPPED = "#000000"
 FORMATS = (".png", ".svg", ".pdf")
-RUN = "run"
-"""The ``gid`` of the one line of each run that the legend lists."""
-LINES = ("-", "--", ":", "-.")
-"""Runs beyond the colours repeat them with the next kind of line."""
+RUN = "run"  # the gid of the one line of each run that the legend lists
+LINES = ("-", "--", ":", "-.")  # runs beyond the colours repeat them with the next kind of line
+LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": True, "framealpha": 0.85, "edgecolor": "none"}
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The steps of one run, oldest first."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+    def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The steps that have ``key``, and its values there, 1-dim each; NaN for null."""
+        found = [(record["step"], record[key]) for record in self.records if key in record]
+        table = np.array([(step, math.nan if value is None else value) for step, value in found], dtype=np.float64)
+        return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
+
+    def waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Steps, and the percentage of each that was spent waiting for data, 1-dim each."""
+        records = [record for record in self.records if record.get("step_seconds") and "data_seconds" in record]
+        percentages = [100 * (record["data_seconds"] or 0) / record["step_seconds"] for record in records]
+        return np.array([record["step"] for record in records], np.float64), np.array(percentages, np.float64)
+
+
+def read_run(log_dir: str | Path) -> LoggedRun:
+    """Read the run in ``log_dir``, without an incomplete last line, as a running or a killed process leaves it.
+
+    Raises:
+        ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is no step's record.
+    """
+    folder, path = Path(log_dir), Path(log_dir) / "metrics.jsonl"
+    if not path.is_file():
+        missing = "metrics.jsonl in" if folder.is_dir() else "folder"
+        raise ConfigError(f"plot: no {missing} {str(log_dir)!r}; expected the --log-dir of a run")
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):  # the last one, with no newline after it, may still be being written
+                raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
+    if not records:
+        raise ConfigError(f"plot: {str(path)!r} holds no step yet")
+    return LoggedRun(folder.name or str(folder), records)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Parse a step's record, whose values are numbers or None; a ValueError where it is something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"not JSON: {line[:40].decode(errors='replace')!r}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError('expected an object with a whole number as its "step"')
+    for key, value in record.items():
+        if not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"{key}: got {value!r}, expected a number or null")
+    return record
 
 
 def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Draw the runs in ``log_dirs`` into one file.
-
-    Args:
-        out: the file, in the format of its suffix, one of :data:`FORMATS`. None: ``metrics.png`` in the first folder.
-
-    Returns:
-        The file's path.
+    """Draw the runs in ``log_dirs`` into the file ``out``, by default ``metrics.png`` in the first folder; its path.
 
     Raises:
         ConfigError: matplotlib is not installed, a run cannot be read, or the format or folder of ``out`` is wrong.
     """
     check_matplotlib("plot")
-    figure = draw(_distinctly_named([read_run(folder) for folder in log_dirs], log_dirs))
+    runs = [read_run(folder) for folder in log_dirs]
+    if len({run.name for run in runs}) < len(runs):  # two folders of one name: tell them apart by their whole paths
+        runs = [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
+    figure = draw(runs)
     path = Path(log_dirs[0]) / "metrics.png" if out is None else Path(out)
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --out: got {str(path)!r}, expected a name that ends in {' or '.join(FORMATS)}")
@@ -55,45 +112,28 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
 
 
 def check_matplotlib(name: str) -> None:
-    """Check that matplotlib is installed.
-
-    Args:
-        name: of what needs it, for the message.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Raise a ConfigError that names what needs matplotlib, ``name``, if that is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f'{name}: matplotlib is not installed; run pip install "paramp[plot]"')
 
 
-def _distinctly_named(runs: list[LoggedRun], log_dirs: Sequence[str | Path]) -> list[LoggedRun]:
-    """The runs, named by whole paths if two folders have the same name."""
-    if len({run.name for run in runs}) == len(runs):
-        return runs
-    return [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
-
-
 def draw(runs: Sequence[LoggedRun]) -> Any:
     """The ``matplotlib`` figure of ``runs``: panels loss, loss scale, gradient norm, tokens/s."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _empty_figure(11, 7)
     grid = figure.subplots(2, 2, sharex=True)
-    for axes, panel, title in zip(
-        grid.flat,
-        (_draw_loss, _draw_scale, _draw_norm, _draw_speed),
-        ("Loss", "Loss scale", "Gradient norm before clipping", "Tokens per second"),
-        strict=True,
-    ):
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    panels = {
+        "Loss": _draw_loss,
+        "Loss scale": _draw_scale,
+        "Gradient norm before clipping": _draw_norm,
+        "Tokens per second": _draw_speed,
+    }
+    for axes, (title, draw_panel) in zip(grid.flat, panels.items(), strict=True):
+        _frame(axes, title)
         axes.grid(color="0.9", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        panel(axes, runs)
+        draw_panel(axes, runs)
     for axes in grid[1]:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -106,6 +146,20 @@ def draw(runs: Sequence[LoggedRun]) -> Any:
     return figure
 
 
+def _empty_figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _frame(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _style(index: int) -> dict[str, Any]:
     kind = LINES[index // len(COLOURS) % len(LINES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": kind, "linewidth": 1.3}
@@ -114,10 +168,10 @@ def _style(index: int) -> dict[str, Any]:
 def _legend(axes: Any, *more: Any) -> None:
     """A legend of the named lines of ``axes`` and of the axes in ``more``."""
     parts = [panel.get_legend_handles_labels() for panel in (axes, *more)]
-    handles, names = ([item for part in parts for item in part[index]] for index in (0, 1))
+    handles, names = ([*itertools.chain(*lists)] for lists in zip(*parts, strict=True))
     if handles:
         # On the last axes, because those on the right are drawn over the others.
-        (more or (axes,))[-1].legend(handles, names, fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
+        (more or (axes,))[-1].legend(handles, names, **LEGEND)
 
 
 def _log_scale(axes: Any, runs: Sequence[LoggedRun], key: str, base: int) -> None:
@@ -145,6 +199,7 @@ def _draw_loss(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 def _draw_scale(axes: Any, runs: Sequence[LoggedRun]) -> None:
     _log_scale(axes, runs, "loss_scale", 2)
+    mark: dict[str, Any] = {"linestyle": "none", "marker": "x", "markersize": 6, "markeredgewidth": 1.5}
     num_skipped = 0
     for index, run in enumerate(runs):
         steps, scales = run.series("loss_scale")
@@ -152,15 +207,12 @@ def _draw_scale(axes: Any, runs: Sequence[LoggedRun]) -> None:
         skipped = np.array([bool(record.get("skipped")) for record in run.records if "loss_scale" in record], bool)
         if skipped.any():
             num_skipped += int(skipped.sum())
-            mark = {"linestyle": "none", "marker": "x", "markersize": 6, "markeredgewidth": 1.5, "zorder": 3}
             colour = SKIPPED if len(runs) == 1 else _style(index)["color"]
-            axes.plot(steps[skipped], scales[skipped], color=colour, **mark, label="_skipped")
+            axes.plot(steps[skipped], scales[skipped], color=colour, **mark, zorder=3, label="_skipped")
     if num_skipped:
         from matplotlib.lines import Line2D
 
-        name = f"skipped steps ({num_skipped})"
-        cross = Line2D([], [], color=SKIPPED, linestyle="none", marker="x", markersize=6, markeredgewidth=1.5)
-        axes.legend([cross], [name], fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
+        axes.legend([Line2D([], [], color=SKIPPED, **mark)], [f"skipped steps ({num_skipped})"], **LEGEND)
 
 
 def _draw_norm(axes: Any, runs: Sequence[LoggedRun]) -> None:
@@ -172,8 +224,9 @@ def _draw_norm(axes: Any, runs: Sequence[LoggedRun]) -> None:
 def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
+    single = len(runs) == 1
     for index, run in enumerate(runs):
-        axes.plot(*run.series("tokens_per_second"), **_style(index), label="tokens/s" if len(runs) == 1 else "_run")
+        axes.plot(*run.series("tokens_per_second"), **_style(index), label="tokens/s" if single else "_run")
     axes.margins(y=0.25)  # room for the legend
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -186,39 +239,29 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
     right.set_ylabel("waiting for data")
     right.yaxis.set_major_formatter(PercentFormatter())
     for index, (steps, percentages) in enumerate(waits):
-        style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if len(runs) == 1 else {})
-        right.plot(steps, percentages, **style, label="waiting for data" if len(runs) == 1 else "_waiting")
-    if len(runs) == 1:
+        style = _style(index) | {"linestyle": ":"} | ({"color": SECOND} if single else {})
+        right.plot(steps, percentages, **style, label="waiting for data" if single else "_waiting")
+    if single:
         _legend(axes, right)
     else:
         right.text(0.98, 0.95, "dotted: waiting for data", transform=axes.transAxes, ha="right", va="top", fontsize=9)
 
 
-# ------------------------------------------------------------------------------------------- gradients by exponent
-
-
 def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
-    """Draw ``histogram`` into the file ``out``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
     check_matplotlib("histogram")
     draw_histogram(histogram).savefig(out, dpi=150)
 
 
 def draw_histogram(histogram: GradientHistogram) -> Any:
     """The ``matplotlib`` figure of a histogram: a bar for each exponent, one for zeros, and the limits of the dtype."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _empty_figure(10, 4.5)
     axes = figure.subplots()
     info = torch.finfo(histogram.dtype)
-    limits = {"smallest subnormal": info.smallest_normal * info.eps, "smallest normal": info.smallest_normal}
-    limits["largest"] = info.max
+    smallest = info.smallest_normal
+    limits = {"smallest subnormal": smallest * info.eps, "smallest normal": smallest, "largest": info.max}
     total = histogram.total or 1.0
     exponents = np.array(sorted(histogram.counts), dtype=np.float64)
     fractions = np.array([histogram.counts[int(exponent)] / total for exponent in exponents])
@@ -229,10 +272,9 @@ def draw_histogram(histogram: GradientHistogram) -> Any:
     for (name, limit), place, line in zip(limits.items(), places, ("--", "-.", "-"), strict=True):
         if place > left:
             axes.axvline(place, color=SKIPPED, linewidth=1, linestyle=line, label=f"{name} ({limit:.3g})")
-    axes.set_title(histogram.describe(), loc="left", fontsize=11, fontweight="bold")
+    _frame(axes, histogram.describe())
     axes.set_xlabel("exponent of 2 of the scaled gradient")
     axes.set_ylabel("fraction of the elements")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=9, frameon=False)
     return figure

@@ -1,26 +1,30 @@
-"""The configuration of a training script: flags over ``--set``, file and defaults; the model that it names."""
+"""The configuration of a training script: where it comes from, the model that it names, and its report."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..base.coerce import build, keys
 from ..base.errors import ConfigError, key_name, nearest, shown
+from ..checkpoint.header import Header
 from ..compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ..config.files import load, merge, read_file
 from ..config.schema import Config, flatten
+from ..data.corpus import Corpus
+from ..distributed.context import ParallelContext
 from ..models.gpt import PRESETS, GPTConfig
 from ..models.presets import choose
+from ..observe.reporter import Reporter, set_aside
 from .flags import FLAGS, Parser, add_flags, flag_settings, formatter, nested
 
-NORMS: dict[str, list[Any]] = {
-    "plain": [],
-    "low-precision": [LowPrecisionLayerNorm()],
-    "fused": [FusedLayerNorm()],
-}
+NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerNorm()], "fused": [FusedLayerNorm()]}
 """Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
 """Where the train script's defaults differ from the library's."""
@@ -36,13 +40,8 @@ def build_parser(description: str) -> Parser:
     add_flags(parser, defaults)
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", metavar="FILE", help=".toml or .py file; flags replace its values (default: none)")
-    group.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any key, such as model.num_layers=6; replaces flags and file (default: none)",
-    )
+    explained = "any key, such as model.num_layers=6; replaces flags and file (default: none)"
+    group.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=explained)
     return parser
 
 
@@ -81,10 +80,8 @@ def _plain_value(text: str) -> Any:
 def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
     """The shape of the model: the preset ``train.model``, with the fields that ``config.model`` replaces.
 
-    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it.
-
-    Args:
-        vocab_size: tokens of the data. None: not known yet; then the preset's are assumed.
+    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it. ``vocab_size`` is that of the data; None: not
+    known yet, the preset's is assumed.
 
     Raises:
         ConfigError: an unknown preset or field, an impossible value, or the data does not fit the model.
@@ -103,3 +100,40 @@ def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
             needs = f"the {least} tokens of {'train.seq_len' if name == 'max_seq_len' else 'the data'}"
             raise ConfigError(f"model.{name}: got {value}, expected at least {needs}")
     return shape
+
+
+def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_parameters: int) -> None:
+    """Print the resolved configuration once, and save it beside the metrics."""
+    if not context.is_main:
+        return
+    settings = flatten(context.config)
+    facts = {
+        "world_size": context.world_size,
+        "data_size": context.batch_axis.size,
+        "device": str(context.device),
+        "torch": torch.__version__,
+        "data_sha256": corpus.sha256,
+        "data_files": corpus.num_files,
+        "data_vocab_size": corpus.vocab_size,
+        f"data_{corpus.unit}s": len(corpus.training) + len(corpus.held_out),
+        "parameters": num_parameters,
+    }
+    for name, value in (settings | facts).items():
+        reporter.say(f"{name} = {value}")
+    for line in corpus.notes:
+        reporter.say(line)
+    if context.config.train.log_dir is not None:
+        path = set_aside(Path(context.config.train.log_dir) / "config.json")
+        path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
+
+
+def announce_kept_settings(reporter: Reporter, context: ParallelContext, header: Header) -> None:
+    """Report the settings of the checkpoint that replace those of the command line, and whether any step remains."""
+    job = context.config.train
+    for name in ("lr", "weight_decay"):
+        asked = getattr(job, name)
+        before = header.values.get("config", {}).get(f"train.{name}", asked)
+        if before != asked:
+            reporter.say(f"train.{name} stays {before}, as the checkpoint's optimizer has it; {asked} is not used")
+    if header.values.get("tracked", {}).get("position", {}).get("step", 0) >= job.steps:
+        reporter.say(f"nothing is left to do up to step {job.steps}")

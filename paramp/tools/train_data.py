@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.errors import ConfigError, DataError
+from ..base.errors import ConfigError, DataError, require
 from ..checkpoint.header import Header
 from ..data.corpus import Corpus, load_corpus
 from ..data.sampling import held_out_windows, training_windows
@@ -22,31 +22,23 @@ from ..engine.engine import Engine
 
 
 def check_sizes(context: ParallelContext) -> None:
-    """Raise if the batch or the sequence does not divide over the ranks.
-
-    Raises:
-        ConfigError: naming the number that it has to be a multiple of.
-    """
+    """Raise a ConfigError if the batch or the sequence does not divide over the ranks."""
     config, job = context.config, context.config.train
     data, accumulation = context.batch_axis.size, config.gradient_accumulation
     microbatches = config.parallel.pipeline.num_microbatches
-    if job.batch_size % (data * accumulation * microbatches):
-        raise ConfigError(
-            f"train.batch_size: got {job.batch_size}, expected a multiple of {data * accumulation * microbatches} "
-            f"(data {data} x accumulation {accumulation} x microbatches {microbatches})"
-        )
-    if config.parallel.sequence_parallel and job.seq_len % context.tensor_axis.size:
-        raise ConfigError(
-            f"train.seq_len: got {job.seq_len}, expected a multiple of parallel.tensor.size "
-            f"{context.tensor_axis.size} under sequence_parallel"
-        )
+    multiple = data * accumulation * microbatches
+    factors = f"data {data} x accumulation {accumulation} x microbatches {microbatches}"
+    require(not job.batch_size % multiple, "train.batch_size", job.batch_size, f"a multiple of {multiple} ({factors})")
+    size = context.tensor_axis.size
+    expected = f"a multiple of parallel.tensor.size {size} under sequence_parallel"
+    fits = not config.parallel.sequence_parallel or job.seq_len % size == 0
+    require(fits, "train.seq_len", job.seq_len, expected)
 
 
 def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
     """Set the accumulation with which another number of data ranks than the checkpoint's has the same global batch.
 
-    Returns:
-        What was changed, in words; None if nothing was.
+    Returns what was changed, in words; None if nothing was.
     """
     config, ranks = context.config, context.batch_axis.size
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
@@ -65,10 +57,7 @@ def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
 
 
 def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
-    """The data of ``train.data``.
-
-    Args:
-        default_vocab_size: where neither the data nor the configuration says how many tokens exist.
+    """The data of ``train.data``; the vocabulary is ``default_vocab_size`` where neither data nor configuration says.
 
     Raises:
         ConfigError: on every rank: the data cannot be read, is shorter than a sequence, or differs between machines, so
@@ -76,14 +65,8 @@ def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
     """
     job = context.config.train
     try:
-        corpus = load_corpus(
-            job.data,
-            validation_data=job.validation_data,
-            tokenizer=job.tokenizer,
-            vocab_size=job.vocab_size,
-            data_dtype=job.data_dtype,
-            default_vocab_size=default_vocab_size,
-        )
+        options = {name: getattr(job, name) for name in ("validation_data", "tokenizer", "vocab_size", "data_dtype")}
+        corpus = load_corpus(job.data, **options, default_vocab_size=default_vocab_size)
         corpus.check_seq_len(job.seq_len)
     except ConfigError as error:
         raise ConfigError(f"train.{error}") from None
@@ -99,60 +82,45 @@ def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
 
 
 class DataPosition:
-    """The position of a run in its data, as checkpoints keep it.
+    """The position of a run in its data, as checkpoints keep it: the last completed ``step``.
 
-    Attributes:
-        step: the last completed one.
+    ``accumulation`` is the configuration's; a run that resumes with another number of data ranks uses another one.
     """
 
     def __init__(self, corpus: Corpus, accumulation: int) -> None:
-        """
-        Args:
-            accumulation: as the configuration has it. A run that resumes with another number of data ranks uses
-                another one.
-        """
-        self._corpus = corpus
-        self._accumulation = accumulation
-        self.step = 0
+        self._corpus, self._accumulation, self.step = corpus, accumulation, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and what identifies the data."""
         return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step in ``state``.
-
-        Raises:
-            ConfigError: the run was started with other data.
-        """
+        """Continue after the step in ``state``; a ConfigError if the run was started with other data."""
         if (difference := self._corpus.difference(state["data"])) is not None:
             raise ConfigError(f"train.data: {difference}; use the data that the run was started with")
         self.step = state["step"]
 
 
 class Batches:
-    """This rank's parts of the global batches.
+    """This rank's parts of the global batches: a pair of inputs and targets for each accumulation step, token ids
+    (batch, sequence).
 
-    Each is fetched one step ahead, so that an error in the data is known while the step before can still be saved.
+    Each batch is fetched one step ahead, so that an error in the data, ``failure``, is known while the step before can
+    still be saved. ``seconds`` is the duration of the last fetch.
     """
 
     def __init__(self, context: ParallelContext, corpus: Corpus) -> None:
-        self._context = context
-        self._corpus = corpus
+        self._context, self._corpus = context, corpus
         self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """One pair for each accumulation step: inputs and targets, token ids (batch, sequence)."""
         self.seconds = 0.0
-        """Duration of the last fetch."""
         self.failure: Exception | None = None
-        """The error of the last fetch on this rank."""
 
     def fetch(self, step: int) -> None:
         """Read the batch of ``step``."""
         start = time.perf_counter()
         try:
             with self._context.phase("data"):
-                count = self._context.config.gradient_accumulation
-                self.parts = [self._part(step, part) for part in range(count)]
+                self.parts = [self._part(step, part) for part in range(self._context.config.gradient_accumulation)]
         except (DataError, OSError) as error:
             self.failure = error
         self.seconds = time.perf_counter() - start
@@ -168,13 +136,11 @@ class Batches:
 def evaluate(engine: Engine, corpus: Corpus) -> float:
     """Mean loss of the held-out sequences, in nats a token; the same sequences in every layout.
 
-    Raises:
-        DataError: on every rank: the data cannot be read any more.
+    Raises a DataError on every rank if the data cannot be read any more.
     """
     config, axis = engine.context.config, engine.context.batch_axis
     batch = config.train.batch_size // config.gradient_accumulation
-    rounds = math.ceil(config.train.eval_sequences / batch)
-    size = batch // axis.size
+    rounds, size = math.ceil(config.train.eval_sequences / batch), batch // axis.size
     windows, failure = [], None
     try:
         for index in range(rounds):
@@ -183,16 +149,11 @@ def evaluate(engine: Engine, corpus: Corpus) -> float:
     except (DataError, OSError) as error:
         failure = error
     raise_on_all_ranks(engine.context, failure)
-    losses = [float(engine.evaluate(x, y)) for x, y in windows]
-    return sum(losses) / rounds
+    return sum(float(engine.evaluate(x, y)) for x, y in windows) / rounds
 
 
 def raise_on_all_ranks(context: ParallelContext, failure: Exception | None) -> None:
-    """Raise the first rank's ``failure`` on every rank, if any rank has one. A collective.
-
-    Raises:
-        DataError: with its message.
-    """
+    """Raise the first rank's ``failure`` on every rank, as a DataError with its message. A collective."""
     (failed,) = max_over_ranks(context, float(failure is not None))
     if not failed:
         return

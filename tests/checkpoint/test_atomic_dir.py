@@ -14,8 +14,7 @@ from reference import batches, small_gpt
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
 from paramp.checkpoint import atomic_dir
-from paramp.checkpoint.atomic_dir import Written, problems
-from paramp.checkpoint.step_folders import checkpoints_in
+from paramp.checkpoint.atomic_dir import Written, checkpoints_in, problems
 from paramp.engine.checkpoint_manager import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
@@ -174,7 +173,9 @@ def test_a_run_does_not_begin_among_later_checkpoints(world):
         checkpoints = Checkpoints(folder, keep_last=2)
         for step in (10, 20):
             checkpoints.save(engine, step, wait=True)
-        with pytest.raises(ConfigError, match=r"has checkpoints of an earlier run, up to step-00000020; go on from"):
+        with pytest.raises(
+            ConfigError, match=r"has checkpoints of an earlier run, up to step-00000020; continue from there"
+        ):
             find(None, folder)
         with pytest.raises(ConfigError, match=r"up to step-00000020"):
             find(str(folder / "step-00000010"), folder)

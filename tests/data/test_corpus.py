@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from paramp import ConfigError, DataError
-from paramp.data.bigram import bigram_loss
-from paramp.data.corpus import Corpus, load_corpus, standard_library
+from paramp.data.corpus import Corpus, bigram_loss, load_corpus, standard_library
 from paramp.data.sampling import held_out_windows, sample_offsets, training_windows
 from paramp.data.text_corpus import TextFile, Tokenizer, find_text, read_chunks
 from paramp.data.token_sources import ArrayTokens, ChainedTokens

@@ -10,8 +10,7 @@ from torch.distributed import HashStore
 from paramp.distributed import failures, heartbeat
 from paramp.distributed.failures import ending_in_time
 from paramp.distributed.heartbeat import Heartbeat
-from paramp.distributed.liveness import Beat, LivenessMonitor
-from paramp.distributed.progress import SETUP, ProgressRecord
+from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRecord
 
 # --------------------------------------------------------------------------------------------- ranks of their own
 

@@ -28,7 +28,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,9 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = Pipe()
             place = (rank, self.size, self.device, self.backend, self._store, sys.path)
+            key = bytes(current_process().authkey)  # with which tensors in bodies' values are fetched
             process = subprocess.Popen(
-                [warm.python(), "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent))],
+                [warm.python(), "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent), key)],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"RANK": str(rank)},
             )
@@ -176,7 +177,9 @@ class RankPool:
 
 _SERVE = """
 import sys
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
+current_process().authkey = {3!r}
 sys.path.insert(0, {2!r})
 import pool
 pool.serve(Connection({0}), *{1!r})

@@ -7,6 +7,7 @@ import os
 import random
 
 import pytest
+from commands import COLD
 from families import cases, family
 from victims import TINY, Run, torchrun_command, weights_at
 
@@ -28,7 +29,7 @@ def in_peace(tmp_path_factory):
     def weights(layout):
         if layout not in known:
             folder = tmp_path_factory.mktemp(layout)
-            with Run(command(layout, folder / "checkpoints"), folder / "log") as run:
+            with Run(command(layout, folder / "checkpoints"), folder / "log", **COLD) as run:
                 assert run.finish() == 0, run.log.read_text()
             known[layout] = weights_at(folder / "checkpoints" / f"step-{STEPS:08d}")
         return known[layout]
@@ -48,7 +49,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, num
     def reached():
         return (folder / f"step-{(saves - 1) * EVERY:08d}").exists() or saves == 1
 
-    with Run(command(layout, folder), tmp_path / "log") as run:
+    with Run(command(layout, folder), tmp_path / "log", **COLD) as run:
         assert run.wait_for(lambda: len(run.ranks()) == 4 and reached()), run.log.read_text()
         if during_a_save:
             ranks = run.ranks()

@@ -16,14 +16,13 @@ from pool import World, run_on_ranks
 from torch import nn
 
 import paramp
-import paramp.tools.verify.launch
 from paramp import ConfigError, Precision
 from paramp.tools.cli import main
-from paramp.tools.verify import run as verify_run
-from paramp.tools.verify.compare import compare, rounding
-from paramp.tools.verify.distances import joined, relative
+from paramp.tools.verify import launch
+from paramp.tools.verify.activation_recorder import RankRecord
+from paramp.tools.verify.compare import compare, joined, relative, rounding
+from paramp.tools.verify.launch import train
 from paramp.tools.verify.options import Options, configure
-from paramp.tools.verify.run import RankRecord, train
 from paramp.tools.verify.user_code import load_attribute
 
 
@@ -338,7 +337,7 @@ def run_in(world, folder, run):
     """The exit code of a rank, and its error output."""
     output = io.StringIO()
     with contextlib.redirect_stderr(output):
-        return verify_run.main(folder, run), output.getvalue()
+        return launch.main(folder, run), output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -360,7 +359,7 @@ def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, me
         print(output, file=sys.stderr)
         return max(codes)
 
-    monkeypatch.setattr(paramp.tools.verify.launch, "start_processes", start)
+    monkeypatch.setattr(launch, "start_processes", start)
     own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--plan", "verified:RIGHT"]
     assert main(["verify", f"verified:{model}", "--tp", "2", *own]) == code
     output = capfd.readouterr()

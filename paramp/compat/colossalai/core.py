@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -47,8 +47,7 @@ class GlobalContext:
         if parallel_mode not in groups:
             allowed = ", ".join(f"ParallelMode.{name}" for name in ParallelMode.__members__)
             raise ValueError(f"parallel_mode: got {parallel_mode!r}, expected one of {allowed}")
-        group: dist.ProcessGroup = groups[parallel_mode]
-        return group
+        return cast(dist.ProcessGroup, groups[parallel_mode])
 
     def get_ranks_in_group(self, parallel_mode: ParallelMode) -> list[int]:
         """The global ranks of this process's group of ``parallel_mode``."""

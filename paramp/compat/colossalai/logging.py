@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...base.errors import ConfigError, nearest
+from ...distributed.context import current_context
 from .context import ParallelMode
 from .core import global_context
 
@@ -54,8 +55,7 @@ class DistributedLogger:
 
         Where nothing is launched, this process counts as rank 0.
         """
-        known = global_context.is_initialized(ParallelMode.GLOBAL)
-        if ranks is None or (global_context.get_local_rank(parallel_mode) if known else 0) in ranks:
+        if ranks is None or (global_context.get_local_rank(parallel_mode) if current_context() else 0) in ranks:
             self.logger.log(logging.getLevelNamesMapping()[_check(level)], "%s", message)
 
     debug = partialmethod(log, "DEBUG")
@@ -69,8 +69,8 @@ class DistributedLogger:
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
         """Write to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path`` as well; created if missing."""
-        known = global_context.is_initialized(ParallelMode.GLOBAL)
-        rank = global_context.get_global_rank() if known else 0
+        context = current_context()
+        rank = context.rank if context else 0
         Path(path).mkdir(parents=True, exist_ok=True)
         name = f"rank_{rank}.log" if suffix is None else f"rank_{rank}_{suffix}.log"
         handler = logging.FileHandler(Path(path) / name, mode, encoding="utf-8")

@@ -31,23 +31,19 @@ def get_dataloader(
 
     Args:
         dataset: the same on every rank.
-        shuffle: draw the samples at random.
-        seed: of that order. None: the configuration's.
+        seed: of the order with ``shuffle``. None: the configuration's.
         add_sampler: False: every rank reads all of the data. ``initialize`` would shard such a loader, so do not pass
             it there.
-        drop_last: drop what does not fill a batch; else the last batch is smaller.
-        pin_memory: load into pinned memory; no effect without a GPU.
-        num_workers: processes that read ahead.
-        options: other arguments of ``torch.utils.data.DataLoader``, such as ``batch_size``, which is that of one data
-            rank.
+        pin_memory: no effect without a GPU.
+        drop_last, num_workers, options: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is that of one
+            data rank.
 
     Raises:
         ConfigError: the loader cannot be sharded (:func:`paramp.data.dataloader.shard_loader`).
     """
     context = current_context()
     seed = seed if seed is not None else context.config.seed if context else DEFAULT_SEED
-    generator = torch.Generator()
-    generator.manual_seed(derive_seed(seed, "get_dataloader"))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "get_dataloader"))
     loader: DataLoader[Any] = DataLoader(
         dataset,
         drop_last=drop_last,

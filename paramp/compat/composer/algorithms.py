@@ -13,6 +13,8 @@ from torch import nn
 from ...precision.policy import Precision
 from . import functional
 
+__all__ = ["FusedLayerNorm", "FusedRMSNorm", "LowPrecisionGroupNorm", "LowPrecisionLayerNorm", "LowPrecisionRMSNorm"]
+
 
 @dataclass(frozen=True)
 class LowPrecisionLayerNorm:

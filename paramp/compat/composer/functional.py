@@ -1,9 +1,9 @@
 """Composer's functions that change the norms of a model, for a loop of your own (:mod:`paramp.precision.norms`).
 
 Each changes ``model`` in place, before or after it is sharded over a tensor axis, and returns how many modules it
-changed. Parameters stay the objects that they are, so optimizers may be made before or after. Modules with a forward
-of their own are left alone. A model without such norms, and a precision in which they do nothing, are a
-:class:`~paramp.precision.norms.NoEffectWarning`.
+changed. ``optimizers`` are those that hold the model's parameters, which stay the objects that they are: they may be
+made before or after, and need not be named. Modules with a forward of their own are left alone. A model without such
+norms, and a precision in which they do nothing, are a :class:`~paramp.precision.norms.NoEffectWarning`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from ...precision.norms import (
 )
 from ...precision.policy import Precision
 
+__all__ = [
+    "apply_fused_layernorm",
+    "apply_fused_rmsnorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+    "apply_low_precision_rmsnorm",
+]
+
 
 def apply_low_precision_layernorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """Let each ``nn.LayerNorm`` of ``model`` take and give autocast's dtype.
 
@@ -34,10 +40,6 @@ def apply_low_precision_layernorm(
         precision: a name of Composer's (``amp``, ``amp_fp16``, ``bf16``, ``amp_bf16``, ``fp32``, ``fp16``,
             ``amp_fp8``) or a mode. Where it has no autocast to fp16 or bf16, and in fp8, nothing changes, with a
             warning. None: the autocast that is active at each forward decides.
-        optimizers: those that hold the model's parameters. They stay right with or without being named here.
-
-    Returns:
-        How many modules were changed.
 
     Raises:
         ConfigError: an unknown precision.
@@ -47,18 +49,14 @@ def apply_low_precision_layernorm(
 
 
 def apply_low_precision_groupnorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.GroupNorm``."""
     return replace_norms(model, nn.GroupNorm, LPGroupNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_low_precision_rmsnorm(
-    model: nn.Module,
-    precision: Precision | str | int | AMP_TYPE | None = None,
-    optimizers: Optimizers | None = None,
+    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.RMSNorm``."""
     return replace_norms(model, nn.RMSNorm, LPRMSNorm, precision=precision, optimizers=optimizers)
@@ -69,12 +67,6 @@ def apply_fused_layernorm(model: nn.Module, optimizers: Optimizers | None = None
 
     Under autocast it takes and gives autocast's dtype, as Apex's does. Without Apex, and on a CPU, torch's own kernels
     compute the same, with statistics in fp32.
-
-    Args:
-        optimizers: those that hold the model's parameters. They stay right with or without being named here.
-
-    Returns:
-        How many modules were changed.
 
     Raises:
         TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.

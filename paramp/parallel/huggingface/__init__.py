@@ -1,4 +1,1 @@
-"""Hugging Face models: their tensor-parallel plans, pipeline stages, initial weights and outputs.
-
-Nothing here imports transformers.
-"""
+"""Tensor-parallel plans, stages, initial weights and outputs of Hugging Face models; never imports transformers."""

@@ -15,10 +15,8 @@ from ..materialize import outline
 def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
     """A function that fills the tensors of one module of ``model``: the model's own ``_init_weights``.
 
-    It is tried on ``meta`` first, where it costs nothing: what it writes shows in the tensors' versions.
-
-    Raises:
-        ConfigError: it skips a tensor, or writes those of another module.
+    It is tried on ``meta`` first, where it costs nothing: what it writes shows in the tensors' versions. One that skips
+    a tensor, or writes those of another module, is refused.
     """
     tried = outline(model)
     names_of: dict[torch.Tensor, list[str]] = {}
@@ -32,9 +30,7 @@ def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
 
     written: dict[torch.Tensor, list[str]] = {tensor: [] for tensor in names_of}
     for name, module in tried.named_modules():
-        before = {
-            tensor: tensor._version for _, tensor in named_tensors(module, remove_duplicate=False) if tensor.is_meta
-        }
+        before = {tensor: tensor._version for _, tensor in named_tensors(module) if tensor.is_meta}
         fill(module)
         for tensor, version in before.items():
             if tensor._version != version:

@@ -12,11 +12,7 @@ from ...base.module_surgery import with_forward
 
 
 def returning_logits(model: nn.Module) -> nn.Module:
-    """``model`` with its logits as its output, and without a cache of keys and values.
-
-    Raises:
-        ConfigError: its configuration has ``return_dict=False``.
-    """
+    """``model`` with its logits as its output, and without a cache of keys and values."""
     check_output(model)
     options = call_options(model)
 
@@ -33,11 +29,7 @@ def returning_logits(model: nn.Module) -> nn.Module:
 
 
 def check_output(model: nn.Module) -> None:
-    """Check that the outputs of ``model`` have names.
-
-    Raises:
-        ConfigError: its configuration has ``return_dict=False``.
-    """
+    """Check that the outputs of ``model`` have names."""
     if getattr(model.config, "return_dict", True) is False:
         raise ConfigError(
             f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
@@ -52,7 +44,5 @@ def call_options(model: nn.Module) -> dict[str, Any]:
 
 def main_output(output: Any) -> Any:
     """The logits in ``output``, else the last hidden state of a model without a head, else ``output``."""
-    for name in ("logits", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name)
-    return output
+    named = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
+    return next((value for value in named if value is not None), output)

@@ -27,8 +27,7 @@ from .output import call_options, check_output, main_output
 class PretrainedPartition:
     """The partition of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.
 
-    Raises:
-        ConfigError: it has no pipeline plan, has parameters elsewhere, or does more than apply its units one by one.
+    It refuses one that has no pipeline plan, has parameters elsewhere, or does more than apply its units one by one.
     """
 
     opened: frozenset[str] = frozenset()
@@ -51,10 +50,13 @@ class PretrainedPartition:
                 self.units += [(f"{name}.{index}", layer) for index, layer in module.named_children()]
             elif name in names:
                 self.units.append((name, module))
-        self._check_on_device()
-        outside = [
-            name for name in names_outside(model, [name for name, _ in self.units]) if not _is_buffer(model, name)
-        ]
+        for name in (name for name, tensor in named_tensors(model) if tensor.is_meta):
+            raise ConfigError(
+                f"parallel.pipeline.size: {name!r} of {type(model).__name__} is on the meta device, but partitioning a "
+                "Hugging Face model means running it; build it on the CPU"
+            )
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        outside = [name for name in names_outside(model, dict(self.units)) if name in parameters]
         if outside:
             raise ConfigError(
                 f"parallel.pipeline.size: {type(model).__name__} has parameters outside of what its pipeline plan "
@@ -67,7 +69,7 @@ class PretrainedPartition:
 
     def _stage(self, names: Sequence[str], is_first: bool) -> nn.Module:
         model = self._model
-        everywhere = names_outside(model, [name for name, _ in self.units])  # tables of rotary embeddings
+        everywhere = names_outside(model, dict(self.units))  # tables of rotary embeddings
         shells = [name for name, module in model.named_modules() if name and not any(module.children())]
         inside = [name for name in shells if not any(f"{name}.".startswith(f"{unit}.") for unit, _ in self.units)]
         part = keep_only(model, [*names, *everywhere, *inside])
@@ -88,13 +90,6 @@ class PretrainedPartition:
         """Units whose outputs are added to the hidden states: embeddings other than that of the tokens."""
         tokens = self._model.get_input_embeddings()  # type: ignore[operator]
         return {name for name, module in self.units if isinstance(module, nn.Embedding) and module is not tokens}
-
-    def _check_on_device(self) -> None:
-        for name in (name for name, tensor in named_tensors(self._model) if tensor.is_meta):
-            raise ConfigError(
-                f"parallel.pipeline.size: {name!r} of {type(self._model).__name__} is on the meta device, but "
-                "partitioning a Hugging Face model means running it; build it on the CPU"
-            )
 
     @torch.no_grad()
     def _check_calls(self) -> None:
@@ -118,11 +113,10 @@ class PretrainedPartition:
         tokens = self._model.get_input_embeddings()  # type: ignore[operator]
         order = [name for name, module in self.units if module is tokens] + calls  # embeddings are given here
         known = dict(self.units)
-        if same and sorted(order) != sorted(known):
-            same = False
-            odd = [name for name in known if order.count(name) != 1]
+        odd = [name for name in known if order.count(name) != 1]
+        if same and odd:
             reason = f"it calls {', '.join(odd)} {order.count(odd[0])} times"
-        if not same:
+        if not same or odd:
             raise ConfigError(
                 f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, since its forward does "
                 f"not just apply {', '.join(known)} one after the other ({reason}); set the size to 1"
@@ -137,25 +131,13 @@ class _Nothing(PassThrough):
         return torch.zeros((), device=x.device)
 
 
-def _is_buffer(model: nn.Module, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return leaf in model.get_submodule(owner)._buffers
-
-
 def _replace(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
     """Put ``substitute`` at ``name`` of ``part``, in the place among its siblings that it has in ``model``."""
-    owner, _, leaf = name.rpartition(".")
-    _restore_path(part, model, owner)
-    parent = part.get_submodule(owner)
-    found = {**parent._modules, leaf: substitute}
-    order = list(model.get_submodule(owner)._modules)
-    parent._modules = {key: found[key] for key in order if key in found}
-
-
-def _restore_path(part: nn.Module, model: nn.Module, path: str) -> None:
-    """Make sure that ``part`` has a module at ``path``; a new one is empty."""
-    names = path.split(".") if path else []
-    for end in range(1, len(names) + 1):
-        parent = part.get_submodule(".".join(names[: end - 1]))
-        if names[end - 1] not in parent._modules:
-            parent._modules[names[end - 1]] = keep_only(model.get_submodule(".".join(names[:end])), ())
+    *owners, leaf = name.split(".")
+    for owner in owners:
+        model = model.get_submodule(owner)
+        if owner not in part._modules:
+            part._modules[owner] = keep_only(model, ())
+        part = part.get_submodule(owner)
+    found = {**part._modules, leaf: substitute}
+    part._modules = {key: found[key] for key in model._modules if key in found}

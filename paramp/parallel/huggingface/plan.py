@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -27,21 +26,15 @@ TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "partial_gradient",
     "replicate": None,
+    "replicated_random": "replicated_random",  # ours, in ARCHITECTURES
 }
 """The style that does what transformers' style of that name does; None: nothing to do."""
 WHOLE_IF_UNEVEN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 """Styles of embeddings and output layers. They are replicated where the vocabulary does not divide."""
-OWN_STYLES = ("replicated_random",)
-"""Styles of ours that :data:`ARCHITECTURES` use by name."""
 
 
 def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Plan:
-    """The plan of ``model`` for ``size`` ranks, from its own ``tp_plan`` or :data:`ARCHITECTURES`.
-
-    Raises:
-        ConfigError: it has none, has an entry that is unknown here, lacks a parameter whose gradient would be partial
-            on each rank, or its heads do not divide.
-    """
+    """The plan of ``model`` for ``size`` ranks, from its own ``tp_plan`` or :data:`ARCHITECTURES`."""
     kind = type(model).__name__
     if sequence_parallel:
         raise ConfigError(f"parallel.sequence_parallel: {kind} has no plan for it; set it to False, or pass plan=")
@@ -73,13 +66,13 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
         inside = [name for name in parameters if matches(name, pattern)]
         if not names and not inside:
             continue  # plans also name what only some variants of a model have
-        if inside or (isinstance(kind, str) and kind not in TENSOR_STYLES and kind not in OWN_STYLES):
+        if inside or (isinstance(kind, str) and kind not in TENSOR_STYLES):
             raise ConfigError(
                 f"parallel.tensor.size: {type(model).__name__} wants {pattern!r} to be {kind!r}, which is not known "
                 f"here ({', '.join(TENSOR_STYLES)} of modules are); pass plan= to initialize"
             )
         if kind in WHOLE_IF_UNEVEN:
-            names = [name for name in names if _num_rows(modules[name]) % size == 0]
+            names = [name for name in names if len(getattr(modules[name], "weight", ())) % size == 0]
         style = TENSOR_STYLES.get(kind, kind) if isinstance(kind, str) else kind
         if style is not None:
             plan |= {name: style if isinstance(style, (str, ParallelStyle)) else style() for name in names}
@@ -88,10 +81,7 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
 
 
 def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
-    """Refuse a parameter beside layers whose outputs are sharded, if the plan has no entry for it.
-
-    Each rank may apply it to its own heads or features only, so that no rank would have its whole gradient.
-    """
+    """Refuse a parameter beside sharded layers that the plan has no entry for: its gradient may be partial."""
     sharded = (name for name, style in plan.items() if style == "colwise" or isinstance(style, PackedColwise))
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in sharded):
         for name, _ in model.get_submodule(parent).named_parameters():
@@ -105,16 +95,11 @@ def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> No
                 )
 
 
-def _num_rows(module: nn.Module) -> int:
-    weight = getattr(module, "weight", None)
-    return weight.shape[0] if isinstance(weight, torch.Tensor) else 0
-
-
 def _replicate_ties(model: nn.Module, plan: Plan) -> None:
     """Remove modules from ``plan`` that share a weight with one that is not in it."""
-    sharing: dict[int, list[str]] = {}
+    sharing: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        sharing.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+        sharing.setdefault(parameter, []).append(name.rpartition(".")[0])
     for names in sharing.values():
         if any(name not in plan for name in names):
             for name in names:

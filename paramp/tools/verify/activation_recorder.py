@@ -1,8 +1,4 @@
-"""Recording the output of every module on one rank, and the gradient of the first step.
-
-:class:`ActivationRecorder` hooks the modules, and is an observer of the engine, which passes it each forward's
-microbatch. :func:`first_gradient` takes the whole model's gradient from the optimizer's momentum.
-"""
+"""What one rank of a run records: the output of every module, the gradient of the first step, weights and losses."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,47 +21,60 @@ BUDGET = 2**30
 """Bytes of recorded outputs beyond which only the first microbatch is recorded."""
 
 
-@dataclass(frozen=True)
-class ActivationRecord:
-    """The output of one call of a module."""
+@dataclass(eq=False)
+class RankRecord:
+    """What one rank of a run recorded; its attributes are written to a file."""
 
-    module: str
-    """Its first name in the whole model."""
-    microbatch: int
-    call: int
-    """The index of the call among those of the module in this microbatch."""
-    tensors: list[torch.Tensor]
-    """The local parts of the floating-point tensors in it, on the CPU."""
+    batch_rank: int
+    """On the axis over which the batch is sharded."""
+    tensor_rank: int
+    """On the axis over which layers are sharded."""
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
+    """A hash of each step's global batch."""
+    microbatch_size: int = 0
+    activations: list[dict[str, Any]] = field(default_factory=list)
+    """The outputs of modules in the first step, in the order in which the calls ended: ``module``, ``microbatch``,
+    ``call`` (the index among the module's in this microbatch) and ``tensors`` (local parts, floating point, on CPU)."""
+    modules: list[str] = field(default_factory=list)
+    """Every name of every module of this rank."""
+    packed: list[int] = field(default_factory=list)
+    """The numbers of blocks side by side in outputs of layers, each of which is sharded
+    (:class:`paramp.parallel.tensor_styles.PackedColwise`)."""
+    random_in: str | None = None
+    """The first module that drew random numbers, by torch's random state after its call."""
+    trained: list[str] = field(default_factory=list)
+    """The names of this rank's trained parameters."""
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The whole model's weights before the first step, its gradient in the first step, and its weights after that and
+    after the last; on the first pipeline rank only, because all have the same."""
+    gradient: dict[str, torch.Tensor] = field(default_factory=dict)
+    after_first: dict[str, torch.Tensor] = field(default_factory=dict)
+    end: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class ActivationRecorder:
-    """Records the outputs of an engine's modules, in the forwards of :meth:`~paramp.Engine.forward_backward`.
+    """Adds the outputs of an engine's modules to a record, in the forwards of :meth:`~paramp.Engine.forward_backward`.
 
-    A context manager, and an :class:`~paramp.base.spans.Observer` of the engine inside.
-
-    Attributes:
-        records: in the order in which the calls ended.
-        modules: every name of every module of this rank.
-        packed: the numbers of blocks side by side in outputs of layers, each of which is sharded
-            (:class:`paramp.parallel.tensor_styles.PackedColwise`).
-        random_in: the first module that drew random numbers, by torch's random state after its call; None if none did.
+    A context manager, which hooks the modules; inside, an :class:`~paramp.base.spans.Observer` of the engine, which
+    passes it each forward's microbatch.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.records: list[ActivationRecord] = []
+    def __init__(self, engine: Engine, record: RankRecord) -> None:
+        self.record = record
         own = [(name, module) for name, module in engine.module.named_modules() if not isinstance(module, PassThrough)]
         every = engine.module.named_modules(remove_duplicate=False)
-        self.modules = [name for name, module in every if not isinstance(module, PassThrough)]
-        self.packed = sorted({parts for _, module in own if (parts := _num_packed(module)) > 1})
-        self.random_in: str | None = None
-        self._device = engine.context.device
-        self._observers = engine.observers
+        record.modules = [name for name, module in every if not isinstance(module, PassThrough)]
+        record.packed = sorted({parts for _, module in own if (parts := _num_packed(module)) > 1})
+        self._device, self._observers = engine.context.device, engine.observers
         self._microbatch: int | None = None
         self._calls: Counter[str] = Counter()
         self._random: list[torch.Tensor] | None = None
         self._bytes = 0
         self._hooks = [module.register_forward_hook(functools.partial(self._record, name)) for name, module in own]
-        self._hooks.append(engine.module.register_forward_pre_hook(self._begin))
+        self._hooks.append(engine.module.register_forward_pre_hook(self._keep_random_state))
         self._observers.append(self)
 
     def __enter__(self) -> ActivationRecorder:
@@ -92,26 +101,25 @@ class ActivationRecorder:
         finally:
             self._microbatch = self._random = None
 
-    def _begin(self, _module: nn.Module, _inputs: Any) -> None:
-        self._random = self._random_state()
-
     def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._microbatch is None:
             return
-        if self._random is not None and self.random_in is None and self._has_drawn(self._random):
-            self.random_in = name
+        if self._random is not None and self.record.random_in is None:
+            pairs = zip(self._random, self._random_state(), strict=True)
+            self.record.random_in = None if all(torch.equal(*pair) for pair in pairs) else name
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in tensors]
         self._bytes += sum(copy.nbytes for copy in copies)
-        self.records.append(ActivationRecord(name, self._microbatch, self._calls[name], copies))
+        call = {"module": name, "microbatch": self._microbatch, "call": self._calls[name], "tensors": copies}
+        self.record.activations.append(call)
         self._calls[name] += 1
+
+    def _keep_random_state(self, *_: Any) -> None:
+        self._random = self._random_state()
 
     def _random_state(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
-
-    def _has_drawn(self, before: list[torch.Tensor]) -> bool:
-        return not all(torch.equal(old, new) for old, new in zip(before, self._random_state(), strict=True))
 
 
 def _num_packed(module: nn.Module) -> int:

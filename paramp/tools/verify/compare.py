@@ -1,8 +1,8 @@
 """Comparing a model on a layout with the same model in one process, layer by layer.
 
-Two runs of one mode, from the same weights and on the same batches, write what they computed
-(:mod:`paramp.tools.verify.run`). Both round to the mode's dtype, but at different places and in a different order, so
-each value may differ by a few rounding errors. Distances are relative L2 norms, in units of that rounding error::
+Two runs of one mode, from the same weights and on the same batches, write what they computed. Both round to the mode's
+dtype, but at different places and in a different order, so each value may differ by a few rounding errors. Distances
+are relative L2 norms, in units of that rounding error::
 
     forward     || sharded - single || / || single ||                               of each output of a layer
     gradient    || sharded - single || / max(|| single ||, rms of the layer's)      of each parameter, in the first step
@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ...base.errors import ConfigError
 from ...config.schema import Config
 from ...precision.policy import Precision
-from .distances import distance_of_parts, has_nan_or_inf, relative, rms
+from .activation_recorder import RankRecord
 from .options import RUNS
 from .report import Layer, Report
-from .run import RankRecord
 
 UNITS = 32.0
 """The tolerance of a layer, in rounding errors."""
@@ -55,11 +54,9 @@ def rounding(precision: Precision) -> float:
 def compare(
     single: RankRecord, sharded: Sequence[RankRecord], config: Config, tolerance: float | None = None
 ) -> Report:
-    """Compare the records of the sharded run's ranks with that of the single process.
+    """Compare the records of the sharded run's ranks, of ``config``, with that of the single process.
 
-    Args:
-        config: of the sharded run.
-        tolerance: of a layer in the first step, in rounding errors. None: the mode's.
+    ``tolerance`` is that of a layer in the first step, in rounding errors. None: the mode's.
 
     Raises:
         ConfigError: the runs did not start from the same weights or did not have the same batches.
@@ -94,18 +91,15 @@ def compare(
 def _add_distance(layer: Layer, what: str, value: float | None) -> None:
     """Keep the largest in ``layer``; None means that the values are not finite in both runs."""
     if value is not None:
-        setattr(layer, what, max(value, layer.distance(what) or 0.0))
+        setattr(layer, what, max(value, getattr(layer, what) or 0.0))
     elif what not in layer.not_finite:
         layer.not_finite.append(what)
 
 
 def _check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
     if sharded[0].batches != single.batches:
-        step = next(
-            index
-            for index, pair in enumerate(zip(sharded[0].batches, single.batches, strict=True), 1)
-            if len(set(pair)) > 1
-        )
+        pairs = zip(sharded[0].batches, single.batches, strict=True)
+        step = next(step for step, (other, own) in enumerate(pairs, 1) if other != own)
         raise ConfigError(
             f"batches: those of step {step} are not the same in both runs; make them depend on the step alone"
         )
@@ -136,11 +130,8 @@ def _forwards(
         if not wholes or not holders:  # a module that spans stages returns something else in each
             continue
         layer = layers.setdefault(name, Layer(name or "(model)"))
-        found = [
-            tensors
-            for record, tensors in calls[name, activation["microbatch"], activation["call"]]
-            if record in holders
-        ]
+        ranks = calls[name, activation["microbatch"], activation["call"]]
+        found = [tensors for record, tensors in ranks if record in holders]
         if {len(tensors) for tensors in found} != {len(wholes)}:
             layer.problem = "it is called differently in the sharded run"
             continue
@@ -156,26 +147,20 @@ def _has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
 
 
 def _add_output(
-    layer: Layer,
-    parts: Sequence[torch.Tensor],
-    whole: torch.Tensor,
-    microbatch: int,
-    holder: RankRecord,
-    report: Report,
+    layer: Layer, parts: list[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: RankRecord, report: Report
 ) -> None:
     """Record in ``layer`` the distance of its output, in ``parts`` on the tensor ranks, from ``whole``."""
-    if has_nan_or_inf(whole) and any(has_nan_or_inf(part) for part in parts):
+    if _has_nan_or_inf(whole) and any(_has_nan_or_inf(part) for part in parts):
         layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
         _add_distance(layer, "forward", None)
         return
-    samples = holder.microbatch_size
-    distance = distance_of_parts(parts, whole, {*holder.packed, samples} - {0, 1})
+    distance = _distance_of_parts(parts, whole, {*holder.packed, holder.microbatch_size} - {0, 1})
     if distance is None:
         layer.problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
-    elif layer.forward is None or (
-        distance / report.unit > layer.forward and not layer.exceeds("forward", report.tolerance)
-    ):
-        layer.forward, layer.microbatch = distance / report.unit, microbatch
+        return
+    units = distance / report.unit
+    if layer.forward is None or (units > layer.forward and not layer.exceeds("forward", report.tolerance)):
+        layer.forward, layer.microbatch = units, microbatch
 
 
 def _parameters(
@@ -196,7 +181,7 @@ def _parameters(
         expected = values(single)
         largest: dict[str, float] = defaultdict(float)  # root mean square of any parameter of a module
         for name in single.trained:
-            largest[_owner(name)] = max(largest[_owner(name)], rms(expected[name]))
+            largest[_owner(name)] = max(largest[_owner(name)], _rms(expected[name]))
         others = [values(record) for record in sharded if record.start]
         for name in single.trained:
             if not any(bool(value[name].isfinite().all()) for value in (expected, *others)):
@@ -216,3 +201,54 @@ def _owner(name: str) -> str:
 
 def _change(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value - start[name] for name, value in end.items() if value.is_floating_point()}
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """``|| actual - expected || / max(|| expected ||, least)``, L2 norms of tensors of one shape.
+
+    Elements where both have the end of the dtype's range, as masks do, are ignored. Infinite where one tensor has
+    something that is not finite and the other has not.
+    """
+    limit = torch.finfo(expected.dtype).max
+    masked = (actual == expected) & (expected.abs() >= limit)
+    actual, expected = (tensor.double().masked_fill(masked, 0.0) for tensor in (actual, expected))
+    difference, norm = float((actual - expected).norm()), max(float(expected.norm()), least)
+    if difference == 0.0:
+        return 0.0
+    return difference / norm if norm and math.isfinite(difference) else math.inf
+
+
+def _distance_of_parts(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> float | None:
+    """The relative distance of the tensor ranks' copies or shards from ``whole``; None if they do not fit."""
+    if all(part.shape == whole.shape for part in parts):
+        return max(relative(part, whole) for part in parts)
+    return min((relative(tensor, whole) for tensor in joined(parts, whole, packed)), default=None)
+
+
+def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> Iterator[torch.Tensor]:
+    """The shards of ``whole`` joined in each way in which it may have been sharded.
+
+    ``packed`` has the numbers of blocks that may lie side by side in the sharded dim, each of which is sharded: query,
+    key and value in features; samples in a dim of samples x heads.
+    """
+    if any(part.ndim != whole.ndim for part in parts):
+        return
+    dims = [dim for dim in range(whole.ndim) if any(part.shape[dim] != whole.shape[dim] for part in parts)]
+    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
+        return
+    (dim,) = dims
+    yield torch.cat(list(parts), dim)
+    sizes = {part.shape[dim] for part in parts}
+    for count in packed:
+        if len(sizes) == 1 and not min(sizes) % count:
+            yield torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+def _has_nan_or_inf(tensor: torch.Tensor) -> bool:
+    """Whether an element is NaN or plus infinity; minus infinity alone may be a mask."""
+    return bool((tensor.isnan() | tensor.isposinf()).any())
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    """The root mean square of a tensor of any shape; 0 if it is empty."""
+    return float(tensor.norm(dtype=torch.float64)) / math.sqrt(max(tensor.numel(), 1))

@@ -1,29 +1,47 @@
-"""``paramp verify``: start both runs on this machine, and compare them."""
+"""``paramp verify``: the two runs on this machine, and their comparison.
+
+Each rank is ``python -m paramp.tools.verify.launch FOLDER RUN``. It trains the user's model for a few steps and writes
+a :class:`RankRecord` into the folder, one file a rank.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import hashlib
 import json
 import math
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from ...base.errors import ConfigError
+from ...distributed.context import ParallelContext
+from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
+from ...engine.engine import Engine
+from ...engine.initialize import initialize
+from ...engine.loss_window import Criterion
+from ..exit_status import report_failure
+from ..train_config import NORMS
+from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
 from .compare import compare
 from .options import Options, configure
 from .report import Report
-from .run import RankRecord
+from .user_code import Batch, build_model, choose_criterion, cross_entropy, load_attribute, load_batches
+
+MOMENTUM = 0.9
+STANDARD_ERROR = 2
+"""The file descriptor, which stays when ``sys.stderr`` is replaced."""
 
 
 def verify(options: Options, tolerance: float | None = None) -> Report | int:
     """Run the model in one process and then sharded, on this machine, and compare.
 
-    Returns:
-        The report; or the exit code of a run that failed, which has printed the reason.
+    Returns the report; or the exit code of a run that failed, which has printed the reason.
 
     Raises:
         ConfigError: the options are wrong, or the runs cannot be compared.
@@ -39,12 +57,100 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
         records: dict[str, list[RankRecord]] = {}
         for run, size in sizes.items():
-            code = start_processes([sys.executable, "-m", "paramp.tools.verify.run", name, run], size)
+            code = start_processes([sys.executable, "-m", "paramp.tools.verify.launch", name, run], size)
             if code:
                 print(f"error: the {run} run failed ({size} process{'es' if size > 1 else ''})", file=sys.stderr)
                 return 2 if code == 2 else 1
-            records[run] = [
-                RankRecord(**torch.load(folder / f"{run}-{rank}.pt", weights_only=True, mmap=True))
-                for rank in range(size)
-            ]
+            files = [torch.load(folder / f"{run}-{rank}.pt", weights_only=True, mmap=True) for rank in range(size)]
+            records[run] = [RankRecord(**attributes) for attributes in files]
         return compare(records["single"][0], records["sharded"], config, tolerance)
+
+
+def train(options: Options, context: ParallelContext, num_microbatches: int) -> RankRecord:
+    """Train on this rank; ``num_microbatches`` is that of all data ranks of the sharded run together."""
+    model = build_model(options, context.config.seed)
+    criterion = choose_criterion(options, model)
+    batches = load_batches(options, model, context.config.seed, options.batch_size or 2 * num_microbatches)
+    # SGD with momentum: its state after one step is the gradient, and it does not divide by a gradient's own size.
+    engine, *_ = initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
+        criterion,
+        plan=None if options.plan is None else load_attribute(options.plan, "plan"),
+        algorithms=NORMS[options.norms],
+    )
+    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
+    record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
+    _keep(record, "start", engine.full_state_dict(), context)
+    for step, (x, y) in enumerate(_checked(batches, criterion, num_microbatches), start=1):
+        record.microbatch_size = len(x) // num_microbatches
+        record.batches.append(_hash(x, y))
+        x, y = (tensor.chunk(context.batch_axis.size)[context.batch_axis.rank] for tensor in (x, y))
+        if step == 1:
+            with ActivationRecorder(engine, record):
+                _step(engine, x, y, record)
+            _keep(record, "gradient", first_gradient(engine), context)
+            _keep(record, "after_first", engine.full_state_dict(), context)
+        else:
+            _step(engine, x, y, record)
+        engine.zero_grad()
+    _keep(record, "end", engine.full_state_dict(), context)
+    return record
+
+
+def _step(engine: Engine, x: torch.Tensor, y: torch.Tensor, record: RankRecord) -> None:
+    record.losses.append(float(engine.forward_backward(x, y)))
+    result = engine.step()
+    record.grad_norms.append(result.grad_norm or 0.0)
+    record.skipped.append(result.overflow)
+
+
+def _checked(batches: Iterator[Batch], criterion: Criterion, num_microbatches: int) -> Iterator[Batch]:
+    """``batches``; a ConfigError if one does not fit the microbatches or the criterion."""
+    for x, y in batches:
+        if len(x) % num_microbatches:
+            expected = f"a multiple of {num_microbatches}, the microbatches of all data ranks"
+            raise ConfigError(f"batch_size: got {len(x)}, expected {expected}")
+        if criterion is cross_entropy and y.is_floating_point():
+            raise ConfigError(
+                "criterion: the targets are floating-point numbers, for which there is none by default; pass one, such "
+                "as --criterion torch.nn.functional:mse_loss"
+            )
+        yield x, y
+
+
+def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], context: ParallelContext) -> None:
+    """Every rank has the whole model; one rank of each pipeline records it."""
+    if context.stage_axis.rank == 0:
+        setattr(record, name, tensors)
+
+
+def _hash(*tensors: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(folder: Path, run: str) -> int:
+    """Run one rank of ``run``. Returns the exit code: 2 for a user's mistake, 1 for any other failure."""
+    options = Options(**json.loads((folder / "options.json").read_text(encoding="utf-8")))
+    faulthandler.dump_traceback_later(options.timeout, exit=True, file=STANDARD_ERROR)
+    torch.backends.cudnn.allow_tf32 = False
+    launched = False
+    try:
+        config = configure(options, run)
+        with launch_from_environment(config) as context:
+            launched = True
+            record = train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
+            torch.save(vars(record), folder / f"{run}-{context.rank}.pt")
+    except Exception as error:
+        return report_failure(error, launched)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...base.errors import ConfigError, shown
+from ...base.errors import require
 from ...config.files import load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
+from ...config.training import TrainConfig
 
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
@@ -48,20 +49,16 @@ class Options:
                 check_target(getattr(self, name), name)
         for name in ("steps", "seq_len", "batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}, expected an integer of 1 or more")
+            require(value is None or value >= 1, name, value, "an integer of 1 or more")
         for name in ("lr", "timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}: got {getattr(self, name)}, expected a finite number above 0")
+            value = getattr(self, name)
+            require(0 < value < float("inf"), name, value, "a finite number above 0")
 
 
 def configure(options: Options, run: str) -> Config:
-    """The configuration of ``run``, one of :data:`RUNS`.
+    """The configuration of ``run``, one of :data:`RUNS`; a ConfigError if the options or the file are wrong.
 
     The single run has one microbatch for each of any data rank in the sharded one, so that both group the same samples.
-
-    Raises:
-        ConfigError: the options or the file are wrong.
     """
     config = load(merge(read_file(options.config) if options.config else {}, options.settings))
     precision = config.precision
@@ -76,21 +73,11 @@ def configure(options: Options, run: str) -> Config:
         chunks = data * config.parallel.pipeline.num_microbatches
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
     return dataclasses.replace(
-        config,
-        parallel=parallel,
-        precision=precision,
-        masters=None,
-        gradient_accumulation=1,
-        train=type(config.train)(),
+        config, parallel=parallel, precision=precision, masters=None, gradient_accumulation=1, train=TrainConfig()
     )
 
 
 def check_target(text: str, option: str) -> None:
-    """Check the form of ``module:attribute``.
-
-    Raises:
-        ConfigError: it has another one.
-    """
+    """Raise a ConfigError if ``text`` has not the form ``module:attribute``."""
     where, _, name = text.rpartition(":")
-    if not where or not name:
-        raise ConfigError(f"{option}: got {shown(text)}, expected module:attribute or path/to/file.py:attribute")
+    require(bool(where and name), option, text, "module:attribute or path/to/file.py:attribute")

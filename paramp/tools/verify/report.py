@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .distances import distance_of_numbers
 from .options import RUNS
 
 WHAT = ("forward", "gradient", "step", "weights")
@@ -32,14 +31,9 @@ class Layer:
     problem: str | None = None
     """The reason why its output could not be compared."""
 
-    def distance(self, what: str) -> float | None:
-        """The distance ``what``, one of :data:`WHAT`."""
-        value: float | None = getattr(self, what)
-        return value
-
     def exceeds(self, what: str, tolerance: float) -> bool:
-        """Whether the distance ``what`` is larger than ``tolerance``, or NaN."""
-        value = self.distance(what)
+        """Whether the distance ``what``, one of :data:`WHAT`, is larger than ``tolerance``, or NaN."""
+        value: float | None = getattr(self, what)
         return value is not None and not value <= tolerance
 
 
@@ -102,7 +96,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether all is finite and within the tolerances."""
-        if self.first is not None or self.first_not_finite is not None or self.overflows:
+        if self.first or self.first_not_finite or self.overflows:
             return False
         losses = self._within(_distances(self.losses), self.loss_tolerance * self._loss_unit)
         norms = self._within(self._norm_distances(), self.tolerance * self.unit)
@@ -124,12 +118,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON; a distance that is not finite is the string ``"inf"``."""
         first = None if self.first is None else {"layer": self.first[0].name, "what": self.first[1]}
-        own = asdict(self) | {
-            "overflows": self.overflows,
-            "loss_distance": self.loss_distance,
-            "norm_distance": self.norm_distance,
-        }
-        plain: dict[str, Any] = _finite({"ok": self.ok, "first": first} | own)
+        derived = {name: getattr(self, name) for name in ("overflows", "loss_distance", "norm_distance")}
+        plain: dict[str, Any] = _finite({"ok": self.ok, "first": first} | asdict(self) | derived)
         return plain
 
     def lines(self) -> Iterator[str]:
@@ -138,22 +128,18 @@ class Report:
         heads = {what: f"{what:>8}" for what in WHAT} | {"weights": f"weights after {self.steps} steps"}
         yield f"{'layer':<{width}}  {'  '.join(heads.values())}"
         for layer in self.layers:
-            cells = [f"{_short(layer.distance(what)):>{len(head)}}" for what, head in heads.items()]
+            cells = [f"{_short(getattr(layer, what)):>{len(head)}}" for what, head in heads.items()]
             yield f"{layer.name:<{width}}  {'  '.join(cells)}  {self._mark(layer)}"
-        allowed = (
-            f"allowed {self.tolerance:g}, of a loss {self.loss_tolerance:g}, after step 1 {self.later_tolerance:g}"
-        )
-        yield f"in rounding errors of {self.precision}, 2**{math.log2(self.unit):g}; {allowed}"
+        allowed = f"{self.tolerance:g}, of a loss {self.loss_tolerance:g}, after step 1 {self.later_tolerance:g}"
+        yield f"in rounding errors of {self.precision}, 2**{math.log2(self.unit):g}; allowed {allowed}"
         yield _numbers("losses", self.losses, self.loss_distance)
         yield _numbers("gradient norms", self.grad_norms, self.norm_distance)
         if any(self.skipped["single"]) or any(self.skipped["sharded"]):
             steps = {run: [step for step, skipped in enumerate(self.skipped[run], 1) if skipped] for run in RUNS}
             yield f"steps skipped for an overflow: {steps['single']} single, {steps['sharded']} sharded"
         if self.random_in is not None:
-            yield (
-                f"note: the forward draws random numbers ({self.random_in}), which differ between layouts; switch that "
-                "off in the model that is built"
-            )
+            fix = "which differ between layouts; switch that off in the model that is built"
+            yield f"note: the forward draws random numbers ({self.random_in}), {fix}"
         yield self._conclusion()
 
     def _mark(self, layer: Layer) -> str:
@@ -166,7 +152,7 @@ class Report:
     def _conclusion(self) -> str:
         if self.first is not None:
             layer, what = self.first
-            value = f"{_short(layer.distance(what))} units, allowed {self.allowed(what):g}"
+            value = f"{_short(getattr(layer, what))} units, allowed {self.allowed(what):g}"
             return f"the first layer that diverges: {layer.name} ({self._where(layer, what)}: {value})"
         found = []
         if self.overflows:
@@ -182,12 +168,11 @@ class Report:
         return f"{self.layout} {'follows' if self.ok else 'does not follow'} the single process"
 
     def _where(self, layer: Layer, what: str) -> str:
-        return {
-            "forward": f"forward, microbatch {layer.microbatch} of step 1",
-            "gradient": "gradient of step 1",
-            "step": "weights after step 1",
-            "weights": f"weights after {self.steps} steps",
-        }[what]
+        if what == "forward":
+            return f"forward, microbatch {layer.microbatch} of step 1"
+        if what == "gradient":
+            return "gradient of step 1"
+        return "weights after step 1" if what == "step" else f"weights after {self.steps} steps"
 
 
 def _short(value: float | None) -> str:
@@ -211,4 +196,11 @@ def _finite(value: Any) -> Any:
 
 def _distances(values: Mapping[str, Sequence[float]]) -> list[float]:
     """The relative distance of the two runs' numbers in each step."""
-    return [distance_of_numbers(*pair) for pair in zip(values["sharded"], values["single"], strict=True)]
+    return [_relative(*pair) for pair in zip(values["sharded"], values["single"], strict=True)]
+
+
+def _relative(actual: float, expected: float) -> float:
+    """``| actual - expected | / | expected |``; infinite where one of them is not finite."""
+    if not math.isfinite(actual) or not math.isfinite(expected):
+        return math.inf
+    return abs(actual - expected) / abs(expected) if expected else math.inf if actual else 0.0

@@ -19,16 +19,14 @@ from torch import nn
 from ...base.errors import ConfigError, nearest
 from .options import Options, check_target
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+
 if TYPE_CHECKING:
     from ...engine.loss_window import Criterion
 
 
 def load_attribute(text: str, option: str) -> Any:
-    """Import the object that ``module:attribute`` or ``path/to/file.py:attribute`` names.
-
-    Raises:
-        ConfigError: there is no such module, file or attribute.
-    """
+    """Import what ``module:attribute`` or ``path/to/file.py:attribute`` names; a ConfigError if there is none."""
     check_target(text, option)
     where, _, name = text.rpartition(":")
     module = _load_file(Path(where), option) if where.endswith(".py") else _import(where, option)
@@ -46,9 +44,8 @@ def _import(name: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module failed
-        raise ConfigError(
-            f"{option}: no module {name!r} on Python's path; run it in the folder that has it, or name its file"
-        ) from None
+        fix = "run it in the folder that has it, or name its file"
+        raise ConfigError(f"{option}: no module {name!r} on Python's path; {fix}") from None
 
 
 def _load_file(path: Path, option: str) -> Any:
@@ -69,18 +66,16 @@ def _load_file(path: Path, option: str) -> Any:
 def build_model(options: Options, seed: int) -> nn.Module:
     """The user's model in training mode, without dropout: its masks differ between layouts.
 
-    Raises:
-        ConfigError: the option names no module, or one without parameters to train.
+    Raises a ConfigError if the option names no module, or one without parameters to train.
     """
     found = load_attribute(options.model, "model")
-    for generator in (torch.manual_seed, random.seed, lambda seed: np.random.seed(seed % 2**32)):
-        generator(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     model = found if isinstance(found, nn.Module) else found() if _takes(found, 0) else None
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model: {options.model!r} is {type(found).__name__}, expected an nn.Module, or a callable without "
-            "arguments that returns one"
-        )
+        expected = "an nn.Module, or a callable without arguments that returns one"
+        raise ConfigError(f"model: {options.model!r} is {type(found).__name__}, expected {expected}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model: {options.model!r} has no parameter to train, expected at least one")
     for module in model.modules():
@@ -119,25 +114,21 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def load_batches(
-    options: Options, model: nn.Module, seed: int, size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The global batch of each step: inputs and targets, with the samples in dim 0.
+def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> Iterator[Batch]:
+    """The global batch of each step: inputs and targets, with the samples in dim 0; ``size`` random ones by default.
 
-    Args:
-        size: samples in a batch of random tokens.
-
-    Raises:
-        ConfigError: the option names no batches, too few, or none of this form.
+    Raises a ConfigError if the option names no batches, too few, or none of this form.
     """
     if options.batches is None:
-        yield from _random_tokens(_vocabulary(model), options, seed, size)
+        generator, vocabulary = torch.Generator().manual_seed(seed), _vocabulary(model)
+        for _ in range(options.steps):
+            tokens = torch.randint(0, vocabulary, (size, options.seq_len + 1), generator=generator)
+            yield tokens[:, :-1], tokens[:, 1:]
         return
     found = load_attribute(options.batches, "batches")
     if not (_takes(found, 1) if callable(found) else isinstance(found, Iterable)):
-        raise ConfigError(
-            f"batches: {options.batches!r} is {type(found).__name__}, expected a function of the step, or an iterable"
-        )
+        expected = "a function of the step, or an iterable"
+        raise ConfigError(f"batches: {options.batches!r} is {type(found).__name__}, expected {expected}")
     iterator = None if callable(found) else iter(found)
     for step in range(1, options.steps + 1):
         batch = found(step) if iterator is None else next(iterator, None)
@@ -145,28 +136,13 @@ def load_batches(
             raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
         tensors = isinstance(batch, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in batch)
         if not tensors or len(batch) != 2 or not batch[0].ndim or not batch[1].ndim or len(batch[0]) != len(batch[1]):
-            raise ConfigError(
-                f"batches: {options.batches!r} gave {type(batch).__name__} for step {step}, expected a pair of tensors "
-                "(inputs, targets) with as many samples in dim 0"
-            )
+            kind, expected = type(batch).__name__, "a pair of tensors (inputs, targets) with as many samples in dim 0"
+            raise ConfigError(f"batches: {options.batches!r} gave {kind} for step {step}, expected {expected}")
         yield batch[0], batch[1]
 
 
-def _random_tokens(
-    vocabulary: int, options: Options, seed: int, size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(options.steps):
-        tokens = torch.randint(0, vocabulary, (size, options.seq_len + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
-
-
 def _vocabulary(model: nn.Module) -> int:
-    """The size of the vocabulary of a model whose first layer is an embedding.
-
-    Raises:
-        ConfigError: the first layer is another one.
-    """
+    """The size of the vocabulary of a model whose first layer is an embedding, else a ConfigError."""
     first = next((module for module in model.modules() if module._parameters), None)
     if not isinstance(first, nn.Embedding):
         what = "no layer with weights" if first is None else f"a {type(first).__name__} as its first layer"

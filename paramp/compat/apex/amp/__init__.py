@@ -9,15 +9,12 @@ Four levels set what is in which precision (:data:`paramp.precision.foreign_opti
 O1 fp32 weights and operations that are cast; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything in
 fp16.
 
-The way of a gradient. :func:`scale_loss` hands out the loss times its scale, and the backward leaves gradients in
-the model's weights. When the ``with`` block ends, they are brought to their parameters' placements, copied to the
-masters in fp32 where there are any, checked, and divided by the scale; what earlier losses left there, unscaled, is
-added. All ranks then agree in one all-reduce of a flag, and after an overflow anywhere each optimizer's next ``step()``
-does nothing, on every rank.
+The path of a gradient: the backward leaves it in the model's weight; when the ``with`` block ends, it is brought to its
+parameter's placements, copied to the master in fp32 where there is one, checked, and divided by the scale; what earlier
+losses left there, unscaled, is added. All ranks then agree in one all-reduce of a flag.
 
 Beyond Apex: CPU (with fp16 products emulated where it has none), bf16, DTensor parameters, pipeline stages, models
-whose ``state_dict`` holds the masters, so that a run goes on bit by bit, and a skipped step after a non-finite gradient
-in every mode, those with a static scale included.
+whose ``state_dict`` holds the masters, and a skipped step after a non-finite gradient under a static scale too.
 """
 
 from .casts import (

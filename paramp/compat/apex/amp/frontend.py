@@ -16,11 +16,9 @@ from ....precision.foreign_options import AMP_TYPE, OPT_LEVELS, Properties, apex
 from ....precision.policy import LossScaling, Precision
 from .casts import patch_registered
 from .errors import AmpError
-from .loss_scaler import LossScaler
-from .models import AmpForward, Casts, cast_models, check_models
+from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
 from .optimizers import ApexOptimizer, check_optimizers
-from .session import Session, print_on_main, state
-from .state_dicts import keep_state_dicts_fp32
+from .session import LossScaler, Session, print_on_main, state
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -75,27 +73,21 @@ def initialize(
         AmpError: an impossible argument, a model in half precision or in a wrapper, a second call.
     """
     arguments = locals()
-    if not enabled and state.session is None:
-        state.initialized = True
-        return models if optimizers is None else (models, optimizers)
-    overrides, options = ({name: arguments[name] for name in names} for names in (OVERRIDES, OPTIONS))
-    model_list = _as_list("models", models)
-    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
-    _begin(model_list, optimizer_list, opt_level, overrides, options)
-    prepared = model_list if isinstance(models, (list, tuple)) else models
-    if optimizers is None:
-        return prepared
-    return prepared, (optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers)
+    if enabled or state.session is not None:
+        overrides, options = ({name: arguments[name] for name in names} for names in (OVERRIDES, OPTIONS))
+        model_list = _as_list("models", models)
+        optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers)
+        _begin(model_list, optimizer_list, opt_level, overrides, options)
+        models = model_list if isinstance(models, (list, tuple)) else models
+        optimizers = optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers
+    state.initialized = True
+    return models if optimizers is None else (models, optimizers)
 
 
 def _begin(
     models: list[Any], optimizers: list[Any], opt_level: str, overrides: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Check everything, then begin the session.
-
-    Raises:
-        AmpError: as :func:`initialize`.
-    """
+    """Check everything, then begin the session."""
     if state.session is not None:
         raise AmpError(
             "amp.initialize: it was called before; give one call all models and optimizers, as lists, or call "
@@ -104,7 +96,7 @@ def _begin(
     properties, precision = _parse(opt_level, overrides, options)
     check_models(models, cast=precision.weights is not torch.float32)
     check_optimizers(optimizers)
-    state.initialized, state.verbosity = True, options["verbosity"]
+    state.verbosity = options["verbosity"]
     _print_options(opt_level, overrides, properties)
     scaling = precision.scaling or LossScaling.static(1.0)
     dynamic = properties.loss_scale == "dynamic"
@@ -114,11 +106,7 @@ def _begin(
 
 
 def _parse(opt_level: str, overrides: dict[str, Any], options: Mapping[str, Any]) -> tuple[Properties, Precision]:
-    """What ``opt_level`` with its overrides means, in Apex's terms and as a mode.
-
-    Raises:
-        AmpError: an impossible argument.
-    """
+    """What ``opt_level`` with its overrides means, in Apex's terms and as a mode."""
     try:
         properties = apex_properties(opt_level, **overrides)
         return properties, Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
@@ -136,22 +124,16 @@ def _as_list(name: str, given: Any) -> list[Any]:
 
 def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, cast_outputs: bool) -> None:
     precision, properties = session.precision, session.properties
-    replaced: dict[int, nn.Parameter] = {}
-    originals: list[nn.Parameter] = []  # which keep their ids from being given to others
-    if properties.cast_model_type is not None:
-        for old, new in cast_models(session.models, precision):
-            replaced[id(old)] = new
-            originals.append(old)
-    casts = Casts(
-        precision,
-        inputs=None if properties.cast_model_type is None else precision.weights,
-        outputs=precision.outputs if cast_outputs else None,
-    )
+    casts_models = properties.cast_model_type is not None
+    pairs = cast_models(session.models, precision) if casts_models else []  # kept, so that no id is given to others
+    replaced = {id(old): new for old, new in pairs}
+    inputs = precision.weights if casts_models else None
+    casts = Casts(precision, inputs=inputs, outputs=precision.outputs if cast_outputs else None)
     for model in session.models:
         model.forward = AmpForward(model, casts)
     if precision.weights.itemsize < 4:
         keep_state_dicts_fp32(session.models)
-    known = {id(parameter) for model in session.models for parameter in model.parameters()}
+    known = session.current_ids()
     for optimizer in optimizers:
         ApexOptimizer(optimizer, session, replaced, known)
     if properties.patch_torch_functions:

@@ -1,4 +1,4 @@
-"""Models under amp: what is refused, the cast of their weights, and their forward.
+"""Models under amp: what is refused, the cast of their weights, their forward, and their state dicts.
 
 A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out.
 """
@@ -26,11 +26,7 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def check_models(models: Sequence[object], *, cast: bool) -> None:
-    """Refuse what is no model, what is wrapped already, and what is in half precision already.
-
-    Raises:
-        AmpError: naming it.
-    """
+    """Raise an AmpError for what is no model, is wrapped already, or is in half precision already."""
     for model in models:
         if not isinstance(model, nn.Module):
             raise AmpError(f"models: got {type(model).__name__}, expected a torch.nn.Module or a list of them")
@@ -52,10 +48,9 @@ def check_models(models: Sequence[object], *, cast: bool) -> None:
 
 
 def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Cast the weights of ``models``; what they have in common stays in common.
+    """Cast the weights of ``models``; return each parameter that was replaced, with the one in its place.
 
-    Returns:
-        Each parameter that was replaced, with the one in its place. The old ones keep their full precision.
+    What the models have in common stays in common. The old parameters keep their full precision.
     """
     together = nn.ModuleList(models)
     before = dict(together.named_parameters(remove_duplicate=False))
@@ -113,9 +108,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return value if isinstance(value, nn.Module) else value.to(dtype or torch.float32)
     if is_dataclass(value) and not isinstance(value, type):
         return _cast_fields(value, dtype)
-    if isinstance(value, Mapping):
-        return _cast_items(value, dtype)
-    return value
+    return _cast_items(value, dtype) if isinstance(value, Mapping) else value
 
 
 def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
@@ -133,7 +126,7 @@ def _cast_items(value: Mapping[Any, Any], dtype: torch.dtype | None) -> Any:
     if not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     changed = copy.copy(value)
-    for key, item in items.items():
+    for key, item in items.items():  # not update(), which some such classes refuse
         changed[key] = item
     return changed
 
@@ -144,3 +137,42 @@ def _has_to(value: object) -> bool:
 
 def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
+
+
+# State dicts are in fp32 at every level, so that they hold the masters' values. Loading one sets masters and weights.
+
+
+def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
+    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""
+    for module in nn.ModuleList(models).modules():
+        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
+            module.register_state_dict_post_hook(_widen_state)
+            module.register_load_state_dict_pre_hook(_load_masters)
+            module.register_load_state_dict_post_hook(_note_versions)
+
+
+def _widen_state(module: nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    weights = state.weights
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        saved = destination.get(prefix + name)
+        if tensor is None or saved is None or isinstance(saved, nn.Parameter) or not is_low(saved):
+            continue  # a parameter itself, and no copy of its values, was asked for with keep_vars=True
+        weight = weights.get(id(tensor))
+        destination[prefix + name] = saved.float() if weight is None else weight.full_precision()
+
+
+@torch.no_grad()
+def _load_masters(module: nn.Module, source: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    weights = state.weights
+    for name, parameter in module._parameters.items():
+        weight = weights.get(id(parameter))
+        value = source.get(prefix + name)
+        if weight is not None and weight.has_master and value is not None and value.shape == weight.stepped.shape:
+            weight.stepped.copy_(value)
+
+
+def _note_versions(module: nn.Module, _incompatible: Any) -> None:
+    weights = state.weights
+    for parameter in module._parameters.values():
+        if id(parameter) in weights:
+            weights[id(parameter)].note_version()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....optim.master_weights import write_back
+from ....optim.master_weights import drop_master_gradients, write_back
 from ....optim.user_optimizer import warn_of_eps
 from .errors import AmpError
 from .session import Session, print_on_main
@@ -24,11 +24,7 @@ from .weights import AmpWeight, is_low
 
 
 def check_optimizers(optimizers: Sequence[object]) -> None:
-    """Refuse what is no optimizer of torch's, and one that was given to an earlier ``initialize``.
-
-    Raises:
-        AmpError: naming it.
-    """
+    """Raise an AmpError for what is no optimizer of torch's, or was given to an earlier ``initialize``."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "FP16_Optimizer":
             raise AmpError(
@@ -43,11 +39,8 @@ def check_optimizers(optimizers: Sequence[object]) -> None:
 
 def _check_kernels(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Refuse kernels over many tensors at once where these are not alike."""
-    kinds = {
-        parameter.device_mesh if is_dtensor(parameter) else None
-        for parameter in group["params"]
-        if isinstance(parameter, torch.Tensor)
-    }
+    tensors = [parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor)]
+    kinds = {tensor.device_mesh if is_dtensor(tensor) else None for tensor in tensors}
     if type(optimizer).__module__.startswith("apex.") and kinds - {None}:
         raise AmpError(
             f"optimizers: Apex's {type(optimizer).__name__} takes plain tensors, but got DTensors; use torch.optim's"
@@ -63,25 +56,16 @@ def _check_kernels(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 class ApexOptimizer:
     """What amp keeps of one optimizer, and the methods that it puts in the place of the optimizer's own.
 
-    Args:
-        replaced: the model's new parameter for each old one, by ``id``.
-        known: ``id`` of every parameter of the models.
-
-    Attributes:
-        overflows: of the losses that overflowed since the last step, what became of the scale.
+    ``replaced`` has the model's new parameter for each old one, by ``id``; ``known`` the ``id`` of every parameter.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        session: Session,
-        replaced: Mapping[int, nn.Parameter],
-        known: set[int],
+        self, optimizer: torch.optim.Optimizer, session: Session, replaced: Mapping[int, nn.Parameter], known: set[int]
     ) -> None:
         self.optimizer = optimizer
         self.session = session
         self.weights: list[AmpWeight] = []
-        self.overflows: dict[int, str] = {}
+        self.overflows: dict[int, str] = {}  # by loss, since the last step: what became of the scale
         self._masters = session.precision.masters
         self._adopt_parameters(replaced, known)
         warn_of_eps(self.optimizer)
@@ -92,11 +76,7 @@ class ApexOptimizer:
 
     @staticmethod
     def of(optimizer: object, session: Session) -> ApexOptimizer:
-        """What amp keeps of ``optimizer``.
-
-        Raises:
-            AmpError: it did not come from this session's ``initialize``.
-        """
+        """What amp keeps of ``optimizer``; an AmpError if it did not come from this session's ``initialize``."""
         found = getattr(optimizer, "_amp_stash", None)
         if not isinstance(found, ApexOptimizer) or found.session is not session:
             raise AmpError(
@@ -104,8 +84,6 @@ class ApexOptimizer:
                 "optimizers that it returned"
             )
         return found
-
-    # ------------------------------------------------------------------------------------------------- parameters
 
     def _adopt_parameters(self, replaced: Mapping[int, nn.Parameter], known: set[int]) -> None:
         """Keep a record of every parameter; without masters, step the model's new parameters instead of the old."""
@@ -133,8 +111,6 @@ class ApexOptimizer:
         self.weights.append(known)
         return known.stepped
 
-    # ------------------------------------------------------------------------------------ the optimizer's methods
-
     def _patch(self, name: str, method: Any) -> None:
         original = getattr(self.optimizer, name)
 
@@ -160,38 +136,25 @@ class ApexOptimizer:
                 "optimizer.step(): the model's weights have gradients, but their fp32 masters have none; run the "
                 "backward of each loss as `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
             )
-        if closure is not None and not self._unscaled_level:
+        if closure is not None and (self._masters or self.session.properties.loss_scale != 1.0):
             raise AmpError("optimizer.step(): amp unscales gradients before the step, so it cannot take a closure")
         if self.overflows:
             self._skip()
             return None
         result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
-        self._write_back()
+        write_back(self.weights)
+        for weight in self.weights:
+            if weight.has_master:
+                weight.note_version()
+        drop_master_gradients(self.weights)  # model.zero_grad(), which scripts may call instead, does not reach them
         return result
-
-    @property
-    def _unscaled_level(self) -> bool:
-        """Whether weights are stepped as they are, with gradients that are never scaled."""
-        return not self._masters and self.session.properties.loss_scale == 1.0
 
     def _skip(self) -> None:
         for loss_id, what in self.overflows.items():
             print_on_main(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what}")
         self.overflows.clear()
-        self._drop_master_gradients()
+        drop_master_gradients(self.weights)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler's first step warns
-
-    def _write_back(self) -> None:
-        write_back(self.weights)
-        for weight in self.weights:
-            if weight.has_master:
-                weight.note_version()
-        self._drop_master_gradients()
-
-    def _drop_master_gradients(self) -> None:
-        """``model.zero_grad()``, which scripts may call in place of the optimizer's, does not reach them."""
-        for weight in self.weights:
-            weight.drop_master_gradient()
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -201,10 +164,9 @@ class ApexOptimizer:
     def _add_param_group(self, original: Any, param_group: dict[str, Any]) -> None:
         """Parameters of a model as ``initialize`` has left it; masters are made of their present values."""
         given = param_group["params"]
-        items: Iterable[Any] = [given] if isinstance(given, torch.Tensor) else given
         param_group["params"] = [
             (item[0], self._stepped_for(item[1])) if isinstance(item, tuple) else self._stepped_for(item)
-            for item in items
+            for item in ([given] if isinstance(given, torch.Tensor) else given)
         ]
         original(param_group)
         _check_kernels(self.optimizer, param_group)

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from .errors import AmpError
-from .loss_scaler import LossScaler
 from .models import compute_context
 from .optimizers import ApexOptimizer
-from .session import Session, state
+from .session import LossScaler, Session, state
 from .weights import AmpWeight, take_up_changes, unscale_
 
 
@@ -103,11 +102,7 @@ def _scaler_of(loss_id: int, session: Session) -> LossScaler:
 
 
 def _unscale_others(weights: Iterable[AmpWeight], scale: float, found_inf: torch.Tensor) -> bool:
-    """Unscale delayed gradients that carry another scale than ``scale``, so that the two do not mix.
-
-    Returns:
-        Whether there were any.
-    """
+    """Unscale delayed gradients that carry another scale than ``scale``, so that they do not mix; whether there are."""
     others: dict[float, list[AmpWeight]] = defaultdict(list)
     for weight in weights:
         if weight.scale is not None and weight.scale != scale:

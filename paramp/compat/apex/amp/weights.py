@@ -18,19 +18,13 @@ def is_low(tensor: torch.Tensor) -> bool:
 
 
 class AmpWeight(MasterWeight):
-    """A weight with its master, and the state of its gradient.
-
-    Attributes:
-        scale: what the gradient in the weight is scaled by; None once it was handed to ``stepped``.
-        of_model: whether the weight was a parameter of one of the models in ``initialize``.
-        checked: whether it was checked before the first backward.
-    """
+    """A weight with its master, and the state of its gradient."""
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
         super().__init__(weight, stepped)
-        self.scale: float | None = None
-        self.of_model = of_model
-        self.checked = False
+        self.scale: float | None = None  # of the gradient in the weight, until that is handed to ``stepped``
+        self.of_model = of_model  # whether the weight was a parameter of one of the models in ``initialize``
+        self.checked = False  # before the first backward
         self._stash: torch.Tensor | None = None  # what earlier losses left, unscaled, during a backward
         self._spent: int | None = None  # the version of the weight's gradient that the master has had
         self.note_version()
@@ -43,27 +37,19 @@ class AmpWeight(MasterWeight):
         """The weight in fp32 at least; shares storage with the master."""
         return self.stepped.detach() if self.has_master else self.stepped.detach().float()
 
-    def check(self, current: set[int]) -> bool:
-        """Before the first backward: that the weight is still the model's, and in the same place as its master.
-
-        Returns:
-            Whether this was the first time.
-
-        Raises:
-            AmpError: it is not.
-        """
-        first, self.checked = not self.checked, True
-        if first and self.of_model and id(self.weight) not in current:
+    def check(self, current: set[int]) -> None:
+        """Before the first backward: that the weight is still the model's, and in the same place as its master."""
+        self.checked = True
+        if self.of_model and id(self.weight) not in current:
             raise AmpError(
                 f"a parameter of shape {tuple(self.weight.shape)} is no longer in its model: something has replaced it "
                 "after amp.initialize; apply tensor parallelism (and make the optimizer) before amp.initialize"
             )
-        if first and self.weight.device != self.stepped.device:
+        if self.weight.device != self.stepped.device:
             raise AmpError(
                 f"a weight is on {self.weight.device} and its master on {self.stepped.device}; "
                 "move the model before amp.initialize, not after"
             )
-        return first
 
     def adopt(self) -> None:
         """Take the weight's values for the master's, if they were changed since these were made.
@@ -71,10 +57,11 @@ class AmpWeight(MasterWeight):
         DistributedDataParallel broadcasts rank 0's weights. Every rank has to round its masters to them then, rank 0
         too, so a write counts even where it wrote what was there.
         """
+        weight, master = local(self.weight).detach(), local(self.stepped).detach()
         if self.has_master and (
-            self.weight._version != self._version or not _same(local(self.weight), local(self.stepped))
+            self.weight._version != self._version or not torch.equal(weight, master.to(weight.dtype))
         ):
-            local(self.stepped).detach().copy_(local(self.weight).detach())
+            master.copy_(weight)
 
     def begin(self, scale: float) -> None:
         """Before a backward whose loss is multiplied by ``scale``: stash the gradients that are there, unscaled."""
@@ -84,9 +71,6 @@ class AmpWeight(MasterWeight):
 
     def hand_over_gradient(self) -> None:
         super().hand_over_gradient()
-        self._note_spent()
-
-    def _note_spent(self) -> None:
         self._spent = None if self.weight.grad is None else self.weight.grad._version
 
     @property
@@ -115,16 +99,12 @@ class AmpWeight(MasterWeight):
         """Drop or zero the weight's gradient; drop the master's."""
         self.scale = self._stash = None
         if self.has_master:
-            self.stepped.grad = None
+            self.stepped.grad = self._spent = None
             if set_to_none or self.weight.grad is None:
                 self.weight.grad = None
             else:
                 self.weight.grad.detach_().zero_()
-            self._note_spent()
-
-
-def _same(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    return torch.equal(weight, master.to(weight.dtype))
+                self._spent = self.weight.grad._version
 
 
 @torch.no_grad()
@@ -146,12 +126,9 @@ def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor
 def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
     """Before the first backward: check each weight, and take up what was done to it since ``initialize``.
 
-    Args:
-        current: ``id`` of every parameter that the models have now.
-
-    Raises:
-        AmpError: a weight is not in its model any more, or not on the device of its master.
+    ``current`` has the ``id`` of every parameter that the models have now.
     """
     for weight in weights:
-        if weight.check(current):
+        if not weight.checked:
+            weight.check(current)
             weight.adopt()

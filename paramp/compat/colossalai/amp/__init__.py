@@ -1,8 +1,14 @@
 """Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
 
 from ....precision.foreign_options import AMP_TYPE
-from .convert import convert_to_amp, convert_to_apex_amp, convert_to_naive_amp, convert_to_torch_amp
-from .model import AmpCriterion, AmpModel
+from .convert import (
+    AmpCriterion,
+    AmpModel,
+    convert_to_amp,
+    convert_to_apex_amp,
+    convert_to_naive_amp,
+    convert_to_torch_amp,
+)
 from .optimizer import AmpOptimizer
 
 __all__ = [

@@ -7,12 +7,9 @@
     optimizer.step()
     optimizer.zero_grad()
 
-There is one wrapper for all modes: what differs is the :class:`~paramp.precision.policy.Precision` that it reads. It
-needs no launch and no engine. Where processes are set up, the ranks agree on every overflow: plain parameters,
-DTensors, and the stages of a pipeline of one's own.
-
-Data parallelism stays the caller's: wrap the converted model in ``DistributedDataParallel``, or average the gradients
-before the step.
+The wrappers need no launch and no engine. Where processes are set up, the ranks agree on every overflow: with plain
+parameters, DTensors, and the stages of a pipeline of one's own. Data parallelism stays the caller's: wrap the converted
+model in ``DistributedDataParallel``, or average the gradients before the step.
 """
 
 from __future__ import annotations
@@ -25,16 +22,52 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ....base.errors import ConfigError
+from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
+from ....parallel.stage import Stage
 from ....precision.foreign_options import AMP_TYPE
 from ....precision.policy import Precision
-from .model import AmpCriterion, AmpModel
 from .optimizer import AmpOptimizer
 
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options
+WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+class AmpModel(Stage):
+    """A model that computes in a mode: inputs are cast, floating-point outputs come back in fp32 at the least.
+
+    :attr:`module` is the model that was given. On the earlier stages of the current context's pipeline, outputs stay
+    in the compute dtype.
+    """
+
+    def __init__(self, model: nn.Module, compute: ComputeContext) -> None:
+        context = current_context()
+        super().__init__(
+            model, compute.precision, compute.device, is_first=True, is_last=context is None or context.is_last_stage
+        )
+        self._compute = compute
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        with self._compute.enter():
+            return super().forward(*args, **kwargs)
+
+
+class AmpCriterion(nn.Module):
+    """A criterion that computes as the model does: under autocast, where the mode has one. :attr:`loss` is it."""
+
+    def __init__(self, loss: Callable[..., Any], compute: ComputeContext) -> None:
+        super().__init__()
+        self.loss = loss
+        self._compute = compute
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The criterion's loss."""
+        with self._compute.enter(autocast=self._compute.precision.autocast):
+            return self.loss(*args, **kwargs)
 
 
 def convert_to_amp(
@@ -70,11 +103,8 @@ def convert_to_amp(
     repoint(optimizer, names_of, weights)
     warn_of_eps(optimizer)
     weights.follow_loads(model)
-    return (
-        AmpModel(model, compute),
-        AmpOptimizer(optimizer, weights, compute),
-        None if criterion is None else AmpCriterion(criterion, compute),
-    )
+    wrapped = None if criterion is None else AmpCriterion(criterion, compute)
+    return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped
 
 
 def convert_to_torch_amp(
@@ -106,18 +136,14 @@ def _parse(mode: Mode, amp_config: Options | None) -> Precision:
         if amp_config:
             raise ConfigError(f"amp_config: got {dict(amp_config)!r} with a mode that has its options; put them there")
         return Precision.parse(mode)
-    options = {} if amp_config is None else amp_config
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"amp_config: got {options!r}, expected a dict of the mode's options, or None")
+    if not isinstance(amp_config, Mapping | None):
+        raise ConfigError(f"amp_config: got {amp_config!r}, expected a dict of the mode's options, or None")
+    options = amp_config or {}
     if options.get("mode", mode) != mode:
         raise ConfigError(f"amp_config: its mode {options['mode']!r} is not the one given, {mode!r}; leave one out")
     # An AMP_TYPE has options with defaults of its own; the name of a mode is the mode.
-    return (
-        Precision.parse({**options, "mode": mode}) if options or isinstance(mode, AMP_TYPE) else Precision.parse(mode)
-    )
-
-
-WRAPPERS = (DistributedDataParallel, DataParallel)
+    has_options = options or isinstance(mode, AMP_TYPE)
+    return Precision.parse({**options, "mode": mode} if has_options else mode)
 
 
 def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> None:

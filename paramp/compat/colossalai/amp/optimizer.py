@@ -48,8 +48,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.precision = compute.precision
         scaling = self.precision.scaling or LossScaling(enabled=False)
         self.scaler = DistributedGradScaler(compute.device, **asdict(scaling))
-        self.num_steps = 0
-        self.num_skipped = 0
+        self.num_steps = self.num_skipped = 0
         self._weights = weights
         self._compute = compute
         self._spent = False  # the gradients have been stepped with
@@ -158,7 +157,10 @@ class AmpOptimizer(torch.optim.Optimizer):
         assert self._found_inf is not None
         found_inf, zeros = self._found_inf, None
         if norm_weights is not None:
-            zeros = round(_summed(count_zeros(gradients, self._present(norm_weights), found_inf.device)))
+            part = count_zeros(gradients, self._present(norm_weights), found_inf.device)
+            if _is_distributed():
+                dist.all_reduce(part)
+            zeros = round(float(part))
         overflow = bool(found_inf)
         if not overflow:
             with self._guard:
@@ -171,7 +173,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.num_skipped += overflow
         result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
         self._spent, self._found_inf, self._norm = True, None, None
-        if self.precision.verbose and self.scaler.get_scale() != scale and _is_main():
+        if self.precision.verbose and self.scaler.get_scale() != scale and not (_is_distributed() and dist.get_rank()):
             print(f"paramp: the loss scale goes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return result
 
@@ -190,11 +192,8 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: ``optimizer``, ``scaler``, and ``masters`` by the model's names. Resuming is bit-equal."""
-        return {
-            "optimizer": self.optim.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "masters": self._weights.masters(),
-        }
+        scaler = self.scaler.state_dict()
+        return {"optimizer": self.optim.state_dict(), "scaler": scaler, "masters": self._weights.masters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` returned on the same rank of the same layout and mode.
@@ -202,11 +201,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a part is missing, or belongs to another rank, layout or mode.
         """
-        missing = {"optimizer", "scaler", "masters"} - state_dict.keys()
-        if missing:
-            raise ValueError(
-                f"state_dict: no {sorted(missing)[0]!r} in it; pass what AmpOptimizer.state_dict() returned"
-            )
+        if missing := sorted({"optimizer", "scaler", "masters"} - state_dict.keys()):
+            raise ValueError(f"state_dict: no {missing[0]!r} in it; pass what AmpOptimizer.state_dict() returned")
         self._weights.load_masters(state_dict["masters"])
         self.optim.load_state_dict(state_dict["optimizer"])
         self.scaler.load_state_dict(state_dict["scaler"])
@@ -237,11 +233,5 @@ class AmpOptimizer(torch.optim.Optimizer):
         return [norm_weight(parameter, context) for parameter in self._weights.parameters]
 
 
-def _summed(part: torch.Tensor) -> float:
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(part)
-    return float(part)
-
-
-def _is_main() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

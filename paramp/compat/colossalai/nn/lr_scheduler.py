@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from ....base.errors import ConfigError
@@ -23,13 +23,7 @@ from ....base.errors import ConfigError
 class CosineAnnealingLR(schedules.CosineAnnealingLR):
     """From the optimizer's rate down to ``eta_min`` along half a cosine of ``total_steps``."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
 
 
@@ -38,7 +32,7 @@ class MultiStepLR(schedules.MultiStepLR):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         milestones: Sequence[int],
         gamma: float = 0.1,
@@ -50,13 +44,7 @@ class MultiStepLR(schedules.MultiStepLR):
 class _Warmup(schedules.LRScheduler):
     """Rises in a line for ``warmup_steps``, then follows :meth:`after`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        last_epoch: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         if not 0 <= warmup_steps < total_steps:
             raise ConfigError(f"warmup_steps: got {warmup_steps}, expected 0 to {total_steps - 1}, fewer than all")
         self.total_steps = total_steps
@@ -67,8 +55,8 @@ class _Warmup(schedules.LRScheduler):
         step = self.last_epoch
         if step < self.warmup_steps:
             return [self.rise(step) * base for base in self.base_lrs]
-        remaining = self.total_steps - self.warmup_steps
-        return [self.after(step - self.warmup_steps, remaining, float(base)) for base in self.base_lrs]
+        total = self.total_steps - self.warmup_steps
+        return [self.after(step - self.warmup_steps, total, float(base)) for base in self.base_lrs]
 
     def rise(self, step: int) -> float:
         return (step + 1) / self.warmup_steps
@@ -78,34 +66,29 @@ class _Warmup(schedules.LRScheduler):
         raise NotImplementedError
 
 
-def _cosine(part: float, base: float, eta_min: float) -> float:
-    return eta_min + (base - eta_min) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
-
-
 class CosineAnnealingWarmupLR(_Warmup):
     """A warm-up, then half a cosine down to ``eta_min`` over the steps that remain."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
         self.eta_min = eta_min
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def after(self, step: int, total: int, base: float) -> float:
-        return _cosine(step / total, base, self.eta_min)
+        return self.cosine(step / total, base)
+
+    def cosine(self, part: float, base: float) -> float:
+        """The rate after ``part`` of the half cosine."""
+        return self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
 
-class FlatAnnealingWarmupLR(_Warmup):
+class FlatAnnealingWarmupLR(CosineAnnealingWarmupLR):
     """A warm-up, the full rate for the part ``pct_start`` of what remains, then half a cosine to ``eta_min``."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         warmup_steps: int = 0,
         pct_start: float = 0.72,
@@ -115,24 +98,17 @@ class FlatAnnealingWarmupLR(_Warmup):
         if not 0 <= pct_start <= 1:
             raise ConfigError(f"pct_start: got {pct_start}, expected a number from 0 to 1")
         self.pct_start = pct_start
-        self.eta_min = eta_min
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+        super().__init__(optimizer, total_steps, warmup_steps, eta_min, last_epoch)
 
     def after(self, step: int, total: int, base: float) -> float:
         flat = int(total * self.pct_start)
-        return base if step < flat else _cosine((step - flat) / max(total - flat, 1), base, self.eta_min)
+        return base if step < flat else self.cosine((step - flat) / max(total - flat, 1), base)
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
     """The full rate for the part ``pct_start`` of all steps, then half a cosine down to 0."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        pct_start: float = 0.72,
-        last_epoch: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, 0, pct_start, 0.0, last_epoch)
 
 
@@ -151,7 +127,7 @@ class MultiStepWarmupLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         warmup_steps: int = 0,
         milestones: Sequence[int] = (),
@@ -174,7 +150,7 @@ class PolynomialWarmupLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         warmup_steps: int = 0,
         end_lr: float = 0.0001,
@@ -193,11 +169,6 @@ class PolynomialLR(PolynomialWarmupLR):
     """As :class:`PolynomialWarmupLR`, without a warm-up."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, end_lr: float = 0.0001, power: float = 1.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, 0, end_lr, power, last_epoch)
