@@ -1,7 +1,5 @@
 """Frozen dataclasses from plain mappings, every value checked against the type of its field."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

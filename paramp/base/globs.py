@@ -1,7 +1,5 @@
 """Globs over dotted module names."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 

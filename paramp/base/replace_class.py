@@ -1,7 +1,5 @@
 """Giving modules another class in place, such as that of a norm in low precision."""
 
-from __future__ import annotations
-
 import copyreg
 import sys
 import types

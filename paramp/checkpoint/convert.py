@@ -1,7 +1,5 @@
 """Checkpoints and plain files of weights: export, import, and a list of what is in one. For one process."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

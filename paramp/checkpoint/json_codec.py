@@ -10,8 +10,6 @@ that no other object here has, ``"<type>"``::
 Pickle could hold anything, but reading it runs whatever code the file asks for.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping

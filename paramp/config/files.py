@@ -1,7 +1,5 @@
 """Configurations from files and dicts."""
 
-from __future__ import annotations
-
 import runpy
 import tomllib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A column of token ids is a few large buffers of integers, with the borders of th
 other are those buffers themselves, which Arrow maps from the file: nothing is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

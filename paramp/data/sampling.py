@@ -1,7 +1,5 @@
 """Which tokens a batch holds: random training windows and fixed held-out windows."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

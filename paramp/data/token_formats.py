@@ -15,8 +15,6 @@ the other and an ``.idx``, little-endian throughout::
 (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.)
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

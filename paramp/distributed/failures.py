@@ -1,7 +1,5 @@
 """How one rank's failure ends the job: in time, and reported once, by the rank that failed first."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

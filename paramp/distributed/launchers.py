@@ -4,8 +4,6 @@ Each function here ends in a :class:`~paramp.distributed.context.ParallelContext
 process group is made, so a mistake is an error on every rank and never a hang.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The ranks of one machine as processes: starting them where no launcher did, and reporting a mistake once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

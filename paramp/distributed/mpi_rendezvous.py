@@ -1,7 +1,5 @@
 """How ranks that ``mpirun`` started agree, by MPI, on the store at which they meet."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from dataclasses import replace

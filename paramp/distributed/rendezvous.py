@@ -5,8 +5,6 @@ gloo listens on the address that the machine's own name resolves to. Where that 
 interface on the way to the other ranks instead. On one machine nothing has to be chosen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import itertools

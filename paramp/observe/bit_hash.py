@@ -5,8 +5,6 @@ odd number is invertible, so a change in a single word always shows. Changes in 
 of about 2**-32 if only signs differ, of 2**-64 in general.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

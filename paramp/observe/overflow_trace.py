@@ -5,8 +5,6 @@ The batches of the skipped step run again (:mod:`paramp.observe.replay`) under h
 value of all ranks is the origin (:mod:`paramp.observe.overflow_findings`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ all-reduce over the world then gives the exact sum (:func:`norm_power`). Of a pa
 hold, one copy counts, with the summed gradient.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict

@@ -14,8 +14,6 @@ below that.
 A weight that is not finite has no remainder.
 """
 
-from __future__ import annotations
-
 import torch
 
 

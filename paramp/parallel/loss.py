@@ -1,7 +1,5 @@
 """Cross-entropy over a vocabulary that is sharded over the tensor axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -11,8 +11,6 @@ from its name, keeps this rank's shard, and frees the rest::
 A rank never holds more than its shards and one submodule, and has the same values in every layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ the keys of :data:`paramp.parallel.tensor_styles.STYLES` or any ``ParallelStyle`
 layers stay plain tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 

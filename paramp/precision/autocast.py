@@ -9,8 +9,6 @@ autocast key. So operators inside other operators are reached, and forwards that
 kernels are registered at the first use, once, and outside of :func:`widening` only pass on what they are given.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Check, measure and convert what is trained. `paramp COMMAND --help` explains each command."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -18,8 +18,6 @@ exception.
     modes         {mode: {"runs": "natively" | "emulated" | "no", "why"}}
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The end of a program of several ranks: one message over all of them, and the exit code."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 

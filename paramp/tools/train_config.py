@@ -1,7 +1,5 @@
 """The configuration of a training script: where it comes from, the model that it names, and its report."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import tomllib

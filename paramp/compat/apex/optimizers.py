@@ -3,8 +3,6 @@
 Both step all parameters of a group in a few kernels. The arguments are Apex's.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Colossal-AI's ``utils``: what its scripts import from there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ made before or after, and need not be named. Modules with a forward of their own
 norms, and a precision in which they do nothing, are a :class:`~paramp.precision.norms.NoEffectWarning`.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from ...precision.foreign_options import AMP_TYPE

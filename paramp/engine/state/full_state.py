@@ -1,7 +1,5 @@
 """The whole model, put together on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

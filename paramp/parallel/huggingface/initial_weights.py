@@ -1,7 +1,5 @@
 """How a Hugging Face model that is built on ``meta`` is filled: by its own ``_init_weights``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a Hugging Face model returns: its logits, in every layout."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

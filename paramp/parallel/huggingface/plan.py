@@ -1,7 +1,5 @@
 """The tensor-parallel plan of a Hugging Face model: its own ``tp_plan``, translated to our styles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

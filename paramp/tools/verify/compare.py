@@ -18,8 +18,6 @@ left is the rounding of terms that cancel. The optimizer is SGD with momentum, b
 own size, which would hide a gradient of half its size.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

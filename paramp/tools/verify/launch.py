@@ -4,8 +4,6 @@ Each rank is ``python -m paramp.tools.verify.launch FOLDER RUN``. It trains the 
 a :class:`RankRecord` into the folder, one file a rank.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

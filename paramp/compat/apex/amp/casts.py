@@ -4,8 +4,6 @@ Within such a function autocast is off, so that it computes in what it is given 
 At other levels, and before ``initialize``, the functions are called as they are.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

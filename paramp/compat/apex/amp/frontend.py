@@ -1,7 +1,5 @@
 """``initialize``, and what is saved and restored of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence

@@ -1,7 +1,5 @@
 """``scale_loss``: the loss times its scale, and afterwards the gradients without it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
