@@ -32,6 +32,7 @@ from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, install_follower, trained_and_frozen
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
+from .zero import gather_weights
 
 NO_GROUP = -1
 """The optimizer group of a parameter that the optimizer was not given."""
@@ -117,10 +118,8 @@ class FlatWeights:
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Under ZeRO, give every data rank the weights that the others have stepped: one all-gather for each buffer."""
-        for buffer in self.buffers:
-            if buffer.num_parts > 1:
-                all_gather_shards(buffer.weights, buffer.own(buffer.weights), self._context.batch_axis.group)
+        """Under ZeRO, give every data rank the weights that the others have stepped."""
+        gather_weights(self.buffers, self._context.batch_axis.group)
 
     def exact(self, param: FlatParam) -> torch.Tensor:
         """The part of ``param`` that this rank steps, 1-dim: of the master where there is one, else of the weight.

@@ -1,4 +1,4 @@
-"""ZeRO-1: gradients reduce-scattered over data ranks during the backward."""
+"""ZeRO-1 over data ranks: gradients are reduce-scattered during the backward, stepped weights all-gathered."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..distributed.collectives import start_reduce_scatter
+from ..distributed.collectives import all_gather_shards, start_reduce_scatter
 from ..distributed.context import ParallelContext
 from .param_buffer import Buffer, FlatParam
 
@@ -94,3 +95,10 @@ class OverlappedReduceScatter:
         self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}
+
+
+def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
+    """Give every rank of ``group`` the weights that the others have stepped: one all-gather for each buffer."""
+    for buffer in buffers:
+        if buffer.num_parts > 1:
+            all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)

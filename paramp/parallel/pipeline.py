@@ -26,7 +26,7 @@ from .stage_io import StageOutput
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from .recorded_stage import RecordedStage
+    from .stage_recorder import RecordedStage
 
 
 class _LinkedStage(nn.Module):
@@ -172,7 +172,7 @@ class Pipeline:
         part = torch.empty(x.shape[0] // num_microbatches, *x.shape[1:], dtype=x.dtype, device="meta")
         received, sent = self._probe(part)
         stages = [
-            self._recorded_stage(
+            self._stage_recorder(
                 linked,
                 index,
                 (part,) if takes is None else takes.metas(backward),
@@ -188,10 +188,10 @@ class Pipeline:
             _remove_backwards(schedule)
         return _Ready(schedule, received, [gives if isinstance(gives, StageOutput) else None for gives in sent])
 
-    def _recorded_stage(
+    def _stage_recorder(
         self, linked: _LinkedStage, index: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
     ) -> RecordedStage:
-        from .recorded_stage import RecordedStage
+        from .stage_recorder import RecordedStage
 
         place = (index, self._config.num_stages, self._link_device)
         stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)

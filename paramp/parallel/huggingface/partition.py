@@ -20,7 +20,7 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
-from .architectures import HEAD, find_architecture
+from .missing_plans import HEAD, find_architecture
 from .output import call_options, check_output, main_output
 
 
@@ -42,7 +42,7 @@ class PretrainedPartition:
         if not names:
             raise ConfigError(
                 f"parallel.pipeline.size: {type(model).__name__} has no pipeline plan (_pp_plan); set the size to 1, "
-                "or add its units to paramp.parallel.huggingface.architectures.ARCHITECTURES"
+                "or add its units to paramp.parallel.huggingface.missing_plans.ARCHITECTURES"
             )
         self.units: list[tuple[str, nn.Module]] = []
         for name, module in model.named_modules():

@@ -10,7 +10,7 @@ from ...base.errors import ConfigError
 from ...base.globs import matches
 from ..tensor_plan import Plan
 from ..tensor_styles import PackedColwise, PackedRowwise
-from .architectures import HEAD, find_architecture
+from .missing_plans import HEAD, find_architecture
 
 TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "colwise": "colwise",
