@@ -22,6 +22,9 @@ SEED = os.environ.get("PARAMP_TEST_SEED", "")
 family = pytest.mark.family
 """Marks the tests of a family, so that a sample can be run alone: ``pytest -m family``."""
 
+long = pytest.mark.skipif(not (WHOLE or SEED), reason="long: make test-sample and make test-all run it")
+"""With :data:`family`, marks a single long test."""
+
 
 def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample: int) -> list[Case]:
     """What this run tries of the family ``name``: all, the ``part``, or ``sample`` of the others."""

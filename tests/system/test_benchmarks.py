@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import PYTHON, ROOT, run
+from families import family, long
 from pool import on_ranks
 
 import paramp
@@ -27,6 +28,8 @@ def benchmark(name):
     return importlib.import_module(name)
 
 
+@family
+@long
 def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     main = runpy.run_path(str(ROOT / "benchmarks/amp_table.py"))["main"]
