@@ -175,8 +175,12 @@ def serve(listener: socket.socket) -> list:
                 pid = os.fork()
                 if not pid:
                     os.close(go)
+                    # Sockets are closed by their objects: an object that is freed later closes its number again, which
+                    # by then may be a file of the client's.
                     for open_ in list(selector.get_map().values()):
-                        if open_.fd:
+                        if isinstance(open_.fileobj, socket.socket):
+                            open_.fileobj.close()
+                        elif open_.fd:
                             os.close(open_.fd)
                     selector.close()
                     connection.close()

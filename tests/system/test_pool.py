@@ -1,9 +1,11 @@
 """The pool of ranks itself: it reports the rank that failed, and goes on."""
 
 import os
+import subprocess
 import time
 
 import pytest
+import warm
 from pool import Choice, on_ranks, run_on_ranks
 
 
@@ -119,3 +121,21 @@ def test_a_context_that_was_closed_leaves_no_threads():
     trains_on_shards()
     after = run_on_ranks(2, __name__, "count_threads", {})
     assert all(now <= then for now, then in zip(after, before, strict=True))
+
+
+def test_a_warm_process_has_all_files_that_it_was_given():
+    """Whatever numbers the server's own files have, of which there are more while other processes run."""
+    warm.start()
+    code = "import os, sys; [os.write(int(fd), b'+') for fd in sys.argv[1:]]; sys.stdin.read()"
+    read, write = os.pipe()
+    files = [os.dup(write) for _ in range(40)]
+    processes = [
+        subprocess.Popen([warm.python(), "-c", code, *map(str, files)], stdin=subprocess.PIPE, pass_fds=files)
+        for _ in range(12)
+    ]
+    for process in processes:
+        process.communicate(b"", timeout=60)
+    for file in (write, *files):
+        os.close(file)
+    with os.fdopen(read, "rb") as received:
+        assert len(received.read()) == len(files) * len(processes)
