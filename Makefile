@@ -10,13 +10,16 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
 
+# Two workers, because a test in one process leaves a core idle; a file's tests stay together, for what they share.
+PYTEST := python -m pytest -q --numprocesses 2 --dist loadfile
+
 test: $(VENV)/installed
-	$(RUN)/python -m pytest -q $(ARGS)
+	$(RUN)/$(PYTEST) $(ARGS)
 
 # Cases of the long families that `make test` leaves out, chosen by SEED.
 SEED ?= $(shell git rev-parse --short HEAD)
 test-sample: $(VENV)/installed
-	PARAMP_TEST_SEED=$(SEED) $(RUN)/python -m pytest -q -m family $(ARGS)
+	PARAMP_TEST_SEED=$(SEED) $(RUN)/$(PYTEST) -m family $(ARGS)
 
 # Every case of every family, in parts; a second call goes on where the first one ended. PARTS="matrix fuzz": these only.
 test-all: $(VENV)/installed

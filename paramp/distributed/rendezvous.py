@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import secrets
 import socket
 import struct
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
@@ -114,10 +116,27 @@ def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, T
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on now, and that the system gives to no connection in the meantime.
+
+    The system takes the ports of outgoing connections, of which a job makes hundreds, from one range; this port is
+    taken from outside it where that range is known (Linux).
+    """
+    first, last = _ports_of_connections()
+    ports = [*range(4096, first), *range(last + 1, 65536)]
+    for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:  # 0: whatever the system gives
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise LaunchError("launch: this machine has no free TCP port")
+
+
+def _ports_of_connections() -> tuple[int, int]:
+    """The first and last port that the system takes for connections; all where that is not known."""
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return 0, 65535
+    return int(first), int(last)
 
 
 def own_hosts() -> list[str]:

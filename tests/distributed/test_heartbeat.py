@@ -21,11 +21,16 @@ CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait",
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """What each rank of each case wrote, and its exit code; all cases run at once."""
-    folder = tmp_path_factory.mktemp("output")
-    result = run([PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES], timeout=100)
-    assert result.returncode == 0, result.stderr
-    codes = json.loads((folder / "codes.json").read_text())
-    return {case: [((folder / f"{case}.{rank}").read_text(), codes[case][rank]) for rank in range(3)] for case in CASES}
+    for _ in range(3):
+        folder = tmp_path_factory.mktemp("output")
+        command = [PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES]
+        result = run(command, timeout=100, PARAMP_LAUNCH_TIMEOUT="30")
+        assert result.returncode == 0, result.stderr
+        codes = json.loads((folder / "codes.json").read_text())
+        texts = {(case, rank): (folder / f"{case}.{rank}").read_text() for case in CASES for rank in range(3)}
+        if not any("choose another port" in text for text in texts.values()):  # another program took one of the eight
+            break
+    return {case: [(texts[case, rank], codes[case][rank]) for rank in range(3)] for case in CASES}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from commands import TORCHRUN, run, torchrun
 from pool import on_ranks
 
 import paramp
+from paramp.distributed import rendezvous
 from paramp.distributed.rendezvous import free_port
 
 
@@ -78,7 +80,18 @@ def test_asking_for_a_gpu_that_is_not_there():
         paramp.launch_from_torch(device="cuda")
 
 
-def test_free_ports_are_free():
+def test_free_ports_are_free_and_no_connection_takes_them():
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 10
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for port in ports:
+        assert not first <= port <= last or first < 5000  # where the range leaves room outside
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_a_free_port_is_found_where_the_range_of_connections_is_not_known(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_ports_of_connections", lambda: (0, 65535))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port()))
 

@@ -70,7 +70,10 @@ def run(
             output, errors = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate()
+            process.stdout.close()  # type: ignore[union-attr]  # a child that left the group may hold it open for good
+            process.stderr.close()  # type: ignore[union-attr]
+            process.wait()
+            output = errors = "(still held open by a child)"
         raise AssertionError(f"{command} took more than {timeout:g} s\n{output}\n{errors}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
