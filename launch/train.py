@@ -38,7 +38,7 @@ from paramp.tools.train_data import Batches, DataPosition, max_over_ranks, raise
 
 
 def main() -> int:
-    """Configure, start the processes that are missing, train; the exit code."""
+    """Configure, start missing processes, train. Returns the exit code."""
     launched = False
     try:
         config = configure(sys.argv[1:], str(__doc__))
@@ -54,9 +54,9 @@ def main() -> int:
 
 
 def train(context: paramp.ParallelContext) -> int:
-    """The whole job on one rank; the exit code."""
+    """Train on one rank. Returns the exit code."""
     config, job = context.config, context.config.train
-    if job.tensorboard:  # on every rank, before anything is loaded
+    if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:
         check_matplotlib("train.histogram")
@@ -66,7 +66,7 @@ def train(context: paramp.ParallelContext) -> int:
     model = paramp.models.GPT(model_config(config, corpus.vocab_size))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, lr_scheduler = initialize(job, model)
-    position = DataPosition(corpus, config.gradient_accumulation)  # as asked for, not as find_checkpoint changed it
+    position = DataPosition(corpus, config.gradient_accumulation)  # as configured, not as changed by find_checkpoint
     engine.track("position", position)
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
@@ -93,7 +93,7 @@ def train(context: paramp.ParallelContext) -> int:
 
 
 def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Header | None]:
-    """The checkpoint to resume from and its header; the accumulation then keeps the global batch that it had."""
+    """The checkpoint to resume from and its header. It may change the accumulation, to keep the global batch."""
     job = context.config.train
     show: Callable[[str], None] = functools.partial(print, flush=True) if context.is_main else lambda text: None
     found = find(job.resume, None if job.checkpoint_dir is None else Path(job.checkpoint_dir), show)
@@ -106,7 +106,7 @@ def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Heade
 
 
 def initialize(job: TrainConfig, model: paramp.models.GPT) -> tuple[paramp.Engine, Scheduler]:
-    """The engine with AdamW, which decays matrices only, and the scheduler of the learning rate."""
+    """The engine, with AdamW that decays only matrices, and the learning-rate scheduler."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -132,7 +132,7 @@ def learning_rate_factor(step: int, total: int) -> float:
 
 
 def open_checkpoints(job: TrainConfig) -> Checkpoints | None:
-    """The checkpoints in the folder of the job, if it has one."""
+    """The checkpoints in ``train.checkpoint_dir``; None without one."""
     if job.checkpoint_dir is None:
         return None
     folder = Path(job.checkpoint_dir)
@@ -141,7 +141,7 @@ def open_checkpoints(job: TrainConfig) -> Checkpoints | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every step of a run uses."""
+    """The objects and constants of a run."""
 
     engine: paramp.Engine
     lr_scheduler: Scheduler
@@ -151,15 +151,15 @@ class Run:
     reporter: Reporter
     checkpoints: Checkpoints | None
     flops: int
-    """Of one step of the model."""
+    """FLOPs that the model needs for one step."""
     peak_flops: float | None
-    """Of the world's devices in a second."""
+    """FLOPs per second of all devices together; None if unknown."""
     baseline: float | None
-    """The loss of a byte-bigram model, to compare with; on the main rank, if the data is bytes."""
+    """The loss of a byte-bigram model, in nats per byte. None on other ranks than the main one, and for tokens."""
 
 
 def train_steps(run: Run, stop: StopRequest) -> int:
-    """The remaining steps; the exit code."""
+    """Run the remaining steps. Returns the exit code."""
     context, job = run.engine.context, run.engine.context.config.train
     first = run.position.step + 1
     run.batches.fetch(first)
@@ -187,7 +187,7 @@ def train_steps(run: Run, stop: StopRequest) -> int:
 
 
 def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
-    """One optimizer step: its record for ``metrics.jsonl``, and its timeline if it was asked for."""
+    """Run one optimizer step. Returns its record for ``metrics.jsonl``, and its timeline if it is traced."""
     engine, config = run.engine, run.engine.context.config
     start, data_seconds = time.perf_counter(), run.batches.seconds
     engine.train()
@@ -202,7 +202,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     run.lr_scheduler.step()
     run.position.step = step
     if engine.context.device.type == "cuda":
-        torch.cuda.synchronize(engine.context.device)  # else the time would not include the optimizer's kernels
+        torch.cuda.synchronize(engine.context.device)  # so that the time includes the optimizer's kernels
     seconds = time.perf_counter() - start + data_seconds
     if config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
         run.reporter.say(f"step {step} was skipped: {engine.diagnose_overflow()}")
@@ -223,7 +223,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
 
 
 def save_histogram(run: Run) -> None:
-    """Write the exponents of the gradients as ``gradients.json`` and ``gradients.png``. Every rank calls it."""
+    """Write the histogram of the gradients to ``gradients.json`` and ``gradients.png``. Every rank calls it."""
     histogram = run.engine.gradient_histogram()
     if run.engine.context.is_main:
         folder = Path(str(run.engine.context.config.train.log_dir))
@@ -234,9 +234,9 @@ def save_histogram(run: Run) -> None:
 
 
 def agree(run: Run, record: dict[str, Any], stop: StopRequest) -> tuple[int, bool]:
-    """Whether to stop: the signal that any rank received, or 0, and whether any rank could not read its next batch.
+    """Whether to stop: the signal that any rank received (0: none), and whether any rank failed to read its next batch.
 
-    One all-reduce, which also makes the peaks in ``record`` those of all ranks.
+    The same all-reduce replaces the memory and data times in ``record`` by their maxima over all ranks.
     """
     memory, record["data_seconds"], signal, failed = max_over_ranks(
         run.engine.context,
@@ -250,7 +250,7 @@ def agree(run: Run, record: dict[str, Any], stop: StopRequest) -> tuple[int, boo
 
 
 def save(run: Run, step: int, ending: bool) -> None:
-    """Write a checkpoint if one is due after ``step``, or if the run is ending: then before this returns."""
+    """Write a checkpoint if one is due after ``step`` or the run is ending. When ending, wait until it is written."""
     last = step == run.engine.context.config.train.steps
     if run.checkpoints is not None and (ending or last or run.checkpoints.due(step)):
         saved = run.checkpoints.save(run.engine, step, wait=ending)
@@ -259,7 +259,7 @@ def save(run: Run, step: int, ending: bool) -> None:
 
 
 def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
-    """Report a step: its record, its timeline and its evaluation, if it has them."""
+    """Log a step: its record, and its timeline and evaluation if there are any."""
     run.reporter.step(record)
     if timeline is not None and run.engine.context.is_main:
         trace = set_aside(Path(str(run.engine.context.config.train.log_dir)) / "trace.json")

@@ -1,1 +1,1 @@
-"""What every package may use: errors, coercion of options, module surgery, DTensor helpers."""
+"""Helpers for every package: errors, coercion of options, module surgery, DTensor helpers."""

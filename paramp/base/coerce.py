@@ -1,4 +1,4 @@
-"""Frozen dataclasses from plain mappings, every value checked against the type of its field."""
+"""Building dataclasses from plain mappings; every value is checked against the type of its field."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ def keys(cls: type) -> list[str]:
 
 
 def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[str] = ()) -> T:
-    """``cls`` from a mapping, every value checked against its field's type.
+    """Build ``cls`` from ``tree``; every value is checked against the type of its field.
 
-    Messages name the ``path`` of the mapping and, beside the fields, the keys ``also`` that the user may give.
+    Messages begin with ``path``, the key of ``tree`` in the configuration. They list the keys ``also`` as allowed too.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or what ``cls`` itself raises.
+        ConfigError: a key is unknown, a value has the wrong type, or ``cls`` itself raises.
     """
     hints, known = typing.get_type_hints(cls), keys(cls)
     values: dict[str, Any] = {}
@@ -40,12 +40,12 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as the type ``hint``. Only conversions that lose nothing: an int to a float, a list to a tuple.
+    """Convert ``value`` to the type ``hint`` without loss, such as an int to a float or a list to a tuple.
 
-    A class with a ``parse`` of its own converts by it.
+    A class with a ``parse`` method is converted by that method.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: ``value`` has another type. The message begins with ``path``, its key in the configuration.
     """
     if isinstance(hint, type) and hasattr(hint, "parse"):
         try:
@@ -64,7 +64,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         converter = {float: float, tuple: tuple}.get(typing.get_origin(hint) or hint)
         return value if converter is None else converter(value)
     elif hint is int and _is_number(value, int):
-        raise ConfigError(f"{path}: got {shown(value)}, expected an integer that 64 bits hold")
+        raise ConfigError(f"{path}: got {shown(value)}, expected a signed 64-bit integer")
     raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(hint)}")
 
 
@@ -79,7 +79,7 @@ def _convert_to_dataclass(value: Any, cls: type, path: str) -> Any:
 
 
 def _matches(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of the type ``hint``, which is no union, or converts to it without loss."""
+    """Whether ``value`` has the type ``hint`` (not a union), or converts to it without loss."""
     origin = typing.get_origin(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
@@ -95,12 +95,12 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether ``value`` is of ``kind``; True and False are no numbers here."""
+    """Whether ``value`` is of ``kind``; a bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _fits(number: float) -> bool:
-    """Whether a float can be ``number``."""
+    """Whether ``number`` is in the range of float64 and not NaN."""
     return abs(number) < 10**308 if isinstance(number, int) else not math.isnan(number)
 
 

@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: without it there are none."""
+    """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: no DTensor exists before that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds: a DTensor's local tensor (shared storage), a plain tensor itself."""
+    """The local tensor of a DTensor (same storage, any dims and dtype); a plain tensor is returned unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def full_tensor(value: Any) -> Any:
-    """A DTensor gathered whole, a collective of its mesh; any other value as it is."""
+    """Gather a DTensor, a collective of its mesh; any other value is returned unchanged."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Grows with every in-place change of ``tensor``, or of its local part."""
-    # autograd counts what it adds to a DTensor in the DTensor; what is done to the local part is counted there
+    """A counter that grows with every in-place change of ``tensor`` or of its local tensor."""
+    # autograd's accumulation changes only the DTensor's counter, our kernels only the local tensor's
     return tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0)
 
 
@@ -43,7 +43,7 @@ def wrap(
     placements: Sequence[Placement] | None = None,
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """The DTensor whose local part is ``part`` (any dims and dtype; not copied), on the mesh of ``like``.
+    """Make a DTensor with the local tensor ``part`` (any dims and dtype; not copied), on the mesh of ``like``.
 
     ``placements`` and ``shape`` are the DTensor's. None: those of ``like``.
     """
@@ -61,13 +61,13 @@ def wrap(
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of the plain ``whole``, a view, as ``like`` shards a tensor of its shape.
+    """This rank's shard of the plain tensor ``whole``, as a view, by the mesh and placements of ``like``.
 
     Args:
-        whole: any dims and dtype; the logical shape of ``like``.
+        whole: any dtype; its shape is the global shape of ``like``.
 
     Raises:
-        ConfigError: ``like`` has a placement that is no part of a whole, such as a partial sum.
+        ConfigError: a placement of ``like`` is neither Shard nor Replicate.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -75,31 +75,31 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
-            chunks = part.chunk(size, placement.dim)  # fewer chunks than ranks where the dim is short
+            chunks = part.chunk(size, placement.dim)  # a dim shorter than the axis gives fewer chunks than ranks
             part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):
             raise ConfigError(
-                f"plan: {placement} neither shards nor replicates, so a weight that is filled later cannot have it; "
+                f"plan: got the placement {placement} for a weight on meta, expected Shard or Replicate; "
                 "build the model on the CPU"
             )
     return part
 
 
 def forget_sharding_decisions() -> None:
-    """Empty DTensor's caches, before the process groups of a mesh are destroyed.
+    """Clear DTensor's caches. Called before the process groups of a mesh are destroyed.
 
-    The caches compare meshes by ranks and names alone, so that an entry made for this mesh would be taken for an equal
-    mesh of a later launch, with process groups that are gone.
+    The cache keys hold only the ranks and dim names of a mesh. A later launch with an equal mesh would get an entry of
+    this one, whose process groups no longer exist.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
     def clear(owner: Any, name: str, method: str = "__call__") -> None:
-        getattr(getattr(owner, name, None), method, lambda: None)()  # not every version of torch has each
+        getattr(getattr(owner, name, None), method, lambda: None)()  # some versions of torch lack some of them
 
     clear(debug, "_clear_sharding_prop_cache")
-    # These hold meshes, and with each mesh its groups and their threads, which poll.
+    # These caches keep meshes alive, and so their process groups and the threads of those groups.
     clear(_redistribute, "clear_redistribute_planner_cache")
     clear(_redistribute, "_gen_transform_infos", "cache_clear")
     clear(_redistribute, "_gen_transform_infos_non_cached", "cache_clear")

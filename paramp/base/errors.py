@@ -1,4 +1,4 @@
-"""The errors that users see, and the hint in them."""
+"""The exceptions that users see, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST = 200
-"""Characters of a value in a message."""
+"""The most characters of a value that a message shows."""
 
 
 class ConfigError(ValueError):
-    """The user asked for something impossible. The message names the value, what is allowed, and the fix."""
+    """A configuration or argument is invalid. The message names the value, what is allowed, and the fix."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message names the file or the tensor, and what to do."""
+    """A checkpoint cannot be written or read. The message names the file or the tensor, and the fix."""
 
 
 class TrainingDiverged(RuntimeError):
-    """So many steps were skipped that training would not recover. The message is the diagnosis; every rank has it.
+    """Too many steps in a row were skipped. The message is the diagnosis, the same on every rank.
 
-    ``report`` is the same as a :class:`~paramp.optim.overflow_report.OverflowReport`.
+    ``report`` is the diagnosis as a :class:`~paramp.optim.overflow_report.OverflowReport`.
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -29,15 +29,15 @@ class TrainingDiverged(RuntimeError):
 
 
 class DataError(RuntimeError):
-    """Data that was right when it was opened cannot be read any more. The message names the file and the offset."""
+    """Data cannot be read any more, though it was valid when opened. The message names the file and the offset."""
 
 
 class ReplicaDrift(RuntimeError):
-    """Ranks that should hold the same weights, masters or loss scale do not. The message names what, and the ranks."""
+    """Replicas of a weight, master or loss scale differ. The message names the value and the ranks."""
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """``text`` for a message: its lines one after the other, odd characters escaped, cut after ``longest``."""
+    """``text`` for a message: on one line, unprintable characters escaped, truncated to ``longest`` characters."""
     text = " ".join(line.strip() for line in text.splitlines())
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
@@ -45,15 +45,15 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 
 def shown(value: object) -> str:
-    """What a user gave, for a message: its ``repr``, in :func:`one_line`."""
+    """A user's value for a message: its ``repr`` through :func:`one_line`."""
     try:
         return one_line(repr(value))
-    except Exception as error:  # Python does not write out integers of thousands of digits, nor do all objects
+    except Exception as error:  # repr fails for integers of thousands of digits, and for some users' classes
         return f"a value of the type {type(value).__name__} ({one_line(str(error))})"
 
 
 def key_name(key: object) -> str:
-    """A key for a message: as it is, or quoted where it would not be recognised as one."""
+    """A key for a message; quoted if it is empty, long, not a string, or has spaces or unprintable characters."""
     plain = isinstance(key, str) and key.isprintable() and key and " " not in key and len(key) <= LONGEST
     return str(key) if plain else shown(key)
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether ``name`` is one that ``pattern`` means.
+    """Whether ``name`` matches ``pattern``.
 
-    ``*`` stands for one part between dots or for some of it, ``**`` for any number of parts.
+    ``*`` matches any characters of one part between dots, ``**`` any number of parts.
     """
     return _match(name.split("."), pattern.split("."))
 

@@ -1,4 +1,4 @@
-"""Taking models apart, and replacing their parameters, without losing names or what parameters have in common."""
+"""Partitioning modules and replacing parameters; names and ties are kept."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 
 
 class PassThrough(nn.Module):
-    """Stands where a model calls a module that another pipeline stage has; returns its first argument."""
+    """Replaces a module that is on another pipeline stage; returns its first argument."""
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         return kwargs.get("hidden_states", x)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """``copy.copy`` of ``module``, for modules that refuse to be serialised too, such as parametrized ones."""
+    """A shallow copy; unlike ``copy.copy``, also of modules that refuse to be pickled, such as parametrized ones."""
     copied: nn.Module = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__)
     return copied
 
 
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A copy of ``module``, sharing its modules and parameters under the same names, that computes ``forward``."""
+    """A shallow copy of ``module``, with the same submodules and parameters, whose forward is ``forward``."""
     changed = shallow_copy(module)
     changed.__dict__["forward"] = forward
     return changed
@@ -34,18 +34,18 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
     """Run each call of ``module`` inside a new ``context(module)`` from now on.
 
-    Hooks do it, not ``module.forward = ...``: which forward that is stays open, since
-    :func:`~paramp.base.replace_class.replace_class` may give the module another class. Hooks that ``module`` has
-    already run outside of the context.
+    It adds hooks instead of assigning ``module.forward``, because
+    :func:`~paramp.base.replace_class.replace_class` may later change the class and with it the forward. Hooks
+    registered before run outside the context.
     """
-    entered: list[AbstractContextManager[Any]] = []  # several where the module calls itself
+    entered: list[AbstractContextManager[Any]] = []  # a stack, because a module may call itself
 
     def enter(module: nn.Module, _inputs: Any) -> None:
         entered.append(context(module))
         entered[-1].__enter__()
 
     def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if entered:  # not where an earlier hook has failed
+        if entered:  # empty if an earlier hook raised
             entered.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
@@ -53,13 +53,13 @@ def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContext
 
 
 def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn.Module:
-    """``module`` with only the modules, parameters and buffers called ``paths``, under the names that they have.
+    """A copy of ``module`` with only the modules, parameters and buffers ``paths``, under their names in it.
 
-    What leads to them is copied, without its other contents; they themselves are shared.
+    The modules that contain them are copied; the named ones are shared.
     """
     part = shallow_copy(module)
     part._modules = {}
-    for name, child in module._modules.items():  # named_children() would pass over a module that comes again
+    for name, child in module._modules.items():  # named_children() skips a module's second name
         path = f"{prefix}{name}"
         if child is None or path in paths:
             part._modules[name] = child
@@ -73,7 +73,7 @@ def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn
 
 
 def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
-    """The parameters, then the buffers of ``module`` by name; unless ``remove_duplicate``, by all of their names."""
+    """The parameters, then the buffers, by name; without ``remove_duplicate``, each under all of its names."""
     return [
         *module.named_parameters(remove_duplicate=remove_duplicate),
         *module.named_buffers(remove_duplicate=remove_duplicate),
@@ -81,7 +81,7 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
 
 
 def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
-    """The parameters and buffers of ``module`` that neither are among ``paths`` nor lie in a module that is."""
+    """Names of the parameters and buffers of ``module`` that are not in ``paths``, and not in a module in ``paths``."""
     known = set(paths)
     return [name for name, _ in named_tensors(module, remove_duplicate=False) if known.isdisjoint(_prefixes(name))]
 
@@ -93,13 +93,13 @@ def _prefixes(name: str) -> list[str]:
 
 @contextmanager
 def keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers of ``module`` are what they were before, whatever a forward has done to them."""
+    """Restore the buffers of ``module`` on exit, whatever a forward did to them."""
     buffers = [(submodule, dict(submodule._buffers.items())) for submodule in module.modules()]
     values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
     try:
         yield
     finally:
-        for submodule, own in buffers:  # the forward may have put others in their place
+        for submodule, own in buffers:  # the forward may have assigned new tensors
             if not isinstance(submodule, torch.jit.ScriptModule):
                 submodule._buffers.clear()
                 submodule._buffers.update(own)
@@ -113,10 +113,10 @@ def keeping_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keeping_ties(module: nn.Module) -> Iterator[list[tuple[str, ...]]]:
-    """Parameters that have several names in ``module`` are one parameter again afterwards: the first name's.
+    """On exit, tie the parameters of ``module`` again that were tied on entry, to the one of the first name.
 
     Yields:
-        The names of each such parameter.
+        The names of each tied parameter.
     """
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -136,7 +136,7 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 def cast_parameters(module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False) -> None:
     """Store the floating-point parameters and buffers of ``module`` in ``dtype``; tied ones stay tied.
 
-    Those of batch norms go to fp32 instead, if they are to be kept there.
+    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32.
     Parameters are replaced, not changed in place, because assigning ``.data`` does not work for DTensors.
     """
     with keeping_ties(module):
@@ -153,9 +153,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp3
 def stored_dtype(
     module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False
 ) -> torch.dtype:
-    """What the parameter or buffer ``name`` of ``module`` itself is stored in, where weights are stored in ``dtype``.
+    """The dtype in which ``tensor``, the parameter or buffer ``name`` of ``module``, is stored; ``dtype`` for most.
 
-    Integers stay what they are. Batch norms are in fp32, if they are to be kept there.
+    Integers keep their dtype. With ``keep_batchnorm_fp32``, batch norms are stored in fp32.
     """
     if not tensor.is_floating_point() or _is_frequencies(module, name):
         return tensor.dtype
@@ -163,7 +163,7 @@ def stored_dtype(
 
 
 def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A copy of ``parameter`` in ``dtype``, with the hooks and attributes that it was given."""
+    """A copy of ``parameter`` in ``dtype``, with its hooks and attributes."""
     copied = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
     vars(copied).update(vars(parameter))
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -175,6 +175,6 @@ def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def _is_frequencies(module: nn.Module, name: str) -> bool:
     """Whether a buffer holds the frequencies of a Hugging Face rotary embedding.
 
-    They are multiplied by positions in fp32 and their rounding errors too, so these models keep them in fp32.
+    They are multiplied by positions, which also multiplies their rounding error, so they stay in fp32.
     """
     return "inv_freq" in name and type(module).__module__.startswith("transformers.")

@@ -1,9 +1,9 @@
-"""Which optional backends this Python has, found without importing them.
+"""Which optional packages are installed, found without importing them.
 
-Two unrelated packages are called ``apex``. NVIDIA's, built from source, has fused CUDA kernels; the one that
-``pip install apex`` brings from PyPI is a toolkit for logging in to web applications, and importing it may fail or pull
-in a web framework. So it is looked for on disk: NVIDIA's has the subpackages ``apex.normalization`` and
-``apex.optimizers``, and its kernels are compiled modules beside it (``fused_layer_norm_cuda``, ``amp_C``).
+Two unrelated packages are called ``apex``. NVIDIA's, built from source, has fused CUDA kernels. The one on PyPI
+(``pip install apex``) is a login toolkit for web applications; importing it may fail or import a web framework. So the
+files are inspected: NVIDIA's has the subpackages ``apex.normalization`` and ``apex.optimizers``, and its kernels are
+compiled modules beside it (``fused_layer_norm_cuda``, ``amp_C``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Literal
 
 SUBPACKAGES = ("normalization", "optimizers")
-"""What of NVIDIA's Apex the package on PyPI does not have."""
+"""Subpackages of NVIDIA's Apex that the package on PyPI lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Giving modules another class in place, such as that of a norm in low precision."""
+"""Changing the class of modules in place, for example to that of a low-precision norm."""
 
 import copyreg
 import sys
@@ -17,19 +17,18 @@ def replace_class(
     new: type[nn.Module],
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> list[str]:
-    """Make the modules of ``model`` that compute as ``old`` does compute as ``new``, a subclass of it, in place.
+    """Change the class of each module in ``model`` with the forward of ``old`` to ``new``, a subclass, in place.
 
-    Each stays the object that it is, with another class: its parameters, buffers, hooks, attributes, mode, names and
-    all references to it hold, optimizers and their states too, and one that has several names is changed once. So it
-    works on DTensor parameters, and after a plan has put hooks on a module. A module of a subclass of ``old`` gets a
-    class made of ``new`` and that subclass. Modules with a forward of their own, from a subclass or set on the
-    instance, are left alone, and so are those that ``filter_fn``, given a module and its first name, does not choose.
+    Each module stays the same object. So its parameters, buffers, hooks, attributes, mode, names and the optimizer's
+    state are kept, and DTensor parameters and hooks of a tensor-parallel plan work. A module of a subclass of ``old``
+    gets a new class that derives from ``new`` and that subclass. A module whose subclass or instance overrides
+    ``forward`` is not changed, nor is one for which ``filter_fn(module, first name)`` is False.
 
     Returns:
         The first name of each module changed.
 
     Raises:
-        TypeError: ``model`` is no module, or it or a module in it is wrapped in DDP or FSDP.
+        TypeError: ``model`` is not a module, or a module in it is wrapped in DDP or FSDP.
     """
     _check_bare(model)
     assert issubclass(new, old)
@@ -43,7 +42,7 @@ def replace_class(
 
 def _change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
     kind = type(module)
-    # torch's parametrizations give a module a class of its own, derived from its real one, to which they return.
+    # torch's parametrizations derive a class from the module's own, and go back to that base when they are removed.
     own = kind.__bases__[0] if parametrize.is_parametrized(module) else kind
     changed = new if own is old else _combined(new, own, old)
     if own is kind:
@@ -55,7 +54,7 @@ def _change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module])
 def _check_bare(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected an nn.Module")
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import; what is not imported wraps nothing
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import; if it is not imported, nothing is wrapped
     wrappers = (DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
@@ -74,7 +73,7 @@ _COMBINED: dict[tuple[type, type, type], type] = {}
 
 
 def _combined(new: type, own: type, old: type) -> type:
-    """``own``, a subclass of ``old``, with what ``new`` overrides of ``old``; the same class each time."""
+    """A class with the overrides of ``new`` and the rest of ``own``, a subclass of ``old``; cached."""
     key = new, own, old
     if key not in _COMBINED:
         name = new.__name__.replace(old.__name__, own.__name__)
@@ -84,11 +83,11 @@ def _combined(new: type, own: type, old: type) -> type:
 
 
 def _reduce_combined(module: nn.Module, protocol: int) -> Any:
-    """For pickle and copy, which look a class up by its name; a combined one has none in any module."""
+    """For pickle and copy, which look classes up by name: a combined class is not in any module."""
     reduced: Any = object.__reduce_ex__(module, max(2, protocol))
     constructor, arguments, *state = reduced
     if constructor is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        return reduced  # the user's class has a way of its own
+        return reduced  # the user's class has its own __reduce_ex__
     return _new_combined, (module._combined_from, *arguments[1:]), *state
 
 

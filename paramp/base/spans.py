@@ -1,4 +1,4 @@
-"""Observers of what a rank does: forward, backward, communication, step."""
+"""Observers of a rank's operations: forward, backward, communication, step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 STEP = "step"
-"""The kind of an engine's step; all others are the pipeline's."""
+"""The kind of an engine's step; all other kinds are the pipeline's."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Span:
     stage: int | None = None
     microbatch: int | None = None
     call: int = 0
-    """Which call of ``forward_backward`` it belongs to, from 0; with gradient accumulation there are several."""
+    """The index of the call of ``forward_backward``; with gradient accumulation a step has several."""
 
 
 class Recorder:
-    """Records the spans of one rank, on its own clock."""
+    """Records the spans of one rank, by the clock of its process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class Recorder:
         self._recorded.append((kind, begin, self._now(), stage, microbatch, max(self._call, 0)))
 
     def spans(self) -> list[Span]:
-        """All that was recorded, in seconds of this process's clock."""
+        """All recorded spans, in seconds of this process's clock; on CUDA it synchronises."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
@@ -77,19 +77,19 @@ class Recorder:
 
 
 class Observer(Protocol):
-    """Observes what a rank does, while it does it."""
+    """Observes the operations of a rank as they run."""
 
     def begin_call(self) -> None:
         """A batch begins."""
 
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
-        """A context that goes around an operation: ``kind`` is as in :class:`Span`."""
+        """A context around one operation; ``kind`` as in :class:`Span`."""
 
 
 def span(
     observers: Sequence[Observer], kind: str, stage: int | None = None, microbatch: int | None = None
 ) -> AbstractContextManager[None]:
-    """The ``span`` of each of ``observers``, around one another."""
+    """The ``span`` contexts of all ``observers``, nested."""
     if len(observers) > 1:
         return _spans(observers, kind, stage, microbatch)
     return observers[0].span(kind, stage, microbatch) if observers else nullcontext()

@@ -14,12 +14,12 @@ from .schema import Config
 
 
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A :class:`Config` from a dict or a ``.toml`` or ``.py`` file; one that is finished is returned as it is.
+    """A :class:`Config` from a dict or a ``.toml`` or ``.py`` file; a Config is returned unchanged.
 
     ``overrides`` replace the values of ``source``, table by table.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or an impossible value.
+        ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
         FileNotFoundError: the file does not exist.
     """
     if isinstance(source, Config):
@@ -46,10 +46,10 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The tree of a ``.toml`` file, or of a ``.py`` file: its ``CONFIG`` (or ``config``) dict, else its names.
+    """Read a ``.toml`` file, or a ``.py`` file: its dict ``CONFIG`` or ``config``, else its global names.
 
     Raises:
-        ConfigError: the file is not valid, or of another kind.
+        ConfigError: the file is not valid, or has another suffix.
         FileNotFoundError: the file does not exist.
     """
     path = Path(path)
@@ -58,7 +58,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if path.suffix == ".toml":
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # numbers too long and brackets too deep for Python among them
+        except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested brackets
             raise ConfigError(f"config: {str(path)!r} is not valid TOML: {one_line(str(error))}") from None
     if path.suffix == ".py":
         try:
@@ -76,8 +76,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``overrides``, table by table. A table replaces a number as its ``size``, so that
-    ``tensor=2`` and ``tensor.mode="1d"`` add up."""
+    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``:
+    ``tensor=2`` and ``tensor.mode="1d"`` give both."""
     result = dict(base)
     for key, value in overrides.items():
         old = result.get(key)
@@ -88,6 +88,6 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
         else:
             result[key] = value
     for key, other in (("precision", "fp16"), ("fp16", "precision")):
-        if key in overrides and other not in overrides:  # two keys for one setting; load refuses both at once
+        if key in overrides and other not in overrides:  # two keys for one setting; load() refuses both together
             result.pop(other, None)
     return result

@@ -14,7 +14,7 @@ class TensorConfig:
     """The tensor axis: each layer's weights are sharded over its ranks."""
 
     size: int = 1
-    """Ranks that shard each layer."""
+    """The number of ranks that shard each layer."""
     mode: Literal["1d"] = "1d"
     """How weight matrices are sharded: ``1d`` is Megatron's column and row parallelism."""
 
@@ -27,7 +27,7 @@ class PipelineConfig:
     """The pipeline axis: the layers are partitioned into stages, and each rank runs one or more of them."""
 
     size: int = 1
-    """Ranks that the layers are partitioned over."""
+    """The number of pipeline ranks."""
     schedule: str = "1f1b"
     """The order of forwards and backwards (:mod:`paramp.config.schedules`): ``gpipe``, ``1f1b``, ``interleaved-1f1b``,
     ``looped-bfs``, ``interleaved-zero-bubble``, ``zbv`` or ``dualpipev``. torch's names are accepted, too."""
@@ -86,7 +86,7 @@ class PipelineConfig:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """The number of stages of the whole model."""
         return self.size * self.num_local_stages
 
     @property

@@ -31,7 +31,7 @@ class Schedule:
     """One schedule."""
 
     torch_name: str
-    """Its name in ``torch.distributed.pipelining`` (``get_schedule_class``)."""
+    """The name in ``torch.distributed.pipelining`` (``get_schedule_class``)."""
     stages_per_rank: int = 1
     """Stages on a rank by default."""
     any_stages: bool = False
@@ -43,12 +43,12 @@ class Schedule:
     in_rounds: bool = False
     """Whether microbatches run in rounds of equal size, each of at least as many as there are ranks."""
     least_microbatches: Callable[[int], int] = lambda ranks: 1
-    """The fewest microbatches that it runs with, by the number of ranks."""
+    """The fewest microbatches that the schedule accepts, by the number of ranks."""
     filled_by: Callable[[int], int] = lambda ranks: ranks
     """The fewest microbatches that keep every rank busy between filling and draining, by the number of ranks."""
 
     def bubble(self, ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
-        """The theoretical fraction of a step that ranks idle; see above. None where the pipeline never fills."""
+        """The theoretical fraction of a step that ranks idle, see the module. None if the pipeline never fills."""
         if microbatches < self.filled_by(ranks):
             return None
         busy = (3 if self.splits_backward else 1) * stages_per_rank * microbatches
@@ -81,7 +81,7 @@ SCHEDULES = {
 
 
 def canonical_name(name: str) -> str:
-    """The key of :data:`SCHEDULES` for ``name``, in any case and also by torch's name; else ``name`` itself."""
+    """The key of :data:`SCHEDULES` for ``name``: any case, also torch's names; else ``name`` unchanged."""
     plain = name.lower().replace("_", "-")
     by_torch_name = {row.torch_name.lower(): key for key, row in SCHEDULES.items()}
     return plain if plain in SCHEDULES else by_torch_name.get(plain.removeprefix("schedule"), name)

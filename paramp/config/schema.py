@@ -1,4 +1,4 @@
-"""The whole configuration, which :func:`paramp.config.files.load` builds from a dict, a TOML or a Python file.
+"""The configuration. :func:`paramp.config.files.load` builds it from a dict, a TOML file or a Python file.
 
 Every :class:`~paramp.base.errors.ConfigError` names the key's full path, the value, what is allowed, and the nearest
 known key.
@@ -30,20 +30,20 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout."""
     precision: Precision = field(default_factory=lambda: Precision.parse("32-true"))
-    """The mode of precision: a name, or a table with ``mode`` and options of it."""
+    """The precision mode: a name, or a table with ``mode`` and its options."""
     clip_grad_norm: float | None = None
     """The largest norm of the whole model's gradient; a larger one is scaled down to it. None: no clipping."""
     gradient_accumulation: int = 1
     """Calls of ``step()`` that make one optimizer step."""
     masters: Literal["full", "remainder"] | None = None
     """How fp32 masters are stored, in modes that have them: in full, or as the 16 bits that the half-precision weight
-    lacks (:mod:`paramp.optim.master_residuals`). None: as the mode says."""
+    lacks (:mod:`paramp.optim.master_residuals`). None: the mode's default."""
     grad_dtype: torch.dtype | str | None = None
-    """The dtype in which gradients are accumulated over microbatches: float32, or the weights'. None: as the mode
-    says."""
+    """The dtype in which gradients are accumulated over microbatches: float32, or the weights'. None: the mode's
+    default."""
     reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
     """The dtype in which gradients are summed over ranks: one for all axes, or one for each of ``dp``, ``tp`` and
-    ``pp``. None: as the mode says."""
+    ``pp``. None: the mode's default."""
     max_skipped_in_a_row: int | None = 50
     """Optimizer steps skipped in a row after which training stops with a diagnosis. None: never."""
     trace_overflow: bool = False
@@ -53,7 +53,7 @@ class Config:
     """Steps after which weights, masters and loss scale are compared between the ranks that replicate them
     (:mod:`paramp.observe.replica_check`). None: never."""
     repair_replicas: bool = False
-    """Copy what differs from the lowest rank that holds it and continue, instead of stopping."""
+    """On a difference, copy the value of the lowest rank to its replicas and continue, instead of stopping."""
     hang_timeout: float | None = 300.0
     """Seconds of silence after which a rank is reported missing and the job ends
     (:mod:`paramp.distributed.heartbeat`). None: no heartbeat."""
@@ -96,7 +96,7 @@ class Config:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every setting as ``{"parallel.tensor.size": 2, ...}``: plain values, as they are printed and saved."""
+    """Every setting as ``{"parallel.tensor.size": 2, ...}``, with plain values for printing and for JSON."""
     return {key: _plain(value) for key, value in _settings(config, "")}
 
 
@@ -127,7 +127,7 @@ def _storage(precision: Precision) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it; objects of other types, among the user's own keys, as a string."""
+    """``value`` as JSON can hold it; an object of another type, in the user's own keys, as a string."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     small = isinstance(value, int) and abs(value) < 2**63  # a bool, too

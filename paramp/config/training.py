@@ -24,9 +24,9 @@ class TrainConfig:
     tokenizer: str | None = None
     """The path of a Hugging Face ``tokenizer.json``, or of a folder with one. None: text is read as bytes."""
     vocab_size: int | None = None
-    """Tokens that exist. None: as the tokenizer or the data says, else the model's own."""
+    """The size of the vocabulary. None: that of the tokenizer or the data, else the model preset's."""
     data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
-    """The dtype of a ``.bin``. ``auto``: that of a ``meta.json`` beside it, else uint16."""
+    """The dtype of a ``.bin``. ``auto``: that in the ``meta.json`` beside it, else uint16."""
     norms: Literal["plain", "low-precision", "fused"] = "plain"
     """``low-precision``: norms take and return autocast's dtype. ``fused``: the same, with Apex's kernels where they
     are installed (:mod:`paramp.precision.norms`)."""
@@ -80,7 +80,7 @@ class TrainConfig:
         there = self.checkpoint_dir is not None
         missing, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
         writes = there or self.checkpoint_every is None
-        self._require(writes, "checkpoint_every", f"nothing, {missing} write to; {fix}")
+        self._require(writes, "checkpoint_every", f"None, {missing} write to; {fix}")
         for name in ("checkpoint_dir", "resume"):
             self._require(getattr(self, name) != "", name, "a path")
         looks = there or self.resume != "auto"
@@ -90,7 +90,7 @@ class TrainConfig:
         for name in ("trace", "histogram"):
             step = getattr(self, name)
             self._require(step is None or 1 <= step <= self.steps, name, f"a step from 1 to {self.steps}")
-            self._require(there or step is None, name, f"nothing, {missing}")
+            self._require(there or step is None, name, f"None, {missing}")
 
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         require(condition, name, getattr(self, name), allowed)

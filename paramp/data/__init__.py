@@ -1,1 +1,1 @@
-"""Where tokens and batches come from, and which of them each data rank gets."""
+"""Token sources, sampling, and data loaders sharded over the data axis."""

@@ -1,7 +1,7 @@
-"""What to train on, and batches that depend on nothing but the seed, the step and the index in the global batch.
+"""A corpus: tokens to train on and held-out tokens, from data in any supported format.
 
-:func:`load_corpus` opens what lies at a path as two sources of tokens (:mod:`paramp.data.token_sources`), one to train
-on and one held out.
+:func:`load_corpus` opens the data at a path as two token sources (:mod:`paramp.data.token_sources`), one to train on
+and one held out.
 
 Sampling is stateless: sample ``i`` of step ``s`` is a function of (seed, s, i). Data ranks, accumulation steps and
 microbatches take slices of the same global batch, so every layout and every resumed run sees the same data.
@@ -37,16 +37,16 @@ class Corpus:
     held_out: TokenSource
     num_files: int
     sha256: str
-    """Of the tokens and their number, a spread sample of them where they are not in memory
-    (:func:`paramp.data.token_sources.fingerprint`): two runs with the same hash read the same data."""
+    """A hash of the number of tokens and of the tokens, or of a sample of tokens that are not in memory
+    (:func:`paramp.data.token_sources.fingerprint`). A resumed run compares it."""
     vocab_size: int = 256
     unit: str = "byte"
     """What a token is: ``byte`` or ``token``."""
     notes: tuple[str, ...] = ()
-    """What the user should know of what was found."""
+    """Messages for the user, such as which files were skipped."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint keeps to see whether a later run reads the same data; plain values."""
+        """Plain values that a checkpoint keeps, so that a resumed run can check that it reads the same data."""
         return {
             "training": len(self.training),
             "held_out": len(self.held_out),
@@ -56,7 +56,7 @@ class Corpus:
         }
 
     def difference(self, saved: Mapping[str, Any]) -> str | None:
-        """What is different now from the :meth:`identity` of an earlier run, in words; None if nothing is."""
+        """The differences from ``saved``, the :meth:`identity` of an earlier run, in words; None if there are none."""
         words = {
             "training": f"{self.unit}s to train on",
             "held_out": f"{self.unit}s held out",
@@ -66,14 +66,14 @@ class Corpus:
         }
         now = self.identity()
         different = [
-            f"{word}: {str(saved.get(key))[:12]} then, {str(now[key])[:12]} now"
+            f"{word}: {str(saved.get(key))[:12]} saved, {str(now[key])[:12]} now"
             for key, word in words.items()
             if saved.get(key) != now[key]
         ]
-        return f"{self.name!r} is not the data of then ({'; '.join(different)})" if different else None
+        return f"{self.name!r} differs from the data of the saved run ({'; '.join(different)})" if different else None
 
     def check_seq_len(self, seq_len: int) -> None:
-        """Raise a ConfigError if a sequence does not fit into either part."""
+        """Raise a ConfigError if the training or the held-out part is shorter than a sequence."""
         check_length(self.training, seq_len, f"{self.name!r} to train on")
         check_length(self.held_out, seq_len, f"{self.name!r} held out")
 
@@ -87,20 +87,20 @@ def load_corpus(
     data_dtype: str = "auto",
     default_vocab_size: int = 256,
 ) -> Corpus:
-    """What lies at ``data``, in any form that :mod:`paramp.data.corpus_formats` lists.
+    """Open the data at ``data``, in any format that :mod:`paramp.data.corpus_formats` lists.
 
-    Where the data sets nothing apart, its last twentieth is held out.
+    If the data has no held-out part of its own, its last twentieth is held out.
 
     Args:
         data: ``stdlib`` or a path.
-        validation_data: a path whose held-out part, or else all of it, is held out in place of a part of ``data``.
-        tokenizer: path of a ``tokenizer.json`` or its folder. Of token files it gives only the size of the vocabulary.
-        vocab_size: how many tokens there are. None: as many as the tokenizer or ``meta.json`` has, or 256 for bytes.
-        data_dtype: of a flat ``.bin``: ``uint16``, ``uint32``, or ``auto``: that of ``meta.json``, else uint16.
-        default_vocab_size: where none of these is known.
+        validation_data: a path; its held-out part, or else all of it, is held out instead of a part of ``data``.
+        tokenizer: path of a ``tokenizer.json`` or its folder. For token files it gives only the vocabulary size.
+        vocab_size: the vocabulary size. None: that of the tokenizer or of ``meta.json``, or 256 for bytes.
+        data_dtype: the dtype of a flat ``.bin``: ``uint16``, ``uint32``, or ``auto``: ``meta.json``, else uint16.
+        default_vocab_size: the vocabulary size if none of these gives it.
 
     Raises:
-        ConfigError: there is no such data, it is damaged, or its tokens are outside the vocabulary.
+        ConfigError: the data does not exist or is damaged, or tokens are outside the vocabulary.
     """
     encoder: Encoder = Tokenizer(tokenizer) if tokenizer is not None else Bytes()
     options = ReadOptions(encoder, data_dtype, split=validation_data is None)
@@ -126,7 +126,7 @@ def load_corpus(
 
 
 def _with_validation_data(found: FoundData, data: str, validation_data: str, options: ReadOptions) -> FoundData:
-    """``found``, what lies at ``data``, with what ``validation_data`` holds out, or else all of it, held out."""
+    """``found``, the data at ``data``, with the held-out part of ``validation_data``, or all of it, held out."""
     try:
         apart = open_data(validation_data, options)
     except ConfigError as error:
@@ -145,10 +145,10 @@ def _with_validation_data(found: FoundData, data: str, validation_data: str, opt
 
 
 def _checked(source: TokenSource, vocab_size: int) -> CheckedTokens:
-    """``source``, a sample of which was compared with the vocabulary."""
+    """``source`` with a vocabulary check on every read; a sample is checked now."""
     checked = CheckedTokens(source, vocab_size)
     try:
-        for _ in sample(checked):  # reading is checking
+        for _ in sample(checked):  # reading checks the tokens
             pass
     except DataError as error:
         raise ConfigError(str(error)) from None
@@ -156,10 +156,12 @@ def _checked(source: TokenSource, vocab_size: int) -> CheckedTokens:
 
 
 def standard_library(root: Path | None = None) -> Corpus:
-    """The source of this Python's standard library: about 12 MB of text that every machine with Python has.
+    """The source of this Python's standard library, about 12 MB of text, as bytes.
 
-    Tests and installed packages are left out. One file in twenty, chosen by a hash of its name, is held out. Raises
-    ConfigError if this Python comes without its source.
+    Tests and installed packages are left out. One file in twenty, chosen by a hash of its name, is held out.
+
+    Raises:
+        ConfigError: this Python has too few source files.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     found = open_standard_library(root, ReadOptions(Bytes(), "auto", split=True))
@@ -170,12 +172,12 @@ def standard_library(root: Path | None = None) -> Corpus:
 
 
 def bigram_loss(corpus: Corpus) -> float:
-    """Nats a byte of what is held out under a byte-bigram model: what context of one byte gets (add-one smoothed).
+    """The held-out loss of a byte-bigram model with add-one smoothing, in nats per byte, as a baseline.
 
-    Of larger data it counts the first 64 M bytes of each part.
+    It reads at most the first 64 Mi bytes of each part.
 
     Raises:
-        ValueError: the tokens are no bytes.
+        ValueError: the tokens are not bytes.
     """
     if corpus.unit != "byte":
         raise ValueError(f"corpus: its unit is {corpus.unit!r}, expected 'byte'")
@@ -186,7 +188,7 @@ def bigram_loss(corpus: Corpus) -> float:
 
 
 def _count_pairs(source: TokenSource) -> NDArray[np.int64]:
-    """How often each byte (columns) follows each other one (rows)."""
+    """Counts of byte pairs, int64 (256, 256): rows are the first byte, columns the next one."""
     counts = np.zeros(256 * 256, dtype=np.int64)
     previous = np.zeros(0, dtype=np.int64)
     for block in SlicedTokens(source, 0, min(len(source), BIGRAM_TOKENS)).blocks():

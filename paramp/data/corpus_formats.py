@@ -1,4 +1,4 @@
-"""What may lie at a path of training data, one row of :data:`FORMATS` for each form, opened as sources of tokens.
+"""The formats of training data, one row of :data:`FORMATS` each, opened as token sources.
 
 ============================  ========================================================================================
 ``stdlib``                    the source of this Python's standard library, as bytes
@@ -12,9 +12,9 @@ a folder of ``datasets``      saved with ``save_to_disk``: ``input_ids`` if ther
                               ``validation`` or ``test`` are held out
 ============================  ========================================================================================
 
-Text that is encoded, and text in many files, is held in the memory of every rank; ``examples/prepare_data.py`` makes
-token files of it, which are read from disk, at any size. Beside a ``.bin``, a ``meta.json`` may say ``dtype``,
-``vocab_size`` and ``unit``. A pickle is never read, nanoGPT's ``meta.pkl`` neither.
+Tokenized text and folders of text are held in the memory of every rank. ``examples/prepare_data.py`` converts them to
+token files, which are read from disk, at any size. A ``meta.json`` beside a ``.bin`` may give ``dtype``,
+``vocab_size`` and ``unit``. Pickles, such as nanoGPT's ``meta.pkl``, are never read.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ TOKEN_SUFFIXES = (".bin", ".idx")
 
 @dataclass(frozen=True)
 class FoundData:
-    """What lies at a path."""
+    """The data at a path."""
 
     training: TokenSource
     held_out: TokenSource | None
-    """The part that the data itself sets apart; None if there is no such part."""
+    """The held-out part of the data; None if the data has none."""
     num_files: int
     unit: str
     vocab_size: int | None
-    """None: not known from the data."""
+    """None: the data does not give it."""
     notes: tuple[str, ...] = ()
 
 
 class ReadOptions(NamedTuple):
-    """How to read what lies there."""
+    """How to read the data."""
 
     encoder: Encoder
-    """Of text."""
+    """Encodes text to tokens."""
     dtype: str
-    """Of a flat ``.bin``: ``uint16``, ``uint32`` or ``auto``."""
+    """The dtype of a flat ``.bin``: ``uint16``, ``uint32`` or ``auto``."""
     split: bool
-    """Whether to hold out a part of text that the data does not divide itself."""
+    """Whether to hold out a part of text that has no held-out part."""
 
 
 def _text(path: Path, options: ReadOptions) -> FoundData:
     files, num_skipped = find_text(path)
-    notes = (f"data: {num_skipped} files in {str(path)!r} are empty or no valid UTF-8 and were left out",)
+    notes = (f"data: {num_skipped} files in {str(path)!r} are empty or not valid UTF-8 and were skipped",)
     if path.is_file() and isinstance(options.encoder, Bytes):  # read from disk, at any size
         return FoundData(FileTokens(path, np.uint8), None, 1, "byte", options.encoder.vocab_size)
     return replace(_encode(files, options, str(path)), notes=notes if num_skipped else ())
@@ -105,14 +105,14 @@ def _token_file(path: Path, options: ReadOptions) -> FoundData:
     notes: tuple[str, ...] = ()
     if (pickle := path.with_name("meta.pkl")).is_file() and "vocab_size" not in meta:
         notes = (
-            f"data: {str(pickle)!r} is not read, since a pickle can run any code; set train.vocab_size to the "
-            "vocab_size in it if the model's own does not fit",
+            f"data: {str(pickle)!r} is not read, because a pickle can run any code; set train.vocab_size to "
+            "its vocab_size if the model's does not fit",
         )
     return FoundData(tokens, None, 1, meta.get("unit", "token"), meta.get("vocab_size"), notes)
 
 
 def _prefix(path: Path) -> Path:
-    """What the two files of a pair have in common."""
+    """The path of a pair's two files without their suffix."""
     return path.with_suffix("") if path.suffix in TOKEN_SUFFIXES else path
 
 
@@ -123,7 +123,7 @@ def _read_meta(path: Path) -> Mapping[str, Any]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"data: {str(path)!r} is no valid JSON: {error}; correct it or delete it") from None
+        raise ConfigError(f"data: {str(path)!r} is not valid JSON: {error}; correct it or delete it") from None
     allowed = {
         "dtype": (lambda value: value in FLAT_DTYPES, " or ".join(map(repr, FLAT_DTYPES))),
         "vocab_size": (lambda value: type(value) is int and value >= 1, "an integer of 1 or more"),
@@ -140,7 +140,7 @@ def _read_meta(path: Path) -> Mapping[str, Any]:
 
 
 def _saved_dataset(path: Path, options: ReadOptions) -> FoundData:
-    """A data set that ``datasets`` has saved."""
+    """A data set saved by ``datasets``."""
     splits = [split for split in load_splits(path) if split is not None]
     columns = [column_of(split, path) for split in splits]
     if len(set(columns)) > 1:
@@ -182,11 +182,11 @@ FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Path, ReadOptions], Found
     (lambda path: path.is_file() and path.suffix not in TOKEN_SUFFIXES, _text),
     (_is_token_file, _token_file),
 )
-"""Whether a path has that form, and what opens it. The first that matches is used."""
+"""Rows of (whether a path has the format, the function that opens it); the first match is used."""
 
 
 def open_data(name: str, options: ReadOptions) -> FoundData:
-    """What is called ``name``, a path or ``stdlib``; nothing is checked against a vocabulary yet."""
+    """Open the data ``name``, a path or ``stdlib``, without a vocabulary check."""
     if name == STANDARD_LIBRARY:
         return open_standard_library(Path(sysconfig.get_paths()["stdlib"]), options)
     path = Path(name).expanduser()

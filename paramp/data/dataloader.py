@@ -1,19 +1,17 @@
 """The user's own ``DataLoader``, sharded over the data axis.
 
-A loader is made as for one process. What :func:`shard_loader` returns gives each data rank every dp-th sample of the
-same order, and the ranks of one model group, which share a batch, the same samples. ``batch_size`` stays that of one
-data rank: over all of them a step sees dp times as many.
+The user makes a loader as for one process. :func:`shard_loader` gives each data rank every dp-th sample of one common
+order. The ranks of a model group get the same samples. ``batch_size`` is that of one data rank: a step over all data
+ranks has dp times as many samples.
 
-All ranks get the same number of batches, or some would wait for ever in a collective that the others never reach. So
-what is left over at the end is dropped with ``drop_last``, and else filled up from the beginning, as torch's
-``DistributedSampler`` does.
+All ranks get the same number of batches; otherwise some would wait forever in a collective. With ``drop_last`` an
+incomplete last round is dropped. Without it, the first samples are repeated, as in torch's ``DistributedSampler``.
 
-The order is drawn from the run's seed and the epoch, whatever state a rank's random numbers are in. Every
-``iter(loader)`` begins the next epoch, on every rank alike, as long as all of them iterate equally often;
-``set_epoch(n)`` sets which one comes next.
+The order depends only on the run's seed and the epoch, not on a rank's random state. Every ``iter(loader)`` begins the
+next epoch, so all ranks have to iterate equally often. ``set_epoch(n)`` sets the next epoch.
 
-A loader knows its :class:`~paramp.data.loader_position.LoaderPosition`, which checkpoints hold: after a resume the next
-``iter(loader)`` goes on with the batch after the last one that was given out, also over another number of data ranks.
+Checkpoints hold a loader's :class:`~paramp.data.loader_position.LoaderPosition`: after a resume the next
+``iter(loader)`` continues after the last batch that was yielded, also with another number of data ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from .sharded_sampler import ShardedSampler
 
 @dataclass(eq=False)
 class _Batches:
-    """Every ``size``-th batch of a loader over an iterable dataset; everything else is the loader's.
+    """Every ``size``-th batch of a loader over an iterable dataset; other attributes are the loader's.
 
-    Every rank reads all of the dataset, which has to yield the same on every rank, and keeps its batches. In a last
-    round without a batch for every rank, those that have none repeat their first.
+    Every rank reads the whole dataset, which has to yield the same on every rank, and keeps its own batches. Ranks
+    without a batch in the last round repeat their first one.
     """
 
     loader: DataLoader[Any]
@@ -51,7 +49,7 @@ class _Batches:
             place = (count - 1) % self.size
             if place == self.rank:
                 own = batch
-            if count == 1 or count == self.rank + 1:  # with less than one round, another rank's is all there is
+            if count == 1 or count == self.rank + 1:  # the very first batch serves ranks that have none at all
                 first = batch
             if place == self.size - 1:
                 yield own
@@ -64,30 +62,28 @@ class _Batches:
         return whole + (rest > 0 and not self.loader.drop_last)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is being unpickled
+        if name == "loader":  # during unpickling, before __init__
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 class ShardedBatches(WithPosition, _Batches):
-    """:class:`_Batches` that know their position."""
+    """:class:`_Batches` with a position for checkpoints."""
 
 
 def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
-    """``loader`` with the part of its samples that belongs to data rank ``rank`` of ``size``.
+    """The part of ``loader`` for data rank ``rank`` of ``size``.
 
-    A ``DataLoader`` is copied, whatever subclass it is of, and the copy given another sampler. A custom sampler is
-    sharded index by index, a custom batch sampler batch by batch; they must yield the same on every rank, and may draw
-    random numbers from torch's default generator. One that shards over this very axis already, such as a
-    ``DistributedSampler``, stays. Loaders over iterable datasets become :class:`ShardedBatches`. Anything else
-    is returned as it is.
+    A ``DataLoader``, of any subclass, is copied, and the copy gets another sampler. A custom sampler is sharded by
+    index, a custom batch sampler by batch. Both must yield the same on every rank and may draw random numbers from
+    torch's default generator. A sampler that already shards over this axis, such as a ``DistributedSampler``, is kept.
+    A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged.
 
-    The copy has a generator of its own, of which its worker processes get their seeds: equal in a model group, and
-    different over the data axis, unless all data ranks have to read the same of an iterable dataset.
+    The copy has its own generator, which seeds its worker processes: equally in a model group and differently over the
+    data axis. For an iterable dataset the seeds are equal on all ranks, because all ranks read the same items.
 
     Raises:
-        ConfigError: the loader shards over something else, its order is not the same on every rank, or no batch is left
-            for a rank.
+        ConfigError: the loader shards over another axis, its order differs between ranks, or a rank has no batch.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -104,7 +100,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
         )
     kind: Any = type(loader) if iterable else _with_position(type(loader))
     sharded = kind.__new__(kind)
-    sharded.__dict__.update(loader.__dict__ | changes)  # DataLoader forbids to set these
+    sharded.__dict__.update(loader.__dict__ | changes)  # DataLoader.__setattr__ refuses these
     result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
     sampler = next((one for one in _samplers_that_shard(sharded) if isinstance(one, ShardedSampler)), None)
     batch_size = sharded.batch_size or 1
@@ -120,7 +116,7 @@ def _with_position(kind: type) -> type:
 def _sharded_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], ShardedSampler]) -> dict[str, Any]:
     """The attributes ``sampler`` and ``batch_sampler`` of the sharded loader."""
     batches: Any = loader.batch_sampler
-    if batches is None:  # the dataset yields whole batches, or none are wanted
+    if batches is None:  # batch_size=None: no automatic batching
         return {"sampler": make(loader.sampler, loader.drop_last)}
     if type(batches) is BatchSampler:
         sampler = make(batches.sampler, batches.drop_last)
@@ -130,7 +126,7 @@ def _sharded_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bo
 
 
 def _samplers_that_shard(loader: DataLoader[Any]) -> list[Any]:
-    """The samplers of ``loader`` that shard over ranks by themselves."""
+    """The samplers of ``loader`` that shard over ranks themselves, such as ``DistributedSampler``."""
     candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
 
@@ -140,23 +136,23 @@ def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ConfigError(
                 f"its {type(sampler).__name__} gives samples to rank {sampler.rank} of {sampler.num_replicas}, but "
-                f"this is data rank {rank} of {size}; leave the sampler out and pass shuffle, or give it "
+                f"this is data rank {rank} of {size}; remove the sampler and pass shuffle, or give it "
                 "num_replicas=context.batch_axis.size, rank=context.batch_axis.rank"
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         raise ConfigError(
-            "its dataset is a DataPipe, which torch shards over all ranks, those of a model group too; "
+            "its dataset is a DataPipe, which torch shards over all ranks, also within a model group; "
             "pass an IterableDataset or a Dataset"
         )
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise ConfigError(
-            "in_order=False gives batches in the order in which its workers are done, another on each rank; "
-            "leave in_order out"
+            "in_order=False yields batches in the order in which workers finish, which differs between ranks; "
+            "remove in_order"
         )
 
 
 def _check_not_empty(sharded: Any, size: int) -> None:
-    """Complain about a loader without a batch: a loop that asks it for one would never end, or train nothing."""
+    """Raise a ConfigError if the loader has no batch: a loop that repeats it until N steps are made would hang."""
     if _length(sharded) != 0:
         return
     samples = _length(sharded.dataset)
@@ -177,7 +173,7 @@ def _check_not_empty(sharded: Any, size: int) -> None:
 
 
 def _length(items: Any) -> int | None:
-    """None where it is not known before they are read."""
+    """``len(items)``; None if it is not known before they are read."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
@@ -185,12 +181,12 @@ def _length(items: Any) -> int | None:
 
 
 def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
-    """Each of ``loaders`` sharded over the data axis of ``context``, or as it is if it is no ``DataLoader``.
+    """Shard each of ``loaders`` over the data axis of ``context``; what is not a ``DataLoader`` is unchanged.
 
     Every rank has to call this. Ranks may pass None where others pass a loader.
 
     Raises:
-        ConfigError: on every rank, if a loader of any rank cannot be sharded, or ranks have different ones.
+        ConfigError: on every rank, if any rank's loader cannot be sharded, or the ranks' loaders differ.
     """
     sharded, problems, facts = [], [], []
     axis = context.batch_axis
@@ -210,16 +206,16 @@ def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
         for rank, fact in known:
             if fact != known[0][1]:
                 raise ConfigError(
-                    f"{name}: rank {known[0][0]} has {known[0][1]}, where rank {rank} has {fact}; make the same loader "
-                    "over all of the data on every rank, initialize shards it"
+                    f"{name}: rank {known[0][0]} has {known[0][1]}, but rank {rank} has {fact}; make the same loader "
+                    "over all of the data on every rank: initialize shards it"
                 )
     return sharded
 
 
 def _describe(loader: Any) -> str | None:
-    """What has to be equal on all ranks, in words; None for what is no ``DataLoader``."""
+    """The properties that have to be equal on all ranks, as text; None if it is not a ``DataLoader``."""
     if not isinstance(loader, DataLoader):
         return None
     length = _length(loader.dataset)
-    samples = "samples without a number" if length is None else f"{length} samples"
+    samples = "an unknown number of samples" if length is None else f"{length} samples"
     return f"{samples} in batches of {loader.batch_size}, drop_last {loader.drop_last}"

@@ -1,7 +1,7 @@
-"""Data sets that Hugging Face's ``datasets`` has saved to disk.
+"""Data sets saved to disk by Hugging Face's ``datasets``.
 
-A column of token ids is a few large buffers of integers, with the borders of the rows beside them. Rows one after the
-other are those buffers themselves, which Arrow maps from the file: nothing is copied.
+A column of token ids is stored as a few large integer buffers, with the row offsets apart from them. The concatenated
+rows are these buffers, which Arrow maps from the file: nothing is copied.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "test", "eval")
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether ``datasets`` has saved a ``Dataset`` or a ``DatasetDict`` in the folder."""
+    """Whether the folder holds a saved ``Dataset`` or ``DatasetDict``."""
     return (path / "dataset_dict.json").is_file() or all(
         (path / name).is_file() for name in ("dataset_info.json", "state.json")
     )
 
 
 def load_splits(path: Path) -> tuple[Any, Any | None]:
-    """The part to train on and the one held out, None where the folder has none.
+    """The training split and the held-out split (None if there is none).
 
-    Of a ``DatasetDict`` the former is ``train``, or the only one; the latter the first of ``validation``, ``test`` and
-    their like. Raises ConfigError if ``datasets`` is missing or cannot read the folder, or there is no ``train``.
+    In a ``DatasetDict`` they are ``train``, or the only split, and the first of :data:`HELD_OUT_SPLITS`. Raises
+    ConfigError if ``datasets`` is not installed or cannot read the folder, or there is no ``train``.
     """
     try:
         import datasets  # type: ignore[import-untyped]
@@ -36,7 +36,7 @@ def load_splits(path: Path) -> tuple[Any, Any | None]:
         raise ConfigError(f'data: {str(path)!r} needs the package datasets: pip install "paramp[hf]"') from None
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # Arrow's, the file system's, JSON's: the remedy is the same
+    except Exception as error:  # errors of Arrow, the file system or JSON have the same fix
         raise ConfigError(f"data: datasets cannot load {str(path)!r}: {error}; save it again") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded, None
@@ -59,23 +59,23 @@ def column_of(dataset: Any, path: Path) -> str:
 
 
 def tokens_of(dataset: Any, path: Path) -> ChainedTokens:
-    """The rows of ``input_ids`` one after the other, in the memory that Arrow has mapped.
+    """The concatenated rows of ``input_ids``, in the memory that Arrow has mapped.
 
-    Raises ConfigError if they are not integers, or some are missing.
+    Raises ConfigError if they are not integers, or a value is null.
     """
-    if dataset._indices is not None:  # rows in another order than in the buffers, as after ``shuffle``
+    if dataset._indices is not None:  # rows are not in the order of the buffers, as after ``shuffle``
         dataset = dataset.flatten_indices()
     name = f"column {TOKENS} of {str(path)!r}"
     return ChainedTokens([ArrayTokens(array, name) for array in _arrays(dataset.data, path)])
 
 
 def _arrays(table: Any, path: Path) -> Iterator[Tokens]:
-    """The buffers of ``input_ids``, without the borders of the rows."""
+    """The integer buffers of ``input_ids``, without the row offsets."""
     import pyarrow as pa  # type: ignore[import-untyped]
 
     for chunk in table.column(TOKENS).chunks:
         while hasattr(chunk, "flatten") and not (pa.types.is_primitive(chunk.type) or pa.types.is_struct(chunk.type)):
-            chunk = chunk.flatten()  # respects the slice of the buffer that the array is
+            chunk = chunk.flatten()  # keeps only the array's slice of the buffer
         if not pa.types.is_integer(chunk.type) or chunk.null_count:
             what = f"{chunk.null_count} missing values" if chunk.null_count else f"the type {chunk.type}"
             raise ConfigError(f"data: the column {TOKENS} of {str(path)!r} has {what}; expected lists of integers")

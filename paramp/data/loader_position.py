@@ -1,4 +1,4 @@
-"""Which epoch a loader is in, and how many of its batches were given out: what a checkpoint saves of it."""
+"""The position of a loader in its epoch, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .sharded_sampler import ShardedSampler
 
 @dataclass(eq=False)
 class LoaderPosition:
-    """Where the user of a sharded loader is: in which epoch, and how many of its batches were given out."""
+    """The position in a sharded loader: the epoch, and the number of batches yielded in it."""
 
     _generator: torch.Generator
-    """Of the loader, from which its workers get their seeds: another one in each epoch."""
+    """The loader's generator, which seeds its workers; reseeded in each epoch."""
     _seed: int
     _unit: int
-    """What one batch of a rank stands for over all ranks: in samples, or in batches where these are sharded."""
+    """How many samples (or batches, if batches are sharded) one batch of a rank is over all ranks."""
     _sampler: ShardedSampler | None
-    """The loader's, which can skip what was given before; None: batches are read and dropped."""
+    """The loader's sampler, which skips items on a resume. None: batches are read and dropped."""
     _items_per_batch: int
-    """That the sampler yields for one batch."""
+    """The sampler's items in one batch."""
     _next: int = 0
     _skip: int = 0
     _current: _Given | None = None
@@ -36,7 +36,7 @@ class LoaderPosition:
         return self._next if self._sampler is None else self._sampler.epoch
 
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of the next epoch, or the rest of one, from the iterator that ``iterate`` makes."""
+        """Iterate over the next epoch, or over the rest of a resumed one; ``iterate`` makes the iterator."""
         skip, self._skip = self._skip, 0
         epoch = self._next_epoch
         self._next = epoch + 1
@@ -45,21 +45,21 @@ class LoaderPosition:
             self._sampler.skip = skip * self._items_per_batch
         batches = iterate()
         if self._sampler is None and skip:
-            with torch.random.fork_rng(devices=[]):  # what was drawn for these was drawn before
+            with torch.random.fork_rng(devices=[]):  # their random numbers were drawn before the save
                 for _ in itertools.islice(batches, skip):
                     pass
         self._current = _Given(batches, epoch, skip)
         return self._current
 
     def state_dict(self) -> dict[str, int]:
-        """``epoch`` and, in all ranks' samples (or batches), how much of it was given out."""
+        """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded."""
         current = self._current
         if current is None:
             return {"epoch": self._next_epoch, "given": self._skip * self._unit}
         return {"epoch": current.epoch, "given": current.given * self._unit}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration go on from ``state``, of this number of data ranks or another."""
+        """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
         if self._current is not None:
             self._current.stale = True
         self._current, self._next = None, state["epoch"]
@@ -68,15 +68,15 @@ class LoaderPosition:
         self._skip, rest = divmod(state["given"], self._unit)
         if rest:
             warnings.warn(
-                f"loader: the run had read {state['given']} samples of its epoch, no multiple of the {self._unit} that "
-                f"all ranks read at once now; the last {rest} come again",
+                f"loader: the run had read {state['given']} samples of its epoch, not a multiple of the {self._unit} "
+                f"that all ranks now read at once; the last {rest} are repeated",
                 stacklevel=2,
             )
 
 
 @dataclass(eq=False)
 class _Given:
-    """An iteration's batches, counted as they are given out."""
+    """The iterator of an epoch; counts the batches it yields."""
 
     batches: Iterator[Any]
     epoch: int
@@ -88,7 +88,7 @@ class _Given:
 
     def __next__(self) -> Any:
         if self.stale:
-            raise RuntimeError("loader: this iteration was begun before a checkpoint was loaded; begin another one")
+            raise RuntimeError("loader: this iterator was made before a checkpoint was loaded; call iter(loader) again")
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -103,7 +103,7 @@ class _Given:
 
 
 class WithPosition:
-    """Added to the class of a sharded loader: it counts the batches that it gives out."""
+    """A mixin for the class of a sharded loader; it counts the batches it yields."""
 
     position: LoaderPosition
 
@@ -115,5 +115,5 @@ class WithPosition:
         return self.position.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from a saved position in the next iteration."""
         self.position.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""Which tokens a batch holds: random training windows and fixed held-out windows."""
+"""The tokens of a batch: random training windows and fixed held-out windows."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from .token_sources import TokenSource
 def sample_offsets(seed: int, step: int, indices: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
     """An offset from 0 to ``limit - 1`` for each sample of ``indices`` in the global batch of ``step``.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) of the three numbers: without state, so that any sample can be drawn alone.
+    A hash of the three numbers by SplitMix64 (Steele, Lea and Flood, 2014). It is stateless.
     """
     with np.errstate(over="ignore"):
         state = _splitmix64(np.uint64(seed % 2**64) + np.zeros(len(indices), dtype=np.uint64))
@@ -36,7 +36,7 @@ def training_windows(
         Two int64 tensors of shape (count, seq_len).
 
     Raises:
-        ConfigError: ``tokens`` has not more than ``seq_len`` tokens.
+        ConfigError: ``tokens`` has no more than ``seq_len`` tokens.
     """
     check_length(tokens, seq_len)
     indices = np.arange(first, first + count)
@@ -46,7 +46,7 @@ def training_windows(
 def held_out_windows(
     tokens: TokenSource, seq_len: int, first: int, count: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows ``first`` to ``first + count - 1`` of ``total`` that are spread evenly over ``tokens``.
+    """Windows ``first`` to ``first + count - 1`` of ``total`` windows at even distances in ``tokens``.
 
     Returns and raises as :func:`training_windows`.
     """

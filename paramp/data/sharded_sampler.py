@@ -21,31 +21,31 @@ DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSamp
 class ShardedSampler(Sampler[Any]):
     """Every ``size``-th item of ``inner``, from item ``rank`` on: indices of samples, or whole batches of them.
 
-    ``inner`` draws its random numbers, as long as they are torch's, from a stream of this sampler's own, which is equal
-    on all ranks and another in each epoch.
+    ``inner`` draws torch's random numbers from this sampler's own stream, which is equal on all ranks and new in each
+    epoch.
     """
 
     inner: Iterable[Any]
-    """Iterating it again begins it anew."""
+    """A sampler or batch sampler that can be iterated repeatedly."""
     rank: int
     size: int
-    """The data rank, and the number of them."""
+    """The data rank, and the number of data ranks."""
     seed: int
-    """Of the random numbers, equal on all ranks."""
+    """The seed of the random numbers, equal on all ranks."""
     drop_last: bool
-    """A last round without an item for every rank is dropped; else it is filled up with the first ones."""
+    """True: a last round without an item for every rank is dropped. False: it is filled with the first items."""
     epoch: int = 0
-    """Of the next iteration."""
+    """The epoch of the next iteration."""
     skip: int = 0
     """Items of this rank that the next iteration skips."""
 
     @property
     def num_replicas(self) -> int:
-        """As torch's ``DistributedSampler`` calls ``size``: a loader with this sampler is not sharded again."""
+        """``size`` under the name in torch's ``DistributedSampler``: marks a loader that is already sharded."""
         return self.size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; that of ``inner`` too, if it has such a method."""
+        """Set the epoch of the next iteration, also of ``inner`` if it has ``set_epoch``."""
         self.epoch = epoch
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
@@ -58,7 +58,7 @@ class ShardedSampler(Sampler[Any]):
         random: AbstractContextManager[None] = nullcontext()
         if type(inner) in DRAWS_FROM_A_GENERATOR:
             inner = copy.copy(inner)
-            # the user's, like torch's default one, may be in another state on each rank
+            # the state of the user's generator, and of torch's default one, may differ between ranks
             inner.generator = torch.Generator().manual_seed(seed)
         elif type(inner) is not SequentialSampler:
             random = RandomStream(seed, torch.device("cpu"))

@@ -1,7 +1,6 @@
-"""From text to tokens: files, the part of them that is held out, and what encodes them.
+"""From text to tokens: text files, the held-out split, and encoders.
 
-Text is read in chunks of a few megabytes that end at line ends, so that files of any size can be encoded at constant
-memory.
+Text is read in chunks of a few megabytes that end at a line, so files of any size are encoded in constant memory.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from .token_sources import Tokens
 
 HELD_OUT_ONE_IN = 20
 CHUNK = 2**22
-"""Bytes that are read, and at most encoded, at once."""
+"""The most bytes that are read or encoded at once."""
 BATCH = 2**20
-"""Characters that a tokenizer is given at once."""
+"""The most characters that a tokenizer encodes at once."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -32,27 +31,26 @@ class TextFile(NamedTuple):
     """A file of valid text, ``size`` bytes."""
 
     name: str
-    """Relative to the folder that was searched, with forward slashes."""
+    """The path relative to the searched folder, with forward slashes."""
     path: Path
     size: int
 
 
 def find_text(path: Path) -> tuple[list[TextFile], int]:
-    """The text files at ``path``, a file or a folder, and how many files there were skipped.
+    """The text files at ``path``, a file or a folder, and the number of files that were skipped.
 
-    A folder is searched to its depths, in the order of the names. Hidden files and folders (``.git``), ``__pycache__``
-    and linked folders are not searched. Files that are empty, hold a zero byte or are no valid UTF-8 are skipped and
-    counted; a file that is named itself has to be text.
+    A folder is searched recursively; files are sorted by name. Hidden files and folders (``.git``), ``__pycache__``
+    and linked folders are ignored. Files that are empty, contain a zero byte or are not valid UTF-8 are skipped.
 
     Raises:
-        ConfigError: there is no text.
+        ConfigError: the folder has no text file, or the file is not text.
     """
     if path.is_file():
         if not path.stat().st_size:
-            raise ConfigError(f"data: {str(path)!r} is empty, expected text; write it again, or name another")
+            raise ConfigError(f"data: {str(path)!r} is empty, expected text; write it again, or give another path")
         if (problem := why_not_text(path)) is not None:
             raise ConfigError(
-                f"data: {str(path)!r} is no text, {problem}; convert it to UTF-8, or name it .bin if it holds tokens"
+                f"data: {str(path)!r} is not text: {problem}; convert it to UTF-8, or name it .bin if it holds tokens"
             )
         return [TextFile(path.name, path, path.stat().st_size)], 0
     files, num_skipped = [], 0
@@ -69,7 +67,7 @@ def find_text(path: Path) -> tuple[list[TextFile], int]:
                 files.append(TextFile(file.relative_to(path).as_posix(), file, size))
     if not files:
         raise ConfigError(
-            f"data: no text in the folder {str(path)!r} ({num_skipped} files are empty or no valid UTF-8); expected "
+            f"data: no text in the folder {str(path)!r} ({num_skipped} files are empty or not valid UTF-8); expected "
             "text files, train.bin and val.bin, or a data set that datasets saved there"
         )
     return sorted(files, key=lambda file: file.name), num_skipped
@@ -93,7 +91,7 @@ def why_not_text(path: Path) -> str | None:
 
 
 def held_out_by_name(name: str) -> bool:
-    """True for one name in twenty, chosen by its hash, so that a file stays where it is when others come and go."""
+    """Whether a file is held out: one in twenty, by the hash of its name, so other files do not change its split."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
@@ -103,14 +101,14 @@ class TextChunk(NamedTuple):
     text: str
     held_out: bool
     begins: bool
-    """Whether a document begins with it."""
+    """Whether it is the first chunk of its document."""
 
 
 def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk]:
-    """The text of ``files`` in chunks of at most 4 MB, each ending with a line where it has one.
+    """The text of ``files`` in chunks of about 4 MB that end at a line end, if they contain one.
 
-    With ``split``, one file in twenty is held out (:func:`held_out_by_name`). Where that leaves either part without
-    a file, the last twentieth of the bytes is held out instead, from a line's end on where there is one.
+    With ``split``, one file in twenty is held out (:func:`held_out_by_name`). If that leaves either part without a
+    file, the last twentieth of the bytes is held out instead, from a line end on if there is one.
     """
     files = list(files)
     by_name = split and len({held_out_by_name(file.name) for file in files}) == 2
@@ -128,7 +126,7 @@ def read_chunks(files: Iterable[TextFile], *, split: bool) -> Iterator[TextChunk
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The text of a file in chunks of about 4 MB that end with a line, or else anywhere."""
+    """The text of a file in chunks of about 4 MB that end at a line end, if they contain one."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     with path.open("rb") as file:
         while block := file.read(CHUNK):
@@ -142,7 +140,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _split_at(text: str, border: int) -> list[tuple[bool, str]]:
-    """``text`` before and after the byte ``border``, which moves on to the end of its line if that is not the end."""
+    """``text`` before and after the byte ``border``, moved to the end of its line if ``text`` goes beyond it."""
     data = text.encode()
     if not 0 < border < len(data):
         return [(border <= 0, text)]
@@ -152,21 +150,21 @@ def _split_at(text: str, border: int) -> list[tuple[bool, str]]:
 
 
 class Encoder(Protocol):
-    """What makes tokens of text."""
+    """Encodes text to tokens."""
 
     vocab_size: int
     dtype: np.dtype[Any]
     unit: str
-    """What a token is called: ``byte`` or ``token``."""
+    """The name of a token in messages: ``byte`` or ``token``."""
     separator: Tokens
-    """What stands between two documents."""
+    """Tokens between two documents."""
 
     def encode(self, text: str) -> Tokens:
-        """The tokens of ``text``, nothing added."""
+        """The tokens of ``text``, 1-dim, without special tokens."""
 
 
 class Bytes:
-    """Every byte of UTF-8 is a token; documents are a line's end apart."""
+    """Every byte of UTF-8 is a token; a newline separates documents."""
 
     vocab_size = 256
     unit = "byte"
@@ -178,14 +176,14 @@ class Bytes:
 
 
 class Tokenizer:
-    """A tokenizer of Hugging Face's, from its ``tokenizer.json`` or a folder that holds one.
+    """A Hugging Face tokenizer, from a ``tokenizer.json`` or a folder with one.
 
-    Documents are its end-of-text token apart: the ``eos_token`` that a ``tokenizer_config.json`` beside it names, else
-    the first of ``<|endoftext|>``, ``</s>`` and their like that it knows, else nothing. No other special tokens are
-    added, and truncation and padding, which some files switch on, are switched off.
+    An end-of-text token separates documents: the ``eos_token`` in the ``tokenizer_config.json`` beside it, else the
+    first of :data:`END_OF_TEXT` in the vocabulary, else none. No other special tokens are added. Truncation and
+    padding are switched off, even if the file enables them.
 
     Raises:
-        ConfigError: no such file, no tokenizer in it, or the package ``tokenizers`` is missing.
+        ConfigError: the file does not exist or is not a tokenizer, or the package ``tokenizers`` is not installed.
     """
 
     unit = "token"
@@ -205,7 +203,7 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
-            raise ConfigError(f"tokenizer: {str(file)!r} is no tokenizer.json: {error}; save it again") from None
+            raise ConfigError(f"tokenizer: {str(file)!r} is not a tokenizer.json: {error}; save it again") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -232,8 +230,8 @@ def _configured_end(path: Path) -> str | None:
 
 
 def _split_at_lines(text: str, size: int) -> list[str]:
-    """``text`` in parts of about ``size`` characters. Only where a part ends may tokens differ from those of the whole,
-    and a tokenizer needs far more memory than its text."""
+    """``text`` in parts of about ``size`` characters, because a tokenizer needs far more memory than its text. Tokens
+    may differ from those of the whole only at the ends of parts."""
     parts, start = [], 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1 or start + size
@@ -243,7 +241,7 @@ def _split_at_lines(text: str, size: int) -> list[str]:
 
 
 def encode(chunks: Iterable[TextChunk], encoder: Encoder) -> Iterator[tuple[bool, Tokens]]:
-    """The tokens of ``chunks`` as they come, each array with whether it is held out."""
+    """Encode ``chunks`` one by one. Yields whether the tokens are held out, and the tokens, 1-dim."""
     started = {False: False, True: False}
     for chunk in chunks:
         if chunk.begins and started[chunk.held_out] and len(encoder.separator):
@@ -253,7 +251,7 @@ def encode(chunks: Iterable[TextChunk], encoder: Encoder) -> Iterator[tuple[bool
 
 
 def text_of(chunks: Iterable[TextChunk], encoder: Encoder) -> tuple[Tokens, Tokens]:
-    """The tokens of ``chunks`` in memory: those to train on and those held out."""
+    """All tokens of ``chunks``, 1-dim each: those to train on and those held out."""
     parts: dict[bool, list[Tokens]] = {False: [], True: []}
     for held_out, tokens in encode(chunks, encoder):
         parts[held_out].append(tokens)

@@ -1,13 +1,12 @@
 """Tokens in a file of any size, read with ``pread`` through an open descriptor.
 
-Files are not mapped. A mapped file that shrinks, on a network disk that loses it for instance, ends the process with
-SIGBUS and no message, and every page touched counts as this process's memory until the kernel wants it back. ``pread``
-keeps the memory constant at any size, a read that comes back short is an error that names the file and the offset, and
-there is no position that processes forked from this one could move.
+Files are not memory-mapped. If a mapped file shrinks, a read ends the process with SIGBUS and no message, and touched
+pages count as memory of this process until the kernel reclaims them. ``pread`` keeps memory constant at any size, a
+short read is an error that names the file and the offset, and forked processes share no file position.
 
-A file is held open: it may be deleted or replaced under its name, and what was opened is read on, unchanged. A file
-that is written to meanwhile is an error (:class:`FileState`), because two reads could then come from different data. So
-is one that has changed where a source is opened anew, as by the workers of a ``DataLoader``.
+The descriptor stays open: if the file is deleted or replaced under its name, reads continue from the old one. A file
+that is modified is an error (:class:`FileState`), because two reads could then come from different data. So is a file
+that differs when a source is unpickled, as in the workers of a ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from .token_sources import Tokens, TokenSource
 
 @dataclass(frozen=True)
 class FileState:
-    """By which a file that was changed is recognised."""
+    """The properties by which a changed file is recognised."""
 
     size: int
     modified: int
-    """When it was last written to, in nanoseconds since 1970."""
+    """The time of the last modification, in nanoseconds since 1970."""
     inode: int
-    """Another file under the same name has another."""
+    """Differs if another file has the same name."""
 
     @staticmethod
     def of(descriptor: int) -> FileState:
-        """That of an open file."""
+        """The state of an open file."""
         status = os.fstat(descriptor)
         return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def difference(self, now: FileState) -> str | None:
-        """What is different ``now``, in words; None if nothing is."""
+        """The difference between this state and ``now``, in words; None if they are equal."""
         if now.size != self.size:
             return f"it had {self.size} bytes when it was opened and has {now.size} now"
         if now.inode != self.inode:
@@ -55,10 +54,10 @@ class FileState:
 
 
 class FileTokens(TokenSource):
-    """``count`` tokens of ``dtype`` in a file, from the byte ``offset`` on; without ``count``, all up to its end.
+    """``count`` tokens of ``dtype`` in a file, from the byte ``offset`` on. Without ``count``, all to its end.
 
     Raises:
-        ConfigError: the bytes are no whole number of tokens.
+        ConfigError: the bytes are not a whole number of tokens.
         OSError: the file cannot be opened.
     """
 
@@ -73,9 +72,9 @@ class FileTokens(TokenSource):
             count, rest = divmod(self._state.size - offset, self.dtype.itemsize)
             if rest:
                 raise ConfigError(
-                    f"data: {str(self.path)!r} has {self._state.size} bytes, no multiple of the "
-                    f"{self.dtype.itemsize} of {self.dtype.name}; set train.data_dtype to what it was written in, or "
-                    "write it again if it is incomplete"
+                    f"data: {str(self.path)!r} has {self._state.size} bytes, not a multiple of "
+                    f"the {self.dtype.itemsize} of {self.dtype.name}; set train.data_dtype to the dtype it was "
+                    "written in, or write it again if it is incomplete"
                 )
         self._count = count
 
@@ -86,28 +85,28 @@ class FileTokens(TokenSource):
         return _reopen, (type(self), self.path, self.dtype, self.offset, self._count, self._state)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As :class:`TokenSource`. Raises DataError if the file has become shorter, was changed or is out of reach."""
+        """As :class:`TokenSource`. Raises DataError if the file was truncated or modified, or cannot be read."""
         begin = position = self.offset + start * self.dtype.itemsize
         wanted = count * self.dtype.itemsize
         parts: list[bytes] = []
         try:
-            while wanted:  # the system may return less than asked for, at most 2 GiB at once
+            while wanted:  # pread may return less than requested, at most 2 GiB
                 part = os.pread(self._descriptor, wanted, position)
                 if not part:
                     size = os.fstat(self._descriptor).st_size
                     raise DataError(
-                        f"data: {str(self.path)!r} ends at byte {size}, where a read goes on to byte "
-                        f"{position + wanted}; it has become shorter since it was opened: write it again, and start "
-                        "again"
+                        f"data: {str(self.path)!r} ends at byte {size}, but a read expected bytes up to "
+                        f"{position + wanted}; it was truncated after it was opened: write it again, and restart "
+                        "the run"
                     )
                 parts.append(part)
                 position += len(part)
                 wanted -= len(part)
-            self._check_state(begin)  # after the read, so that what was written during it is seen
+            self._check_state(begin)  # after the read, to detect a write during it
         except OSError as error:
             raise DataError(
                 f"data: {str(self.path)!r} cannot be read at byte {position}: {error.strerror or error}; "
-                "see to its disk, and start again"
+                "check its disk, and restart the run"
             ) from error
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=self.dtype)
 
@@ -115,8 +114,8 @@ class FileTokens(TokenSource):
         difference = self._state.difference(FileState.of(self._descriptor))
         if difference is not None:
             raise DataError(
-                f"data: {str(self.path)!r} was changed under way, as a read at byte {position} shows: {difference}; "
-                "put back what it was, and start again"
+                f"data: {str(self.path)!r} was changed during the run, found at byte {position}: {difference}; "
+                "restore the file, and restart the run"
             )
 
     def place(self, index: int) -> str:
@@ -126,13 +125,13 @@ class FileTokens(TokenSource):
 def _reopen(
     kind: type[FileTokens], path: Path, dtype: np.dtype[Any], offset: int, count: int, state: FileState
 ) -> FileTokens:
-    """What was pickled, in this process. Raises DataError if the file is missing, or not the one that it was."""
+    """Unpickle a source. Raises DataError if the file is missing or differs from the pickled state."""
     try:
         tokens = kind(path, dtype, offset, count)
     except OSError as error:
         raise DataError(
-            f"data: {str(path)!r} cannot be opened again, to be read from byte {offset} on: {error.strerror or error}; "
-            "put it back, and start again"
+            f"data: {str(path)!r} cannot be opened again, to read from byte {offset} on: {error.strerror or error}; "
+            "restore the file, and restart the run"
         ) from error
     tokens._state = state
     tokens._check_state(offset)

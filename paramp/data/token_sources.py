@@ -1,4 +1,4 @@
-"""Tokens by index: in memory, several sources one after the other, a slice of one, or checked against a vocabulary."""
+"""Sources of tokens by index: in memory, concatenated, sliced, or checked against a vocabulary."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Tokens: TypeAlias = NDArray[np.integer[Any]]
 """1-dim, of any integer dtype."""
 
 TOKENS_AT_ONCE = 2**18
-"""That a source is read in where it is read as a whole."""
+"""The block size for reading a whole source."""
 NUM_SAMPLES = 48
 SAMPLED_TOKENS = 1024
-"""In each sample."""
+"""The number of slices, and the tokens of each, in a sample of a source."""
 
 
 class TokenSource(ABC):
-    """A sequence of token ids that can be read in slices. Pickles, and may be used in forked processes."""
+    """A sequence of token ids, read in slices. It can be pickled and used in forked processes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens ``start`` to ``start + count - 1``, all of which exist, as a 1-d array of some integer dtype."""
+        """Tokens ``start`` to ``start + count - 1``, all within the source: 1-dim, of any integer dtype."""
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Where token ``index`` lies, for messages."""
+        """The location of token ``index``, for messages."""
 
     def blocks(self, size: int = TOKENS_AT_ONCE) -> Iterator[Tokens]:
         """All tokens in order, ``size`` at a time."""
@@ -47,7 +47,7 @@ class TokenSource(ABC):
 
 @dataclass(eq=False)
 class ArrayTokens(TokenSource):
-    """Tokens in memory (or in a buffer that somebody else has mapped, such as Arrow)."""
+    """Tokens in memory, or in a buffer mapped by another library such as Arrow."""
 
     array: Tokens
     name: str
@@ -63,7 +63,7 @@ class ArrayTokens(TokenSource):
 
 
 class ChainedTokens(TokenSource):
-    """Sources one after the other; a read may cross their borders."""
+    """Concatenated sources; a read may span several."""
 
     def __init__(self, parts: Sequence[TokenSource]) -> None:
         self.parts = list(parts)
@@ -88,7 +88,7 @@ class ChainedTokens(TokenSource):
 
 @dataclass(eq=False)
 class SlicedTokens(TokenSource):
-    """``count`` tokens of ``source`` from ``start`` on, all of which exist."""
+    """``count`` tokens of ``source`` from ``start`` on, all within it."""
 
     source: TokenSource
     start: int
@@ -106,10 +106,9 @@ class SlicedTokens(TokenSource):
 
 @dataclass(eq=False)
 class CheckedTokens(TokenSource):
-    """``source``, with every token that is read compared with the vocabulary.
+    """``source`` with a check of every token that is read against the vocabulary.
 
-    A token outside would otherwise be an index error deep in the embedding, or, on a GPU, a failed assertion that
-    names nothing.
+    Without it, a token outside is an index error in the embedding, or on a GPU a device-side assertion without details.
     """
 
     source: TokenSource
@@ -119,14 +118,14 @@ class CheckedTokens(TokenSource):
         return len(self.source)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As the source does. Raises DataError for a token that is negative, or not below ``vocab_size``."""
+        """As :class:`TokenSource`. Raises DataError for a token that is negative or not below ``vocab_size``."""
         tokens = self.source.read(start, count)
         if count and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             first = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
             raise DataError(
                 f"data: {self.source.place(start + first)} is {int(tokens[first])}, expected 0 to "
                 f"{self.vocab_size - 1}, the vocabulary's {self.vocab_size} tokens; set train.vocab_size or "
-                "train.tokenizer to the one it was made with, or train.data_dtype if it is not "
+                "train.tokenizer to that of the data, or train.data_dtype if it is not "
                 f"{tokens.dtype.name}"
             )
         return tokens
@@ -136,7 +135,7 @@ class CheckedTokens(TokenSource):
 
 
 def sample(source: TokenSource) -> Iterator[tuple[int, Tokens]]:
-    """A few dozen short slices with their starts, spread from end to end: all of a short source."""
+    """Starts and tokens of a few dozen short slices, spread from end to end; all of a short source."""
     starts = range(0, len(source), max(SAMPLED_TOKENS, -(-len(source) // NUM_SAMPLES)))
     last = max(0, len(source) - SAMPLED_TOKENS)
     for start in sorted({*starts, last}):
@@ -144,10 +143,10 @@ def sample(source: TokenSource) -> Iterator[tuple[int, Tokens]]:
 
 
 def fingerprint(*sources: TokenSource) -> str:
-    """A SHA-256 by which data differ, at little cost, in hexadecimal.
+    """A SHA-256 of ``sources`` in hexadecimal.
 
-    Of each source it takes the length and the tokens: all of them where they are in memory, else those of
-    :func:`sample`. Two large files that differ in a few places only may thus have the same.
+    It covers the length and the tokens of each source: all tokens in memory, or those of :func:`sample` of a file. So
+    two large files that differ in few places may have the same fingerprint.
     """
     digest = hashlib.sha256()
     for source in sources:

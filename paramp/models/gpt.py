@@ -1,6 +1,6 @@
 """A decoder-only transformer of GPT-2's shape (Radford et al. 2019).
 
-:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. It is plain torch and runs without paramp, too.
+:class:`GPT` is an ``nn.Sequential``: embedding, blocks, norm, head. It is plain torch and runs without an engine too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GPTConfig(TransformerConfig):
 
     max_seq_len: int
     vocab_size: int
-    """Tokens that exist; the tables are padded to a multiple of 128."""
+    """The number of tokens; embedding and head are padded to a multiple of 128."""
     tied: bool = True
     """The output layer uses the token embedding's weight."""
 
@@ -44,7 +44,7 @@ PRESETS = {
 
 
 class TokenTable(nn.Embedding):
-    """``nn.Embedding`` with a standard deviation of its own."""
+    """``nn.Embedding`` with normal initialisation of standard deviation ``std``."""
 
     def __init__(self, num_embeddings: int, width: int, std: float) -> None:
         self.std = std
@@ -55,7 +55,7 @@ class TokenTable(nn.Embedding):
 
 
 class Embedding(nn.Module):
-    """Token ids (batch, sequence) to features."""
+    """Token ids (batch, sequence), int64, to features (batch, sequence, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
 
 
 class Head(Linear):
-    """Features to logits over the padded vocabulary; those of the padding are so low that they never count."""
+    """Features to logits over the padded vocabulary; the logits of the padding are masked."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.width, config.padded_vocab_size, config.init_std, bias=False)
@@ -85,7 +85,7 @@ class Head(Linear):
 
 
 class GPT(PresetModel):
-    """Token ids (batch, sequence) to logits (batch, sequence, padded vocabulary).
+    """Token ids (batch, sequence), int64, to logits (batch, sequence, padded vocabulary).
 
     Presets: ``tiny``, ``gpt2-124m``, ``gpt2-1.5b``.
     """
@@ -100,19 +100,19 @@ class GPT(PresetModel):
         super().__init__(config, {"embedding": embedding, **config.body(), "head": head})
 
     def flops_per_token(self, seq_len: int) -> int:
-        """What the model needs for one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, app. B).
+        """FLOPs of one token's forward and backward: 6 N + 12 L H Q T (Chowdhery et al. 2022, appendix B).
 
-        N counts the weights of the matrix products: four layers a block, and the head over the tokens that exist. The
-        embeddings are looked up and cost nothing; biases and norms are not counted. 6 N is one multiplication and one
-        addition in the forward and twice that in the backward. The other term is attention's two products, with
-        L layers, H heads of Q features, and T = ``seq_len``.
+        N counts the weights of the matrix products: four layers a block, and the head without its padding. Embeddings
+        are lookups; they, biases and norms are not counted. 6 N is one multiplication and one addition a weight in the
+        forward, and twice that in the backward. The other term is the two products of attention, with L layers,
+        H heads of Q features, and T = ``seq_len``.
         """
         config = self.config
         weights = config.num_layers * 12 * config.width**2 + config.vocab_size * config.width
         return 6 * weights + 12 * config.num_layers * config.width * seq_len
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
-        """How each layer is sharded over ``tensor_size`` ranks; ConfigError if the heads do not divide evenly."""
+        """The style of each layer on ``tensor_size`` ranks; a ConfigError if the heads do not divide evenly."""
         blocks = self.config.blocks_plan(tensor_size, sequence_parallel)
         ends: dict[str, str] = {"embedding.tokens": "vocab", "head": "vocab_logits"}
         if sequence_parallel:

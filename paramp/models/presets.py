@@ -1,4 +1,4 @@
-"""What the models here have in common: they are sequential, and made from a configuration that may have a name."""
+"""The base class of the models here: an ``nn.Sequential`` made from a configuration, with named presets."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class PresetModel(nn.Sequential):
         """The model of one of :attr:`presets`; ``changes`` replace fields of its config.
 
         Raises:
-            ConfigError: no such preset, no such field, or not with such a value.
+            ConfigError: the preset or a field does not exist, or a value is not allowed.
         """
         return cls(choose(cls.presets, name, **changes))  # type: ignore[call-arg]  # subclasses make their layers
 
     @staticmethod
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of ``logits`` (..., classes) against class numbers or token ids (...)."""
+        """Mean cross-entropy in nats of ``logits`` (..., classes) against class indices or token ids (...), int64."""
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -47,14 +47,14 @@ def is_count(value: object) -> bool:
 
 
 def check_counts(config: Any) -> None:
-    """Check that the fields of a configuration that are declared as ``int`` are 1 or more: all count something."""
+    """Raise a ConfigError unless every ``int`` field of a configuration, all of which are counts, is 1 or more."""
     for field in fields(config):
         value = getattr(config, field.name)
         require(field.type not in ("int", int) or is_count(value), field.name, value, "an integer of 1 or more")
 
 
 def choose(presets: Mapping[str, Config], name: str, **changes: object) -> Config:
-    """The one of ``presets`` that is called ``name``, with ``changes`` in place of its fields."""
+    """The preset ``name``, with ``changes`` replacing fields; a ConfigError if one of these does not exist."""
     if name not in presets:
         raise ConfigError(f"model: got {name!r}, expected one of {', '.join(presets)}{nearest(name, presets)}")
     preset: Any = presets[name]

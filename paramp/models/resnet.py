@@ -1,15 +1,15 @@
 """Residual networks of basic blocks (He et al. 2016, *Deep residual learning for image recognition*).
 
-:class:`ResNet` is an ``nn.Sequential``: stem, groups of blocks, pooling, classifier. Parameters are called as in
-torchvision, so that state dicts of its ``resnet18`` and ``resnet34`` load. Images are (batch, channels, height, width).
+:class:`ResNet` is an ``nn.Sequential``: stem, groups of blocks, pooling, classifier. Parameters have the names of
+torchvision's, so state dicts of its ``resnet18`` and ``resnet34`` load. Images are (batch, channels, height, width).
 
-**BatchNorm** takes its mean and variance over the images of one microbatch of one data rank, as under torch's DDP and
-in GPipe: layouts agree where their microbatches hold the same images. Keep those at eight images or more. Running
-statistics are each data rank's own; ``engine.full_state_dict()`` returns those of the first.
+**BatchNorm** computes mean and variance over one microbatch of one data rank, as under torch's DDP and in GPipe. Two
+layouts agree only if their microbatches hold the same images. Use microbatches of eight images or more. Each data rank
+has its own running statistics; ``engine.full_state_dict()`` returns those of the first.
 
-**Tensor parallelism** shards the classifier by its inputs. All else is computed whole on every tensor rank: use data
-and pipeline ranks to make a ResNet faster. On CUDA set ``torch.backends.cudnn.deterministic = True`` with it, since
-cuDNN may add up a weight's gradient in another order on each rank, and what is whole on every rank has to stay equal.
+**Tensor parallelism** shards the classifier by its inputs. Every tensor rank computes all other layers in full, so use
+data and pipeline ranks to make a ResNet faster. On CUDA, also set ``torch.backends.cudnn.deterministic = True``:
+otherwise cuDNN may sum a gradient in a different order on each tensor rank, and the replicated weights diverge.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ResNetConfig:
     num_classes: int = 1000
     in_channels: int = 3
     small_images: bool = False
-    """The stem for images of about 32 x 32 and less: one 3 x 3 convolution. Else one of 7 x 7 and a max-pool, which
-    together quarter the image's sides."""
+    """True: the stem for images up to about 32 x 32, one 3 x 3 convolution. False: a 7 x 7 convolution and a max-pool,
+    which together quarter the image's sides."""
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -45,7 +45,7 @@ class ResNetConfig:
 
     @property
     def num_features(self) -> int:
-        """What the classifier sees of an image."""
+        """Input features of the classifier."""
         return self.width * 2 ** (len(self.depths) - 1)
 
 
@@ -57,7 +57,7 @@ PRESETS = {
 
 
 class Convolution(nn.Conv2d):
-    """``nn.Conv2d`` without bias, padded to keep the image's sides at stride 1, started for ReLU (He et al. 2015)."""
+    """``nn.Conv2d`` without bias, with "same" padding at stride 1 and He initialisation (He et al. 2015)."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
@@ -67,7 +67,7 @@ class Convolution(nn.Conv2d):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions, added to what came in; ``downsample`` gives that the shape of what goes out."""
+    """Two 3 x 3 convolutions and a shortcut; ``downsample`` projects the shortcut to the output's shape."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class ResNet(PresetModel):
     def pipeline_split(self, num_stages: int) -> list[str] | None:
         """The blocks that begin the second and each later stage; None if there are more stages than blocks.
 
-        Stages have as many blocks as each other: all blocks cost about the same arithmetic, since channels double where
-        the image's area quarters. Balanced by parameters, the first stage would get nearly all of it.
+        Stages have equal numbers of blocks, because all blocks cost about the same FLOPs: channels double where the
+        image's area quarters. Balanced by parameters, the first stage would have nearly all the work.
         """
         names = [f"layer{group}.{index}" for group, depth in enumerate(self.config.depths, 1) for index in range(depth)]
         if num_stages > len(names):
@@ -125,17 +125,17 @@ class ResNet(PresetModel):
         return [names[len(names) * stage // num_stages] for stage in range(1, num_stages)]
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
-        """The classifier by its inputs, which divide whatever the number of classes; all else is whole on every rank.
+        """Shard the classifier by its inputs, which divide for any number of classes; replicate all other layers.
 
         Raises:
-            ConfigError: ``sequence_parallel``, or the features do not divide evenly.
+            ConfigError: ``sequence_parallel`` is True, or the features do not divide evenly.
         """
         if sequence_parallel:
             raise ConfigError("parallel.sequence_parallel: got True, but a ResNet has no sequence; expected False")
         if self.config.num_features % tensor_size:
             raise ConfigError(
-                f"parallel.tensor.size: got {tensor_size}, but the model's {self.config.num_features} features do not "
-                "divide by it"
+                f"parallel.tensor.size: got {tensor_size}, expected a divisor of the model's "
+                f"{self.config.num_features} features"
             )
         return {"fc": "rowwise_scatter"}
 

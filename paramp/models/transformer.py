@@ -1,7 +1,7 @@
-"""What the transformers here are made of (Vaswani et al. 2017): attention, MLP, and the block of the two.
+"""Parts of the transformers here (Vaswani et al. 2017): attention, MLP, and the block of both.
 
-Tensors are (batch, sequence, features). Under tensor parallelism the attention and the MLP see their own heads
-and hidden features; under sequence parallelism everything between them sees its own slice of the sequence.
+Tensors are (batch, sequence, features). Under tensor parallelism each rank has some of the attention heads
+and of the MLP's hidden features. Under sequence parallelism each rank has a slice of the sequence between them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class TransformerConfig:
     """The shape of a stack of :class:`Block`."""
 
     causal: ClassVar[bool]
-    """Attention looks back only."""
+    """Whether attention is causal."""
     gelu: ClassVar[str]
-    """``none`` for GELU itself, ``tanh`` for its approximation."""
+    """``approximate`` of ``F.gelu``: ``none`` or ``tanh``."""
     norm_eps: ClassVar[float]
 
     num_layers: int
@@ -45,12 +45,12 @@ class TransformerConfig:
         require(divides, "width", self.width, f"a multiple of num_heads {self.num_heads}")
 
     def body(self) -> dict[str, nn.Module]:
-        """What a transformer has between its embedding and its head, by name."""
+        """The modules between embedding and head, by name."""
         blocks = nn.Sequential(*(Block(self) for _ in range(self.num_layers)))
         return {"blocks": blocks, "norm": nn.LayerNorm(self.width, self.norm_eps)}
 
     def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
-        """How ``blocks`` are sharded over ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """The styles of ``blocks`` on ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if self.num_heads % tensor_size:
             raise ConfigError(
                 f"parallel.tensor.size: got {tensor_size}, but the model's {self.num_heads} heads do not divide by it; "
@@ -69,7 +69,7 @@ class TransformerConfig:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` that starts normally distributed, with a standard deviation of its own."""
+    """``nn.Linear`` with normal initialisation of standard deviation ``std``; the bias starts at 0."""
 
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = True) -> None:
         self.std = std
@@ -82,7 +82,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Self-attention. ``qkv`` holds query, key and value of one head after the other, so that heads shard."""
+    """Self-attention. The rows of ``qkv`` are ordered by head (query, key, value of each), so heads shard."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.causal = config.causal
         self.qkv = Linear(config.width, 3 * config.width, config.init_std)
-        # Each block adds twice to the residual stream: GPT-2 starts those layers smaller.
+        # GPT-2 scales the layers that add to the residual stream, two a block, by 1 / sqrt(2 * num_layers).
         self.out = Linear(config.width, config.width, config.init_std / math.sqrt(2 * config.num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         dropout = self.dropout if self.training else 0.0
-        with sharded_random() if dropout else nullcontext():  # each rank has heads of its own
+        with sharded_random() if dropout else nullcontext():  # other heads, other masks, on each rank
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
         output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
@@ -118,7 +118,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

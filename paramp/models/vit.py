@@ -1,8 +1,8 @@
 """The Vision Transformer (Dosovitskiy et al. 2021, *An image is worth 16x16 words*).
 
 :class:`ViT` is an ``nn.Sequential``: embedding of patches, blocks, norm, pooling, head. Pipeline stages begin at any of
-its modules; tensor parallelism shards attention heads, MLPs and the head. Images are (batch, channels, side, side). In
-between tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
+its modules; tensor parallelism shards attention heads, MLPs and the head. Images are (batch, channels, side, side).
+Hidden tensors are (batch, sequence, features); the sequence is the class token, if there is one, and the patches.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ViTConfig(TransformerConfig):
     in_channels: int = 3
     num_classes: int = 1000
     class_token: bool = True
-    """Classify by the features of a token in front of the patches, as in the paper. False: by the mean of the patches'
-    features, with a sequence that is only as long as the patches, which sequence parallelism can divide."""
+    """True: classify by the features of a class token in front of the patches, as in the paper. False: by the mean of
+    the patches' features; the sequence is one shorter, so that sequence parallelism can divide it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ PRESETS = {
 
 
 class PatchEmbedding(nn.Module):
-    """Images to the features of their patches, row by row, behind the class token's."""
+    """Images to features (batch, sequence, width): the class token, then the patches row by row."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the class token at 0 and the positions normally distributed."""
+        """Initialise the class token to 0 and the positions from a normal distribution."""
         if self.token is not None:
             nn.init.zeros_(self.token)
         nn.init.normal_(self.positions, std=self.std)
@@ -90,7 +90,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Pool(nn.Module):
-    """Features (batch, sequence, width) to those that the image is classified by, (batch, width)."""
+    """Features (batch, sequence, width) to the input of the classifier, (batch, width)."""
 
     def __init__(self, class_token: bool) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ class ViT(PresetModel):
         super().__init__(config, {**layers, "head": Linear(config.width, config.num_classes, config.init_std)})
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
-        """How each layer is sharded over ``tensor_size`` ranks; the embedding is replicated.
+        """The style of each layer on ``tensor_size`` ranks; the embedding is replicated.
 
         Raises:
             ConfigError: the heads do not divide evenly, or under ``sequence_parallel`` the sequence does not.
         """
         config = self.config
-        # By its inputs, which divide whatever the number of classes.
+        # Sharded by inputs, which divide for any number of classes.
         plan: dict[str, str] = {**config.blocks_plan(tensor_size, sequence_parallel), "head": "rowwise_scatter"}
         if not sequence_parallel:
             return plan

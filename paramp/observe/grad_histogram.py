@@ -1,8 +1,8 @@
 """A histogram of gradients by binary exponent: how many underflow, and how far the largest is from overflowing.
 
-Elements are counted by their binary exponent e, with 2**e <= |g| < 2**(e + 1). A gradient is multiplied by the loss
-scale, so another scale shifts the whole histogram: :meth:`GradientHistogram.at_scale`. What has underflowed to zero in
-half precision stays zero at any scale.
+An element g is counted by its exponent e with 2**e <= |g| < 2**(e + 1). Gradients carry the loss scale, so another
+scale shifts the whole histogram (:meth:`GradientHistogram.at_scale`). Elements that have underflowed to zero in half
+precision stay zero at any scale.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from ..base.dtensor import local
 from ..optim.flat_params import FlatWeights
 
 LOWEST, HIGHEST = -1074, 1023
-"""Exponents of the smallest and the largest float64."""
+"""The exponents of the smallest subnormal and of the largest float64."""
 ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2
-"""Their indices in the table of counts, after the exponents."""
+"""Indices of these counts in the table, after the exponents."""
 CHUNK = 2**22
-"""Elements that are converted to float64 at once."""
+"""Elements converted to float64 at once, to bound memory."""
 
 
 @dataclass(frozen=True)
 class GradientHistogram:
-    """The scaled gradients of the logical model, each element counted once; over data ranks, their average."""
+    """The scaled gradients of the whole model, each element counted once; counts are averaged over data ranks."""
 
     counts: Mapping[int, float]
-    """Number of elements by exponent, without those that have none."""
+    """The number of elements by exponent, without zeros and non-finite ones."""
     zeros: float
     non_finite: float
     largest: float
-    """The largest finite magnitude; 0 if there is none."""
+    """The largest finite magnitude; 0 if no element is finite and non-zero."""
     scale: float
     """The loss scale that the gradients carry."""
     dtype: torch.dtype
-    """The mode's compute dtype, to whose range underflow and headroom refer."""
+    """The mode's compute dtype, which defines underflow and headroom."""
 
     @property
     def total(self) -> float:
-        """Elements counted."""
+        """The number of elements counted."""
         return sum(self.counts.values()) + self.zeros + self.non_finite
 
     @property
     def underflow(self) -> float:
-        """The fraction that is zero or subnormal in :attr:`dtype`; elements that are exactly zero count too."""
+        """The fraction of elements that are zero or subnormal in :attr:`dtype`."""
         lowest = math.frexp(torch.finfo(self.dtype).smallest_normal)[1] - 1
         low = sum(count for exponent, count in self.counts.items() if exponent < lowest)
         return (low + self.zeros) / self.total if self.total else 0.0
 
     @property
     def headroom(self) -> float:
-        """How often the scale can double before the largest element overflows, a log2; infinite if all are zero."""
+        """log2 of the factor by which the scale can grow before the largest element overflows; inf if all are 0."""
         return math.log2(torch.finfo(self.dtype).max / self.largest) if self.largest else math.inf
 
     def at_scale(self, scale: float) -> GradientHistogram:
-        """The histogram at another loss scale, if nothing were rounded.
+        """The histogram at another loss scale, without the rounding that it would cause.
 
         Raises:
-            ValueError: the scales differ by a factor that is no power of two.
+            ValueError: the ratio of the scales is not a power of two.
         """
         mantissa, exponent = math.frexp(scale / self.scale) if scale > 0 else (0.0, 0)
         if mantissa != 0.5:
@@ -81,7 +81,7 @@ class GradientHistogram:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write all values to a file, as JSON; null for those that are not finite."""
+        """Write all values to a file, as JSON; a headroom of inf is null."""
         values = {
             "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
             "zeros": self.zeros,
@@ -102,7 +102,7 @@ def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> Grad
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
     for gradient, norm_weight in weights.gradients.before_reduction():
         counts, most = _count(local(gradient).reshape(-1))
-        table += counts * norm_weight  # so that each element of the logical model counts once
+        table += counts * norm_weight  # counts replicated elements once
         largest = torch.maximum(largest, most)
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
@@ -113,11 +113,11 @@ def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> Grad
 
 
 def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of the plain 1-dim ``gradient`` (1-dim float64), and its largest finite magnitude (0-dim float64)."""
+    """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64)."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for chunk in gradient.split(CHUNK):
-        values = chunk.double()  # subnormals of all other dtypes are normal numbers in float64
+        values = chunk.double()  # fp32 and half subnormals are normal in float64, so frexp is exact
         indices = values.frexp().exponent.long() - 1 - LOWEST
         indices = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), indices, NON_FINITE))
         table += torch.bincount(indices, minlength=NON_FINITE + 1)

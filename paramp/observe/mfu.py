@@ -1,11 +1,11 @@
 """Model FLOPs utilisation (MFU), after Chowdhery et al. 2022 (PaLM, appendix B).
 
-It is the FLOPs that the *model* needs for a step's tokens, over the FLOPs that the devices could do in the step's time.
-Padding and recomputed activations do not count. Attention counts in full, though its causal half may be skipped, so
-that figures are comparable with published ones.
+MFU is the FLOPs that the *model* needs for a step's tokens, divided by the FLOPs that the devices can do in the step's
+time. Padding and recomputed activations do not count. Attention counts in full, although kernels may skip the masked
+half, so that figures compare with published ones.
 
-The peaks are those of dense matrix products in the vendors' data sheets, at boost clock, accumulating in fp32 as torch
-does. Data sheets that give only the rate "with sparsity" give twice that.
+The peaks are those of the vendors' data sheets: dense matrix products at boost clock, accumulated in fp32 as torch
+does. A data sheet's rate "with sparsity" is twice the dense one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from ..distributed.context import ParallelContext
 
 
 class Peak(NamedTuple):
-    """Peak rates of one device in dense matrix products, in 10**12 FLOPs a second. None: not in hardware."""
+    """Peak rates of one device in dense matrix products, in 10**12 FLOPs a second. None: no hardware support."""
 
     fp32: float
-    """Of fp32 operands that are not rounded (torch's default)."""
+    """fp32 operands that are not rounded (torch's default)."""
     fp16: float
     bf16: float | None
     tf32: float | None = None
-    """Of fp32 operands that torch may round (``torch.set_float32_matmul_precision("high")``)."""
+    """fp32 operands that torch may round to TF32 (``torch.set_float32_matmul_precision("high")``)."""
 
 
-# Words that all occur in torch's name of a device -> its peaks. The first row that matches counts, so specific names
-# stand above general ones.
+# Words of torch's device name -> peaks. The first row whose words all occur is used, so specific rows come first.
 PEAKS: Mapping[tuple[str, ...], Peak] = {
     ("B200",): Peak(fp32=75.0, tf32=1125.0, fp16=2250.0, bf16=2250.0),
     ("H200", "NVL"): Peak(fp32=60.0, tf32=417.5, fp16=835.5, bf16=835.5),
@@ -46,7 +45,7 @@ PEAKS: Mapping[tuple[str, ...], Peak] = {
     ("A30",): Peak(fp32=10.3, tf32=82.0, fp16=165.0, bf16=165.0),
     ("A10G",): Peak(fp32=35.0, tf32=35.0, fp16=70.0, bf16=70.0),
     ("A10",): Peak(fp32=31.2, tf32=62.5, fp16=125.0, bf16=125.0),
-    # GeForce cards accumulate in fp32 at half the rate that they are advertised with.
+    # On GeForce cards the advertised rate is for fp16 accumulation; with fp32 it is half.
     ("RTX", "4090"): Peak(fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2),
     ("RTX", "3090"): Peak(fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
     ("T4",): Peak(fp32=8.1, fp16=65.0, bf16=None),
@@ -54,20 +53,21 @@ PEAKS: Mapping[tuple[str, ...], Peak] = {
     ("V100", "PCIE"): Peak(fp32=14.0, fp16=112.0, bf16=None),
     ("V100",): Peak(fp32=15.7, fp16=125.0, bf16=None),
     ("MI300X",): Peak(fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4),
-    ("MI250X",): Peak(fp32=47.85, fp16=191.5, bf16=191.5),  # torch sees each of the card's two dies as a device
+    ("MI250X",): Peak(fp32=47.85, fp16=191.5, bf16=191.5),  # one of the card's two dies, which torch lists as devices
 }
 
-# Words in the names of other chips, or of reduced variants, that contain the words of a row too.
+# Words that mark other chips or reduced variants, whose names also contain the words of a row.
 OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX-Q", "MIG", "D", "TI", "SUPER"})
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The peak of a device in matrix products of ``dtype``, in FLOPs a second; None if it is not known.
+    """The peak rate of a device in matrix products of ``dtype``, in FLOPs per second; None if it is not known.
 
     Args:
-        name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA A100-SXM4-80GB"``.
+        name: the result of ``torch.cuda.get_device_name()``, such as ``"NVIDIA A100-SXM4-80GB"``.
         tf32: whether fp32 operands may be rounded to TF32.
     """
+    # split at hyphens and without, because both "A100-SXM4" and "MAX-Q" have to match
     words = set(name.upper().replace("-", " ").split()) | set(name.upper().split())
     if words & OTHERS:
         return None
@@ -80,12 +80,12 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
 
 
 def world_peak_flops(context: ParallelContext, per_device: float | None = None) -> float | None:
-    """The peak of all devices of the world, in FLOPs a second; None if that of any is not known. A world collective.
+    """The peak rate of all devices of the world, in FLOPs per second; None if any is unknown. A world collective.
 
-    A GPU that several ranks share counts once. There is no table of CPUs; on a CPU each rank counts as a device.
+    A GPU shared by several ranks counts once. CPUs are not in the table; each rank on a CPU counts as a device.
 
     Args:
-        per_device: FLOPs a second of each device, instead of the table's.
+        per_device: FLOPs per second of each device. None: from the table.
     """
     device = context.device
     name, rate = f"cpu of rank {context.rank}", per_device
@@ -99,5 +99,5 @@ def world_peak_flops(context: ParallelContext, per_device: float | None = None) 
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation of a step, from 0 to 1; None if ``peak``, all devices' FLOPs a second, is not known."""
+    """The MFU of a step of ``flops`` and ``seconds``, 0 to 1; ``peak`` in FLOPs per second. None if it is unknown."""
     return None if peak is None else flops / (seconds * peak)

@@ -1,9 +1,9 @@
-"""The non-finite values that each rank found in one run of a window, and which of them is the first.
+"""The non-finite values that each rank found in one run of a window, and the choice of the first.
 
-The order is that in which one process would compute, not the clock's: by call and microbatch, the forward before the
-backward, then stages in their order, then the sequence of checks, which is the same on all tensor ranks of a stage.
-Infinities in a forward whose loss is finite are often intended (a mask). They count only if the backward of a module
-that met one fails.
+Findings are ordered as one process would compute them, not by time: by call, microbatch, forward before backward, stage
+(reversed in the backward), then position in the sequence of checks, which is the same on all tensor ranks of a stage.
+Infinities in a forward with a finite loss are often intended, as in a mask. They count only if the backward of a module
+that had one in its forward fails.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Batch = tuple[int, int, int]
 
 
 class StagePass(NamedTuple):
-    """One microbatch in one stage."""
+    """One microbatch on one stage, of one call."""
 
     call: int
-    """Which call of ``forward_backward`` in the window, from 0."""
+    """The index of the call of ``forward_backward`` in the window."""
     microbatch: int
     stage: int
 
@@ -37,25 +37,25 @@ class Finding:
     at: StagePass
     batch: Batch
     position: tuple[int, int, int]
-    """Its place in the sequence of checks of its pass and stage. Comparable between tensor ranks."""
+    """The position in the sequence of checks of the pass and stage. Comparable between tensor ranks."""
     received: bool
-    """Whether it was in the inputs of the module or operation, though no earlier check had found it."""
+    """Whether it was first found in the inputs of the module or operation."""
     met_in_forward: bool
-    """In a backward: whether its module met non-finite values in the forward of the microbatch."""
+    """For a backward: whether the module had non-finite values in the forward of the same microbatch."""
 
 
 class Findings:
-    """What this rank finds in one run of a window."""
+    """The findings of this rank in one run of a window."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._found: dict[tuple[StagePass, bool], Finding] = {}  # by pass, and whether it is the backward
-        self._met: set[tuple[int, int, str]] = set()  # call, microbatch and module
+        self._found: dict[tuple[StagePass, bool], Finding] = {}  # key: pass, is backward
+        self._met: set[tuple[int, int, str]] = set()  # call, microbatch, module
         self.failed: set[Batch] = set()
         """The microbatches whose loss is not finite."""
 
     def has(self, at: StagePass, *, backward: bool) -> bool:
-        """Whether that pass has a finding already; only the first one is kept."""
+        """Whether the pass already has a finding; only the first is kept."""
         return (at, backward) in self._found
 
     @property
@@ -64,7 +64,7 @@ class Findings:
         return any(backward for _, backward in self._found)
 
     def meet(self, at: StagePass, module: str) -> None:
-        """Record that ``module`` met a non-finite value in the forward."""
+        """Record that ``module`` had a non-finite value in its forward."""
         self._met.add((at.call, at.microbatch, module))
 
     def batch(self, at: StagePass) -> Batch:
@@ -84,7 +84,7 @@ class Findings:
         weight: str | None = None,
         operation: str | None = None,
     ) -> None:
-        """Record a non-finite tensor of any shape, unless its pass has a finding already."""
+        """Record a tensor with a non-finite element (any dims and dtype), unless its pass already has a finding."""
         key = (at, during != "forward")
         if key in self._found:
             return
@@ -97,7 +97,7 @@ class Findings:
         self._found[key] = Finding(origin, at, self.batch(at), position, received, met)
 
     def origin(self) -> Origin | None:
-        """The first value of all ranks, the same on every rank; None if there is none. A world collective."""
+        """The first finding over all ranks, the same on every rank; None if there is none. A world collective."""
         everyone = gather_findings([(list(self._found.values()), self.failed)])
         found = [finding for ((own, _),) in everyone for finding in own]
         failed = {batch for ((_, batches),) in everyone for batch in batches}

@@ -1,11 +1,13 @@
 """The hooks that look for non-finite values while a window runs again.
 
-**Forward.** Hooks go around every module of every stage. A module with finite inputs and a non-finite output has
-produced the value. If a module *receives* one that no module before it has returned, the module around it produced it.
-Outputs are checked before and after the hooks of tensor parallelism, which reduce over ranks: so the rank is known.
+**Forward.** Every module of every stage has hooks before and after its forward. A module with finite inputs and a
+non-finite output has produced the value. If a module receives a non-finite value that no module returned, the
+enclosing module has produced it. Outputs are checked before and after the hooks of tensor parallelism: these reduce
+over ranks, so only the check before them identifies the rank.
 
-**Backward.** :mod:`paramp.observe.graph_hooks` checks each node of autograd's graph. Hooks on parameters separate what
-is added to a gradient from the sum; only they see into reentrant checkpointing, whose graph is made in the backward.
+**Backward.** :mod:`paramp.observe.graph_hooks` checks each node of autograd's graph. Hooks on parameters check each
+microbatch's gradient apart from the sum. Only they work inside reentrant checkpointing, whose graph is created in the
+backward.
 """
 
 from __future__ import annotations
@@ -31,20 +33,23 @@ CAST = "the cast of the batch to the compute dtype"
 CRITERION = "the criterion"
 TARGET = "the target"
 FORWARDS = ("forward", "loss")
-"""Kinds of spans in which a forward runs; what checkpointing computes again runs in a backward's."""
+"""Spans in which a forward runs. The recomputation of checkpointing runs in a backward span and is not checked."""
 AFTER_NODES = (1, 0, 0)
-"""The position of what is found after a backward; those of its nodes are below."""
+"""The position of findings of parameter hooks and sums; larger than that of any node."""
 
 
 class Tracer:
-    """Checks one run of a window on this rank's ``stages``; an :class:`~paramp.base.spans.Observer`."""
+    """Checks one run of a window on this rank's ``stages``, whose indices in the model are ``places``.
+
+    It is an :class:`~paramp.base.spans.Observer` of the engine, and a context manager that registers the hooks.
+    """
 
     def __init__(self, stages: Stages, places: Sequence[int], context: ParallelContext) -> None:
-        self._stages = dict(zip(places, stages, strict=True))  # by their indices in the model
+        self._stages = dict(zip(places, stages, strict=True))  # key: index in the model
         self.findings = Findings(context)
         """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
-        """The message of the criterion's exception, where a pipeline went on without its loss."""
+        """The message of the criterion's exception, if a pipeline continued without its loss."""
         names: dict[int, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for stage in stages:
@@ -52,15 +57,15 @@ class Tracer:
                 self._parameters.setdefault(names.setdefault(id(parameter), name), parameter)
         self._graph = GraphHooks(names, self.findings)
         self._handles: list[RemovableHandle] = []
-        self._kind, self._at = "", StagePass(-1, 0, 0)  # the span that runs now
+        self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span
         self._num_checks = 0
-        self._running: list[str] = []  # the modules that run now, the innermost last
+        self._running: list[str] = []  # the stack of running modules
         self._batch_is_finite = False  # before the cast
 
     # ---- called by the engine
 
     def begin_call(self) -> None:
-        """A call of ``forward_backward`` begins."""
+        """Count a call of ``forward_backward``."""
         self._at = self._at._replace(call=self._at.call + 1)
 
     @contextmanager
@@ -102,9 +107,9 @@ class Tracer:
         for stage in self._stages.values():
             self._handles.append(stage.register_forward_hook(self._after_stage))
             for name, module in stage.module.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; the module around it is named
+                if isinstance(module, torch.jit.ScriptModule):  # accepts no hooks; its caller is named
                     continue
-                # Modules that contain those of several stages are copied to each; the copies share their hooks.
+                # A container that spans stages is copied to each of them, and the copies share one dict of hooks.
                 if id(module._forward_hooks) not in done:
                     done.add(id(module._forward_hooks))
                     self._add_hooks(name or f"the model's {type(module).__name__}", module)
@@ -118,7 +123,7 @@ class Tracer:
             handle.remove()
 
     def _add_hooks(self, name: str, module: nn.Module) -> None:
-        """Hooks before and after all those that ``module`` has."""
+        """Register hooks before and after all other forward hooks of ``module``."""
         self._handles += [
             module.register_forward_pre_hook(functools.partial(self._before, name), prepend=True, with_kwargs=True),
             module.register_forward_pre_hook(functools.partial(self._on_inputs, name), with_kwargs=True),
@@ -127,7 +132,7 @@ class Tracer:
         ]
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The first hook: non-finite values here come from what runs around the module."""
+        """The first hook: a non-finite input was produced by the enclosing module."""
         if self._kind not in FORWARDS:
             return
         of_batch = len(self._running) == 1 and self._at.stage == 0
@@ -137,17 +142,17 @@ class Tracer:
         self._graph.begin(name)
 
     def _on_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """After the module's other hooks on its inputs."""
+        """Runs after the module's other pre-hooks."""
         if self._kind in FORWARDS:
             self._check(name, (args, kwargs), module=module)
 
     def _on_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Before the module's other hooks on its output."""
+        """Runs before the module's other forward hooks."""
         if self._kind in FORWARDS:
             self._check(name, output, module=module)
 
     def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """The last hook."""
+        """Runs after the module's other forward hooks."""
         if self._kind not in FORWARDS:
             return
         self._check(name, output, module=module)
@@ -157,11 +162,11 @@ class Tracer:
         self._graph.begin(self._running[-1])
 
     def _after_stage(self, stage: nn.Module, inputs: Any, output: Any) -> None:
-        if self._kind in FORWARDS and isinstance(stage, Stage) and not stage.is_last:  # the last one's graph has a loss
+        if self._kind in FORWARDS and isinstance(stage, Stage) and not stage.is_last:  # the last stage: from the loss
             self._graph.follow(tree_leaves(output), self._at)
 
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """The hook of a parameter: what is added to its gradient."""
+        """The hook of a parameter: checks what is added to its gradient."""
         if not self.findings.has(self._at, backward=True) and flaw(gradient):
             self.findings.add("backward", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
 
@@ -174,9 +179,9 @@ class Tracer:
     def _check(
         self, name: str, values: Any, *, module: nn.Module | None = None, masks: bool = False, received: bool = False
     ) -> bool:
-        """Look in the forward for non-finite tensors in the tree ``values``, which ``name`` made; whether there is one.
+        """Check the tensors in the tree ``values``, produced by ``name`` in the forward; True if one is not finite.
 
-        Infinities in tensors without a gradient, which often are ``masks``, count only where this is asked for.
+        Infinities in tensors that do not require grad are often masks, so they count only with ``masks``.
         """
         self._num_checks += 1
         bad = next((value for value in tree_leaves(values) if _is_bad(value, masks)), None)
@@ -189,7 +194,7 @@ class Tracer:
         return bad is not None
 
     def _check_sums(self) -> None:
-        """Look for a gradient that is not finite though everything added to it was."""
+        """Look for a non-finite gradient whose summands were all finite."""
         if self.findings.any_backward:
             return
         for name, parameter in self._parameters.items():
@@ -205,5 +210,5 @@ def _is_bad(value: Any, masks: bool) -> bool:
 
 
 def owner_of(parameter: str) -> str:
-    """The name of the module that has a parameter."""
+    """The name of the module that owns a parameter."""
     return parameter.rpartition(".")[0]

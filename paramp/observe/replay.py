@@ -1,4 +1,4 @@
-"""Recording the batches of an accumulation window, and running them again as they ran the first time."""
+"""Recording the batches of an accumulation window and its random state, to rerun it bit for bit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..distributed.rng import RandomStream, random_states, set_random_states
 from ..parallel.stage import Stages
 
 RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
-"""Of torch's default generators, and of each stage that has a stream of its own."""
+"""The states of torch's default generators, and of each stage's random stream."""
 
 
 class Call(NamedTuple):
-    """One call of ``forward_backward``: its batch, not copied, and the state of every random stream before it."""
+    """One call of ``forward_backward``: references to its batch, and the random states before it."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -32,12 +32,12 @@ class Window:
         self._device = device
         self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
         self.calls: list[Call] | None = []
-        """None if a gradient came from elsewhere too, so that the window cannot be run again."""
+        """None if a backward of an unknown batch contributed, so that the window cannot be rerun."""
         self.scale: torch.Tensor | None = None
         """The loss scale of the window's step, 0-dim; None before that step."""
 
     def add(self, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Record that a backward of ``batch`` begins: inputs and targets, None where they are not known."""
+        """Record that a backward begins, of ``batch``: inputs and targets; None if they are not known."""
         if self.scale is not None:
             self.calls, self.scale = [], None
         if batch is None:
@@ -47,11 +47,11 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has gradients that no step has taken."""
+        """Whether it has gradients that no step has used yet."""
         return self.scale is None and (self.calls is None or len(self.calls) > 0)
 
     def drop(self) -> None:
-        """Forget the calls of an unfinished window, whose gradients were dropped."""
+        """Discard the calls of an unfinished window, after its gradients were zeroed."""
         if self.scale is None:
             self.calls = []
 
@@ -61,9 +61,9 @@ class Window:
 
     @contextmanager
     def again(self) -> Iterator[Iterator[Call]]:
-        """Yield the calls, each with the random streams set back to where it began.
+        """Yield an iterator over the calls; each step of it restores the random states of its call.
 
-        On exit random streams and buffers are what they were on entry.
+        On exit the random states and buffers of the entry are restored.
         """
         before = self._random_states()
         with keeping_buffers(self._stages):

@@ -1,12 +1,12 @@
-"""Comparing what several ranks hold: weights, masters, optimizer state and the loss scale, bit for bit.
+"""Comparing replicas bit for bit: weights, masters, optimizer state and the loss scale.
 
-Weights are replicated: on every data rank, on tensor ranks where they are not sharded, on several stages where they are
-tied. Every replica makes the same steps, so nothing ever compares them. A bit that flips in one of them, or a kernel
-that rounds differently on one device, stays unseen while the replicas diverge. :class:`Replicas` compares.
+Weights are replicated on every data rank, on tensor ranks if they are not sharded, and on several stages if they are
+tied. Every replica makes the same steps, so training never compares them. If a bit flips in one of them, or a kernel
+rounds differently on one device, the replicas diverge without an error. :class:`Replicas` compares them.
 
-Each rank hashes the bits of what it holds (:mod:`paramp.observe.bit_hash`) and sums the hashes by replica group
-(:class:`ReplicaGroup`). One all-gather of these few sums shows every rank the same table. Only if that shows a
-difference, the hashes of the parameters are exchanged, to find it.
+Each rank hashes the bits of its tensors (:mod:`paramp.observe.bit_hash`) and sums the hashes by replica group
+(:class:`ReplicaGroup`). One all-gather of these few sums gives every rank the same table. Only if a sum differs, the
+hashes of single parameters are exchanged to find the difference.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
 
 Column = tuple[str, "ReplicaGroup"]
-"""A column of the table that all ranks compare: the kind, and the group that holds the same."""
+"""A column of the table of sums: the kind of value, and its replica group."""
 NAMED = 4
-"""Ranks, and differences, that a message lists."""
+"""The most ranks, and the most differences, that a message lists."""
 WEIGHT, MASTER, STATE, SCALE = "weight", "master", "optimizer state", "loss scale"
 
 
 @dataclass(frozen=True, order=True)
 class ReplicaGroup:
-    """Ranks that hold the same: they differ in their coordinates on some axes of the mesh only."""
+    """Ranks with replicas of the same values: those that differ only in their coordinates on ``axes`` of the mesh."""
 
     axes: tuple[str, ...]
     stages: tuple[int, ...] = ()
-    """Of a tied parameter, the pipeline ranks that hold a copy. Empty: all along the axes."""
+    """For a tied parameter, the pipeline ranks that hold a copy. Empty: all ranks along the axes."""
     number: int = 0
-    """The index among the tied parameters of these pipeline ranks."""
+    """The index among the tied parameters on these pipeline ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Difference:
     kind: str
     """``weight``, ``master`` (or its remainder), ``optimizer state`` or ``loss scale``."""
     parameter: str
-    """Its name in the whole model; empty for the loss scale."""
+    """The name in the whole model; empty for the loss scale."""
     ranks: tuple[int, ...]
-    """The ranks that differ: all but the largest number of equal ones, among equally many those without the lowest."""
+    """The ranks that differ from the majority, or on a tie from the value of the lowest rank."""
     others: tuple[int, ...]
-    """The ranks that they differ from."""
+    """The ranks of the majority."""
     message: str = field(repr=False)
     names: tuple[tuple[int, str], ...] = field(repr=False)
-    """Each rank that holds it, and its name there: a tied parameter may have another name in each stage."""
+    """Each rank of the group and the parameter's name there: a tied parameter may have another name in each stage."""
 
     def __str__(self) -> str:
         return self.message
@@ -76,7 +76,7 @@ class _Part:
     name: str
     group: ReplicaGroup
     tensors: Callable[[], Sequence[torch.Tensor]]
-    """Returns local tensors that share storage with those in use, so that a repair may write into them."""
+    """Returns the local tensors in use (or views), so that a repair can write into them."""
     tie: TiedParameter | None = None
 
     @property
@@ -85,7 +85,7 @@ class _Part:
 
 
 class Replicas:
-    """Compares what this rank holds with the other ranks of its replica groups, and repairs it."""
+    """Compares this rank's values with its replica groups, and repairs differences."""
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class Replicas:
     # -------------------------------------------------------------------------------------------- replica groups
 
     def _group(self, axes: Iterable[str], stages: Sequence[int] = (), number: int = 0) -> ReplicaGroup:
-        """``axes`` without those of one rank, in the order of the mesh."""
+        """The group over ``axes`` without axes of size 1, in the order of the mesh."""
         mesh, wanted = self._context.mesh, set(axes)
         long = (name for index, name in enumerate(self._names) if name in wanted and mesh.size(index) > 1)
         return ReplicaGroup(tuple(long), tuple(stages), number)
 
     def _weight_parts(self, module: nn.Module, ties: Iterable[TiedParameter]) -> list[_Part]:
-        """One for each parameter, trained or not."""
+        """One part for each parameter, trained or frozen."""
         tie_of = {tie.parameter: tie for tie in ties}
-        numbers: Counter[tuple[int, ...]] = Counter()  # ties come in the same order on all ranks that hold them
+        numbers: Counter[tuple[int, ...]] = Counter()  # ties have the same order on all ranks that hold them
         groups: dict[nn.Parameter, ReplicaGroup] = {}
         for parameter, tie in tie_of.items():
             stages = tuple(self._stage_of(rank) for rank in dist.get_process_group_ranks(tie.group))
@@ -137,9 +137,9 @@ class Replicas:
         ]
 
     def _stepped_parts(self, part_of: Mapping[str, _Part]) -> list[_Part]:
-        """Masters and optimizer state of what this rank steps.
+        """Masters and optimizer state of the parameters that this rank steps.
 
-        Under ZeRO they differ between data ranks, and each stage shards its copy of a tied parameter on its own.
+        Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently.
         """
         parts: list[_Part] = []
         for param, stepped, buffer in self._weights.pairs():
@@ -162,7 +162,7 @@ class Replicas:
 
     @torch.no_grad()
     def check(self) -> list[Difference]:
-        """Compare. A world collective, with the same result on every rank; synchronises with the device."""
+        """Compare all values. A world collective with the same result on every rank; synchronises with the device."""
         columns = self._agreed_columns()
         if not columns:
             return []
@@ -176,7 +176,7 @@ class Replicas:
         return self._located(suspects, hashes) if suspects else []
 
     def _hashes(self) -> torch.Tensor:
-        """One for each part: 1-dim int64, on the device."""
+        """One hash for each part: 1-dim int64 on the device."""
         hashes = [torch.zeros((), dtype=torch.int64, device=self._context.device) for _ in self._parts]
         for total, part in zip(hashes, self._parts, strict=True):
             for number, tensor in enumerate(part.tensors()):
@@ -184,14 +184,14 @@ class Replicas:
         return torch.stack(hashes)
 
     def _agreed_columns(self) -> list[Column]:
-        """The columns of the table, those of all ranks of the world; gathered once."""
+        """The columns of all ranks of the world; gathered once, then cached."""
         if self._columns is None:
             everyone = gather_objects({part.column for part in self._parts})
             self._columns = sorted(set[Column]().union(*everyone))
         return self._columns
 
     def _unequal(self, columns: Sequence[Column], table: torch.Tensor) -> Iterator[tuple[Column, tuple[int, ...]]]:
-        """The columns of ``table``, world size x columns, in which a group's ranks differ, and that group."""
+        """The columns of ``table`` (world size, columns) in which the ranks of a group differ, with that group."""
         for column, values in zip(columns, table.T, strict=True):
             groups = ranks_along(self._context, column[1].axes, column[1].stages)
             of_group = values[groups]
@@ -201,6 +201,7 @@ class Replicas:
     def _located(self, suspects: Sequence[tuple[Column, tuple[int, ...]]], hashes: torch.Tensor) -> list[Difference]:
         """The parameters that differ in ``suspects``, the same list on every rank."""
         own = hashes.tolist()
+        # parts of a column are in the same order on all ranks of its group, so zip() pairs replicas
         mine = {
             index: [(part.name, own[number]) for number, part in enumerate(self._parts) if part.column == column]
             for index, (column, ranks) in enumerate(suspects)
@@ -217,8 +218,8 @@ class Replicas:
         return found
 
     def _difference(self, kind: str, names: Mapping[int, str], values: Mapping[int, int]) -> Difference:
-        """The difference between a group's ranks; ``values`` are their hashes, in the order of the ranks."""
-        usual = Counter(values.values()).most_common(1)[0][0]  # of several as common, that of the lowest rank
+        """Describe the difference between a group's ranks; ``values`` are their hashes, in rank order."""
+        usual = Counter(values.values()).most_common(1)[0][0]  # on a tie, the value of the lowest rank
         ranks = tuple(rank for rank, value in values.items() if value != usual)
         others = tuple(rank for rank, value in values.items() if value == usual)
         name = names[ranks[0]]
@@ -235,14 +236,14 @@ class Replicas:
     # --------------------------------------------------------------------------------------------------- repairing
 
     def check_in_turn(self) -> None:
-        """Count a step, made or skipped, and after every ``check_replicas_every`` of them :meth:`stop_or_repair`."""
+        """Count a step, made or skipped; every ``check_replicas_every`` steps call :meth:`stop_or_repair`."""
         config = self._context.config
         self._num_steps += 1
         if config.check_replicas_every is not None and self._num_steps % config.check_replicas_every == 0:
             self.stop_or_repair(repair=config.repair_replicas)
 
     def stop_or_repair(self, *, repair: bool) -> None:
-        """Compare, and on a difference raise on every rank, or repair it and warn on the main rank.
+        """Compare; on a difference raise on every rank, or repair it and warn on the main rank.
 
         Raises:
             ReplicaDrift: there is a difference and ``repair`` is False; the same message on every rank.
@@ -255,9 +256,9 @@ class Replicas:
             reported += f"; and {len(differences) - NAMED} more"
         if not repair:
             raise ReplicaDrift(
-                f"replicas: {reported}. Replicas have diverged: suspect memory or a kernel of those that "
-                "differ, or code that changes weights on some ranks only; go on from a checkpoint, or set "
-                "repair_replicas to copy the lowest rank's"
+                f"replicas: {reported}. Replicas have diverged: check memory and kernels of the ranks that "
+                "differ, and code that changes weights on some ranks only; continue from a checkpoint, or set "
+                "repair_replicas to copy the lowest rank's values"
             )
         self.repair(differences)
         if self._context.is_main:
@@ -265,10 +266,10 @@ class Replicas:
 
     @torch.no_grad()
     def repair(self, differences: Iterable[Difference]) -> None:
-        """Copy all of the parameters in ``differences``, from :meth:`check`, from the lowest rank of their group."""
+        """Copy all kinds of values of the parameters in ``differences`` from the lowest rank of their group."""
         affected = {(self._stage_of(rank), name) for found in differences for rank, name in found.names}
         stage = self._stage_of(self._context.rank)
-        # Stages may have tied parameters in different orders; sorted by group, all ranks broadcast in the same one.
+        # Stages may have tied parameters in different orders; sorting makes the order of broadcasts equal.
         for part in sorted(self._parts, key=lambda part: part.column):
             if (stage, part.name) in affected:
                 for tensor in filter(torch.Tensor.numel, part.tensors()):
@@ -276,9 +277,9 @@ class Replicas:
         self._weights.write_back()
 
     def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
-        """Broadcast along one axis after the other, from its first rank."""
+        """Broadcast along each axis in turn, from its first rank."""
         whole = tensor.contiguous()
-        bits = whole.view(-1).view(torch.uint8)  # neither gloo nor NCCL moves the int16 of remainders
+        bits = whole.view(-1).view(torch.uint8)  # gloo and NCCL do not support the int16 of remainders
         for name in part.group.axes:
             tied = part.tie is not None and name in ROLES["stage"]
             group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
@@ -292,6 +293,6 @@ def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:
 
 
 def _states(optimizer: torch.optim.Optimizer, stepped: nn.Parameter) -> list[torch.Tensor]:
-    """The optimizer's state tensors with one value for each element of ``stepped``, by their keys' order."""
+    """The optimizer's state tensors with one value per element of ``stepped``, sorted by key."""
     values = [value for _, value in sorted(optimizer.state.get(stepped, {}).items())]
     return [value for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]

@@ -1,4 +1,4 @@
-"""A run's output on the main rank: progress on the terminal, a plain log, ``metrics.jsonl`` and TensorBoard.
+"""Output of a run on the main rank: the terminal, a text log, ``metrics.jsonl`` and TensorBoard.
 
 :class:`Reporter` passes every message and every step to a list of writers, one small class for each destination.
 """
@@ -36,7 +36,7 @@ TAGS = {
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The peak memory of this process in bytes: of the GPU's allocator, or resident on a CPU."""
+    """The peak memory of this process in bytes: of the GPU's allocator, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -44,33 +44,33 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed. Every rank calls it, though only the main one writes.
+    """Check that TensorBoard is installed. Every rank calls it, so that all raise, although only one writes.
 
     Raises:
         ConfigError: it is not installed.
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            'train.tensorboard: tensorboard is not installed; run pip install "paramp[tensorboard]", or leave '
-            "--tensorboard out"
+            'train.tensorboard: tensorboard is not installed; run pip install "paramp[tensorboard]", or '
+            "remove --tensorboard"
         )
 
 
 PRINT_EVERY = 10
-"""A plain terminal shows each step whose number this divides."""
+"""A plain terminal shows every step whose number is a multiple of this."""
 
 
 class Writer:
-    """One destination. Each method does nothing here."""
+    """One destination. The methods of this base class do nothing."""
 
     def say(self, text: str) -> None:
         """Write a message."""
 
     def step(self, record: dict[str, Any], line: str) -> None:
-        """Write a step: its numbers, which may be None or not finite, and the same as a line of text."""
+        """Write a step: ``record``, whose values may be None or not finite, and ``line``, the same as text."""
 
     def close(self) -> None:
-        """End the output."""
+        """Close the destination."""
 
 
 class Terminal(Writer):
@@ -126,7 +126,7 @@ class TextLog(Writer):
 class JsonLines(Writer):
     """``metrics.jsonl``: one JSON object a step; a value that is not finite is null.
 
-    That of a resumed run keeps the steps before it. The earlier file, with the steps that are repeated, is set aside.
+    A resumed run keeps the lines of the steps before it. The earlier file, with all its lines, is renamed.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
@@ -144,7 +144,7 @@ class JsonLines(Writer):
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the steps up to ``step``, without a line that was left incomplete when the run ended."""
+    """The lines of the steps up to ``step``; an incomplete last line is dropped."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
         try:
@@ -156,7 +156,7 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 class TensorBoard(Writer):
-    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; a value that is not finite leaves a gap."""
+    """The folder ``tensorboard``: a scalar for each row of :data:`TAGS`; a value that is not finite is omitted."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -169,7 +169,7 @@ class TensorBoard(Writer):
         for key, tag in TAGS.items():
             value = record.get(key)
             if value is not None and _is_finite(value):
-                # torch keeps scalars in fp32 otherwise, which rounds a count of bytes
+                # by default torch stores fp32, which rounds large byte counts
                 self._writer.add_scalar(tag, value, record["step"], new_style=True, double_precision=True)
 
     def close(self) -> None:
@@ -187,10 +187,10 @@ class Reporter:
     directory are renamed, not overwritten.
 
     Args:
-        log_dir: created if it does not exist. None: no files.
-        enabled: False writes nothing, on all ranks but the main one.
+        log_dir: the directory of the files, created if it does not exist. None: no files.
+        enabled: False on all ranks but the main one: write nothing.
         tensorboard: write for TensorBoard too (:func:`check_tensorboard`), into the log directory.
-        resumed_at: the last step of the run that is resumed, whose files are then continued.
+        resumed_at: the last step of the resumed run, whose files are continued. None: a new run.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Reporter:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal with a width; mpirun gives each rank one without, which nobody sees."""
+    """Whether ``stream`` is a terminal with a width; mpirun gives each rank a pseudo-terminal without one."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):

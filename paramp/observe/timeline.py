@@ -1,4 +1,4 @@
-"""A step's timeline: the spans of every rank, their Chrome trace, and the measured pipeline bubble.
+"""The timeline of a step: the spans of every rank, their Chrome trace, and the measured pipeline bubble.
 
 ::
 
@@ -8,8 +8,8 @@
     timeline.save("trace.json")              # for chrome://tracing or ui.perfetto.dev
     print(timeline.bubble, timeline.theoretical_bubble)
 
-Times on a CPU are read from the process's clock, times on CUDA from events on the stream. Ranks of one machine share a
-clock. Clocks of several machines are aligned at a barrier, so they agree only to its latency.
+Times are those of the process's clock on a CPU, and of CUDA events on a GPU. Ranks of one machine share a clock. Clocks
+of several machines are aligned at a barrier, to the accuracy of its latency.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class RankSpans:
 
 @dataclass
 class Timeline:
-    """The spans of all ranks. :meth:`paramp.Engine.recording` returns one, filled in on every rank when it is left."""
+    """The spans of all ranks. :meth:`paramp.Engine.recording` yields one and fills it on exit, on every rank."""
 
     title: str = ""
     """The schedule and its sizes."""
     ranks: Sequence[RankSpans] = ()
-    """Of each rank of the world."""
+    """The spans of each rank of the world."""
     pipelines: Sequence[Sequence[int]] = ()
     """The ranks of each pipeline, in stage order."""
     theoretical_bubble: float | None = None
-    """A fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches."""
+    """As a fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches."""
 
     @property
     def bubble(self) -> float:
-        """The measured bubble: the fraction of time in which ranks of a pipeline wait or send, over all pipelines.
+        """The measured bubble: the fraction of time in which pipeline ranks wait or send, over all pipelines.
 
-        The time of a batch runs from its first operation on any rank to its last. The optimizer's step does not
-        count. NaN if no batch ran.
+        The time of a batch is from the first operation on any rank to the last one. The optimizer's step is not
+        included. NaN if no batch ran.
         """
         busy = held = 0.0
         for pipeline in self.pipelines:
@@ -105,12 +105,12 @@ class Timeline:
         Path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
 
     def gather(self, recorder: Recorder, context: ParallelContext) -> None:
-        """Fill in the spans of every rank's ``recorder``; a collective of the world."""
+        """Gather the spans of every rank's ``recorder``. A collective of the world."""
         mine = (_machine(), recorder.origin, RankSpans(context.name_of(context.rank), recorder.spans()))
         everyone = gather_objects(mine)
         starts: dict[str, float] = {}
         for machine, origin, _ in everyone:
-            # All ranks left the barrier at one time, so each machine's clock starts at its first rank's.
+            # The barrier aligns the ranks; time zero of a machine is the earliest origin of its ranks.
             starts[machine] = min(origin, starts.get(machine, origin))
         self.ranks = [
             RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
@@ -121,7 +121,7 @@ class Timeline:
 
 @contextmanager
 def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[Timeline]:
-    """Record what runs inside, with a recorder among the engine's ``observers``. Every rank enters and leaves it."""
+    """Record the operations inside, by a recorder added to the engine's ``observers``. All ranks enter and exit it."""
     pipeline = context.config.parallel.pipeline
     stages = f"{pipeline.num_local_stages} stage{'s' if pipeline.num_local_stages > 1 else ''} a rank"
     title = f"{pipeline.schedule}, {pipeline.size} ranks, {stages}" if pipeline.size > 1 else "no pipeline"

@@ -22,12 +22,12 @@ LAYOUT_FLAGS = (
     *("--tp", "--pp", "--dp", "--zero", "--sequence-parallel"),
     *("--schedule", "--stages-per-rank", "--microbatches", "--precision", "--seed"),
 )
-"""The train script's flags that ``verify`` has, too."""
+"""The train script's flags that ``verify`` has too."""
 DEFAULT = "(default: %(default)s)"
 
 
 def build_parser() -> Parser:
-    """A subparser for each command; its ``run`` takes the parsed arguments and does the work."""
+    """A parser with a subparser for each command; the parsed arguments have the command's function as ``run``."""
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
     explained = "compare a model on a layout with the same model in one process, layer by layer"
     _add_verify_arguments(add_command(run_verify, explained))
-    command = add_command(run_inspect, "show what a checkpoint holds, and whether it is whole")
+    command = add_command(run_inspect, "show the content of a checkpoint, and whether it is complete")
     command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
     command = add_command(run_export, "write a checkpoint's weights to one safetensors file")
@@ -58,7 +58,7 @@ def build_parser() -> Parser:
 
 
 def run_doctor(given: argparse.Namespace) -> None:
-    """Print what the machine has."""
+    """Print the report on this machine."""
     print(doctor(as_json=given.json))
 
 
@@ -68,7 +68,7 @@ def run_plot(given: argparse.Namespace) -> None:
 
 
 def run_inspect(given: argparse.Namespace) -> int:
-    """Print what the checkpoint holds; 1 if it is damaged."""
+    """Print the content of the checkpoint; returns 1 if it is damaged."""
     found = inspect(given.checkpoint)
     print(json.dumps(encode(found), indent=1) if given.json else describe(found))
     return 1 if found["damage"] else 0
@@ -114,7 +114,7 @@ def _add_verify_arguments(command: Parser) -> None:
 
 
 def run_verify(given: argparse.Namespace) -> int:
-    """Print the comparison; 1 if the layout diverges."""
+    """Print the comparison; returns 1 if the layout diverges."""
     out = None if given.json is None else Path(given.json)
     if out and not out.parent.is_dir():
         raise ConfigError(f"--json: no folder {str(out.parent)!r} to write {given.json!r} into")
@@ -131,7 +131,7 @@ def run_verify(given: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments`` (None: the process's own); the exit code."""
+    """Run the command in ``arguments`` (None: ``sys.argv``); returns the exit code."""
     try:
         given = build_parser().parse_args(arguments)
         return given.run(given) or 0

@@ -1,15 +1,14 @@
 """``paramp doctor``: which parts of paramp run on this machine, and why the others do not.
 
-It imports no optional package and starts no process group: packages are looked up on disk, launchers in the
-environment. So it runs anywhere, also where training does not start. A problem is a line of the report, never an
-exception.
+It looks up packages on disk and launchers in the environment, without importing optional packages or starting a process
+group. So it runs anywhere, also where training does not start. A problem is a line of the report, never an exception.
 
 ``--json`` prints one object. Its keys are stable between versions; later versions may add some:
 
     versions      {"paramp", "python", "torch", and each optional package: its version, or null}
     device        the device that ``launch`` would choose: "cpu" or "cuda"
     devices       [{"kind": "cuda" | "cpu", "name", "capability": "9.0" or null}], the GPUs first
-    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank a GPU}
+    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank per GPU}
     launcher      {"name": "torchrun" | "mpi" | "slurm" | null, "rank", "world_size", "problem": null or a sentence}
     mpi           {"mpirun": its kind, or null, "path", "mpi4py": its version, or null}
     slurm         {"job", "nodes", "tasks": each null outside of a job, "srun": its path, or null}
@@ -42,7 +41,7 @@ PACKAGES = (
     *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),
 )
-"""Distributions whose versions are reported, by pip's names."""
+"""Distributions whose versions are reported, by their names on PyPI."""
 
 IN_FP32 = "products are computed in fp32 and rounded"
 WIDER = "operands are rounded to it and multiplied in a wider dtype"
@@ -86,7 +85,7 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except RuntimeError:  # the driver lists a GPU that it cannot start
+        except RuntimeError:  # the driver lists a GPU that cannot be initialised
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}]
@@ -138,7 +137,7 @@ def _slurm() -> dict[str, Any]:
 
 
 def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]:
-    """How ``precision`` runs on the first of ``devices``."""
+    """Whether and how ``precision`` runs on the first of ``devices``."""
     device = devices[0]
     lack = _lacking(precision.compute, device)
     if precision.float8 is None:
@@ -157,14 +156,14 @@ def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]
 
 
 def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
-    """Why products of ``dtype`` are not native on ``device``; None where they are."""
+    """Why products of ``dtype`` are not native on ``device``; None if they are."""
     kind = device["kind"]
     if dtype is torch.float16 and not has_native_fp16(kind):
         return f"this CPU has no fp16 arithmetic: {IN_FP32}"
     if dtype is torch.bfloat16 and kind == "cpu" and not has_bf16_on_cpu():
         return f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
     if dtype is torch.bfloat16 and kind == "cuda" and _capability(device) < NATIVE_BF16:
-        return f"{_titled(device)} has no bfloat16 arithmetic, from 8.0 on"
+        return f"{_titled(device)} has no bfloat16 arithmetic, which needs 8.0 or higher"
     return None
 
 
@@ -173,7 +172,7 @@ def _lacking_float8(device: Mapping[str, Any]) -> str | None:
         return f"no CPU multiplies in float8: {WIDER}"
     if _capability(device) >= NATIVE_FLOAT8:
         return None
-    return f"{_titled(device)} has no float8 arithmetic, from 8.9 on: {WIDER}"
+    return f"{_titled(device)} has no float8 arithmetic, which needs 8.9 or higher: {WIDER}"
 
 
 def _capability(device: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The end of a program of several ranks: one message over all of them, and the exit code."""
+"""The end of a program of several ranks: one error message for all ranks, and the exit code."""
 
 import sys
 import traceback
@@ -12,13 +12,13 @@ USER_ERRORS = (
     *(CheckpointError, ConfigError, DataError, LaunchError),
     *(FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError),
 )
-"""What the user can correct: reported by its message alone."""
+"""Errors that the user can correct: only the message is printed, without a traceback."""
 
 
 def report_failure(error: Exception, launched: bool) -> int:
-    """Print ``error`` to stderr, on one rank only if several raise the same.
+    """Print ``error`` to stderr, on one rank only if several ranks raise the same.
 
-    Returns the exit code: 2 for an error that the user can correct, else 1. ``launched``: the process groups existed.
+    Returns the exit code: 2 for one of :data:`USER_ERRORS`, else 1. ``launched``: whether process groups were made.
     """
     exit_code = 2 if isinstance(error, USER_ERRORS) else 1
     rank = rank_by_any_variable()

@@ -1,4 +1,4 @@
-"""The flags of the train script and of ``paramp verify``: a table of which configuration key each sets."""
+"""The flags of the train script and of ``paramp verify``: a table of flags and the configuration keys they set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config.files import merge
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag, which sets the configuration key ``key``."""
+    """A flag that sets the configuration key ``key``."""
 
     name: str
     key: str
@@ -22,7 +22,7 @@ class Flag:
     help: str
     unset: str = "none"  # what a default of None means
     choices: Mapping[str, Any] | None = None
-    """The values that are allowed, and what each sets. None: the configuration checks the value."""
+    """Allowed values -> the settings they make. None: the configuration checks the value."""
 
 
 EMULATE = "fp16 products by fp32 on CPUs without fp16: auto, on or off"
@@ -76,26 +76,26 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
     ),
 }
-"""The flags of each group of ``--help``."""
+"""Group in ``--help`` -> its flags."""
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a :class:`ConfigError` of one line where argparse prints the usage and exits."""
+    """Raises a one-line :class:`ConfigError` instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(one_line(message))
 
 
 def formatter(prog: str) -> argparse.HelpFormatter:
-    """``--help`` with each flag and its explanation side by side, and the description as it is written."""
+    """A ``--help`` with flag and explanation on one line, and the description without reflowing."""
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32)
 
 
 def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str] | None = None) -> None:
     """Add the flags ``names`` (None: all) to ``parser``, in their groups; ``--help`` shows ``defaults``, by key."""
     for title, flags in GROUPS.items():
-        group = parser.add_argument_group(title)  # argparse does not show one without flags
+        group = parser.add_argument_group(title)  # argparse does not show an empty group
         for flag in flags:
             if names is None or flag.name in names:
                 explained = f"{flag.help} (default: {_default(flag, defaults[flag.key])})"

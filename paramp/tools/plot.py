@@ -1,7 +1,7 @@
-"""A figure of a run, or of several for comparison, from their ``metrics.jsonl``; and one of a gradient histogram.
+"""Figures of one or several runs from their ``metrics.jsonl``, and of a gradient histogram.
 
 Four panels share the axis of steps: the training and validation loss, the loss scale with the skipped steps, the
-gradient norm, and the tokens a second with the percentage of time spent waiting for data.
+gradient norm, and tokens per second with the percentage of time spent waiting for data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from ..base.errors import ConfigError
 from ..observe.grad_histogram import GradientHistogram
 
-# Okabe and Ito's palette (2008), whose colours stay apart for colour-blind readers; its black marks skipped steps.
+# Okabe and Ito's palette (2008), which is safe for colour-blind readers; black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SECOND = "#D55E00"  # of a single run's second line in a panel
+SECOND = "#D55E00"  # the second line in a panel of a single run
 SKIPPED = "#000000"
 FORMATS = (".png", ".svg", ".pdf")
-RUN = "run"  # the gid of the one line of each run that the legend lists
-LINES = ("-", "--", ":", "-.")  # runs beyond the colours repeat them with the next kind of line
+RUN = "run"  # the gid of each run's line in the legend
+LINES = ("-", "--", ":", "-.")  # with more runs than colours, the next line style
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": True, "framealpha": 0.85, "edgecolor": "none"}
 
 
@@ -40,7 +40,7 @@ class LoggedRun:
     records: list[dict[str, Any]]
 
     def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The steps that have ``key``, and its values there, 1-dim each; NaN for null."""
+        """The steps with ``key``, and its values, 1-dim each; NaN for null."""
         found = [(record["step"], record[key]) for record in self.records if key in record]
         table = np.array([(step, math.nan if value is None else value) for step, value in found], dtype=np.float64)
         return (table[:, 0], table[:, 1]) if found else (np.empty(0), np.empty(0))
@@ -53,10 +53,10 @@ class LoggedRun:
 
 
 def read_run(log_dir: str | Path) -> LoggedRun:
-    """Read the run in ``log_dir``, without an incomplete last line, as a running or a killed process leaves it.
+    """Read the run in ``log_dir``. An incomplete last line, of a running or killed process, is ignored.
 
     Raises:
-        ConfigError: no such folder, no ``metrics.jsonl`` in it, no step in that, or a line that is no step's record.
+        ConfigError: the folder or its ``metrics.jsonl`` does not exist, has no step, or has an invalid line.
     """
     folder, path = Path(log_dir), Path(log_dir) / "metrics.jsonl"
     if not path.is_file():
@@ -70,15 +70,15 @@ def read_run(log_dir: str | Path) -> LoggedRun:
         try:
             records.append(_record(line))
         except ValueError as error:
-            if number < len(lines):  # the last one, with no newline after it, may still be being written
+            if number < len(lines):  # a last line without a newline may be incomplete
                 raise ConfigError(f"plot: {str(path)!r}, line {number}: {error}") from None
     if not records:
-        raise ConfigError(f"plot: {str(path)!r} holds no step yet")
+        raise ConfigError(f"plot: {str(path)!r} has no step yet")
     return LoggedRun(folder.name or str(folder), records)
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Parse a step's record, whose values are numbers or None; a ValueError where it is something else."""
+    """Parse a step's record, whose values are numbers or None; a ValueError for anything else."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -92,14 +92,14 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Draw the runs in ``log_dirs`` into the file ``out``, by default ``metrics.png`` in the first folder; its path.
+    """Plot the runs in ``log_dirs`` into ``out``, by default ``metrics.png`` in the first folder. Returns its path.
 
     Raises:
         ConfigError: matplotlib is not installed, a run cannot be read, or the format or folder of ``out`` is wrong.
     """
     check_matplotlib("plot")
     runs = [read_run(folder) for folder in log_dirs]
-    if len({run.name for run in runs}) < len(runs):  # two folders of one name: tell them apart by their whole paths
+    if len({run.name for run in runs}) < len(runs):  # folders with the same name: label them by path
         runs = [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
     figure = draw(runs)
     path = Path(log_dirs[0]) / "metrics.png" if out is None else Path(out)
@@ -112,7 +112,7 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
 
 
 def check_matplotlib(name: str) -> None:
-    """Raise a ConfigError that names what needs matplotlib, ``name``, if that is not installed."""
+    """Raise a ConfigError if matplotlib is not installed; ``name`` is the option that needs it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f'{name}: matplotlib is not installed; run pip install "paramp[plot]"')
 
@@ -170,7 +170,7 @@ def _legend(axes: Any, *more: Any) -> None:
     parts = [panel.get_legend_handles_labels() for panel in (axes, *more)]
     handles, names = ([*itertools.chain(*lists)] for lists in zip(*parts, strict=True))
     if handles:
-        # On the last axes, because those on the right are drawn over the others.
+        # On the last axes, because axes on the right are drawn over the others.
         (more or (axes,))[-1].legend(handles, names, **LEGEND)
 
 
@@ -248,7 +248,7 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 
 def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
-    """Draw ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
+    """Plot ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
     check_matplotlib("histogram")
     draw_histogram(histogram).savefig(out, dpi=150)
 

@@ -1,4 +1,4 @@
-"""The configuration of a training script: where it comes from, the model that it names, and its report."""
+"""The configuration of the train script: its sources, the model's shape, and its log."""
 
 import json
 import textwrap
@@ -25,7 +25,7 @@ from .flags import FLAGS, Parser, add_flags, flag_settings, formatter, nested
 NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerNorm()], "fused": [FusedLayerNorm()]}
 """Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
-"""Where the train script's defaults differ from the library's."""
+"""The train script's defaults that differ from the library's."""
 
 
 def build_parser(description: str) -> Parser:
@@ -44,10 +44,10 @@ def build_parser(description: str) -> Parser:
 
 
 def configure(arguments: Sequence[str], description: str = "") -> Config:
-    """The configuration of a command line: ``--set`` over flags over ``--config`` over :data:`DEFAULTS`.
+    """The configuration of a command line: ``--set`` overrides flags, these ``--config``, this :data:`DEFAULTS`.
 
     Raises:
-        ConfigError: an unknown flag or key, or an impossible value.
+        ConfigError: a flag or key is unknown, or a value is not allowed.
         FileNotFoundError: the file of ``--config`` does not exist.
     """
     given, unknown = build_parser(description).parse_known_args(arguments)
@@ -67,7 +67,7 @@ def configure(arguments: Sequence[str], description: str = "") -> Config:
 
 
 def _plain_value(text: str) -> Any:
-    """``text`` as TOML reads a value (numbers, true, lists), else as it is."""
+    """``text`` as a TOML value (number, true, list) if it is one, else as a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # RecursionError: brackets nested too deep
@@ -78,11 +78,11 @@ def _plain_value(text: str) -> Any:
 def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
     """The shape of the model: the preset ``train.model``, with the fields that ``config.model`` replaces.
 
-    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` has it. ``vocab_size`` is that of the data; None: not
-    known yet, the preset's is assumed.
+    ``max_seq_len`` is ``train.seq_len`` unless ``config.model`` sets it. ``vocab_size`` is that of the data; None: not
+    known yet, so the preset's is used.
 
     Raises:
-        ConfigError: an unknown preset or field, an impossible value, or the data does not fit the model.
+        ConfigError: a preset or field is unknown, a value is not allowed, or the model is too small for the data.
     """
     job = config.train
     try:
@@ -101,7 +101,7 @@ def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
 
 
 def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_parameters: int) -> None:
-    """Print the resolved configuration once, and save it beside the metrics."""
+    """Log the resolved configuration on the main rank, and save it beside the metrics."""
     if not context.is_main:
         return
     settings = flatten(context.config)
@@ -126,12 +126,12 @@ def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_p
 
 
 def announce_kept_settings(reporter: Reporter, context: ParallelContext, header: Header) -> None:
-    """Report the settings of the checkpoint that replace those of the command line, and whether any step remains."""
+    """Log the settings that the checkpoint overrides, and whether no step is left."""
     job = context.config.train
     for name in ("lr", "weight_decay"):
         asked = getattr(job, name)
         before = header.values.get("config", {}).get(f"train.{name}", asked)
         if before != asked:
-            reporter.say(f"train.{name} stays {before}, as the checkpoint's optimizer has it; {asked} is not used")
+            reporter.say(f"train.{name} = {before} from the checkpoint's optimizer is kept; {asked} is not used")
     if header.values.get("tracked", {}).get("position", {}).get("step", 0) >= job.steps:
-        reporter.say(f"nothing is left to do up to step {job.steps}")
+        reporter.say(f"the checkpoint is already at step {job.steps} or later: no step is left")

@@ -1,4 +1,4 @@
-"""The data of a training script: the batches of each rank, the held-out loss, and errors that every rank raises."""
+"""The data of the train script: the batches of each rank, the held-out loss, and errors raised on every rank."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def check_sizes(context: ParallelContext) -> None:
 
 
 def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
-    """Set the accumulation with which another number of data ranks than the checkpoint's has the same global batch.
+    """After a change of the number of data ranks, set the accumulation that keeps the checkpoint's global batch.
 
-    Returns what was changed, in words; None if nothing was.
+    Returns a message about the change; None if there is none.
     """
     config, ranks = context.config, context.batch_axis.size
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
@@ -51,17 +51,17 @@ def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
         return None
     context.config = replace(config, gradient_accumulation=accumulation)
     return (
-        f"{ranks} data ranks, at first {before}: gradient_accumulation = {accumulation} keeps the global batch of "
+        f"{ranks} data ranks, before {before}: gradient_accumulation = {accumulation} keeps the global batch of "
         f"{config.train.batch_size}"
     )
 
 
 def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
-    """The data of ``train.data``; the vocabulary is ``default_vocab_size`` where neither data nor configuration says.
+    """Open ``train.data``. ``default_vocab_size`` is used if neither data nor configuration gives a vocabulary size.
 
     Raises:
-        ConfigError: on every rank: the data cannot be read, is shorter than a sequence, or differs between machines, so
-            that the stages of a pipeline would have inputs and targets that do not match.
+        ConfigError: on every rank: the data cannot be read, is shorter than a sequence, or differs between machines.
+            Then inputs on the first pipeline stage would not match targets on the last.
     """
     job = context.config.train
     try:
@@ -74,17 +74,17 @@ def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
     for rank, (sha256, vocab_size) in enumerate(found):
         if (sha256, vocab_size) != found[0]:
             raise ConfigError(
-                f"train.data: rank 0 reads data of the hash {found[0][0][:12]} and a vocabulary of {found[0][1]}, "
-                f"rank {rank} of {sha256[:12]} and {vocab_size}; put the same on every machine ('stdlib' is that of "
-                "its Python)"
+                f"train.data: rank 0 reads data of the hash {found[0][0][:12]} and a vocabulary of {found[0][1]}, but "
+                f"rank {rank} of {sha256[:12]} and {vocab_size}; use the same data on every machine ('stdlib' depends "
+                "on the version of Python)"
             )
     return corpus
 
 
 class DataPosition:
-    """The position of a run in its data, as checkpoints keep it: the last completed ``step``.
+    """The position of a run in its data, saved in checkpoints: the last completed ``step``.
 
-    ``accumulation`` is the configuration's; a run that resumes with another number of data ranks uses another one.
+    ``accumulation`` is the configured one; a run resumed with another number of data ranks may use another.
     """
 
     def __init__(self, corpus: Corpus, accumulation: int) -> None:
@@ -102,11 +102,10 @@ class DataPosition:
 
 
 class Batches:
-    """This rank's parts of the global batches: a pair of inputs and targets for each accumulation step, token ids
-    (batch, sequence).
+    """This rank's ``parts`` of a batch: inputs and targets of each accumulation step, int64 (batch, sequence).
 
-    Each batch is fetched one step ahead, so that an error in the data, ``failure``, is known while the step before can
-    still be saved. ``seconds`` is the duration of the last fetch.
+    Each batch is fetched one step ahead, so that a data error (``failure``) is known while the previous step can still
+    be saved. ``seconds`` is the duration of the last fetch.
     """
 
     def __init__(self, context: ParallelContext, corpus: Corpus) -> None:
@@ -134,7 +133,7 @@ class Batches:
 
 
 def evaluate(engine: Engine, corpus: Corpus) -> float:
-    """Mean loss of the held-out sequences, in nats a token; the same sequences in every layout.
+    """Mean loss of the held-out sequences, in nats per token; the same sequences in every layout.
 
     Raises a DataError on every rank if the data cannot be read any more.
     """
@@ -162,7 +161,7 @@ def raise_on_all_ranks(context: ParallelContext, failure: Exception | None) -> N
 
 
 def max_over_ranks(context: ParallelContext, *numbers: float) -> list[float]:
-    """The largest value over the world of each of ``numbers``, which are finite; one all-reduce."""
+    """The maximum over the world of each of ``numbers``, all finite; one all-reduce."""
     values = torch.tensor(numbers, dtype=torch.float64, device=context.device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()

@@ -33,7 +33,7 @@ def metadata(site, version):
 NVIDIAS = ("apex/__init__.py", "apex/normalization/__init__.py", "apex/optimizers/__init__.py", "apex/amp/__init__.py")
 
 
-def test_nothing_installed(monkeypatch):
+def test_missing_packages_are_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     status = find_apex()
     assert status.kind == "none"
@@ -41,7 +41,7 @@ def test_nothing_installed(monkeypatch):
     assert not status.fused_norms
 
 
-def test_pypis_apex_is_told_apart_and_not_imported(site):
+def test_pypis_apex_is_recognised_and_not_imported(site):
     put(site, "apex/__init__.py", "apex/views.py", "apex/models.py", "apex/lib/__init__.py")
     put(site, "apex/optimizers/notes.txt", "apex/normalization/notes.txt")  # folders, but no packages
     metadata(site, "0.9.10.dev0")
@@ -54,7 +54,7 @@ def test_pypis_apex_is_told_apart_and_not_imported(site):
     assert "apex" not in sys.modules
 
 
-def test_nvidias_apex_without_its_kernels(site):
+def test_nvidias_apex_without_kernels_is_recognised(site):
     put(site, *NVIDIAS)
     metadata(site, "0.1")
     status = find_apex()
@@ -63,7 +63,7 @@ def test_nvidias_apex_without_its_kernels(site):
     assert not status.fused_norms
 
 
-def test_nvidias_apex_with_its_kernels(site, monkeypatch):
+def test_nvidias_apex_with_kernels_is_recognised(site, monkeypatch):
     put(site, *NVIDIAS, *(f"{name}.py" for name in KERNELS))
     for name in KERNELS:
         monkeypatch.delitem(sys.modules, name)
@@ -75,12 +75,12 @@ def test_nvidias_apex_with_its_kernels(site, monkeypatch):
     assert not any(name in sys.modules for name in ("apex", *KERNELS))
 
 
-def test_a_clone_of_its_repository_in_the_current_folder_is_no_package(site):
+def test_a_clone_of_apex_in_the_current_folder_is_not_a_package(site):
     put(site, *(f"apex/{path}" for path in NVIDIAS), "apex/setup.py")
     assert find_apex().kind == "wrong"
 
 
-def test_a_module_or_a_stand_in_of_that_name(site, monkeypatch):
+def test_other_modules_named_apex_are_not_used(site, monkeypatch):
     put(site, "apex.py")
     assert find_apex().kind == "wrong"
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))

@@ -33,7 +33,7 @@ def text(tokens):
     return bytes(everything(tokens)).decode()
 
 
-def test_a_batch_is_its_slices():
+def test_slices_of_a_batch_equal_the_batch():
     tokens = source(np.arange(10_000, dtype=np.int64).astype(np.uint8))
     x, y = training_windows(tokens, 16, seed=1, step=5, first=0, count=12)
     assert x.shape == y.shape == (12, 16)
@@ -43,7 +43,7 @@ def test_a_batch_is_its_slices():
         assert torch.equal(part, x[first : first + count])
 
 
-def test_offsets_are_spread_evenly_and_depend_on_everything():
+def test_offsets_are_uniform_and_depend_on_seed_step_and_index():
     indices = np.arange(20_000)
     offsets = sample_offsets(0, 0, indices, 10)
     counts = np.bincount(offsets, minlength=10)
@@ -83,19 +83,19 @@ def test_the_standard_library_is_split_by_file(tmp_path):
     assert standard_library(tmp_path).sha256 != corpus.sha256
 
 
-def test_a_python_without_its_source(tmp_path):
+def test_a_python_without_its_source_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"0 Python files under .*, too few to train on"):
         standard_library(tmp_path)
 
 
-def test_this_machines_standard_library():
+def test_the_standard_library_of_this_machine_is_read():
     corpus = load_corpus("stdlib")
     assert len(corpus.training) > 5_000_000
     assert 0.01 < len(corpus.held_out) / len(corpus.training) < 0.15
     assert 2.0 < bigram_loss(corpus) < 3.0
 
 
-def test_the_bigram_loss_by_hand():
+def test_the_bigram_loss_equals_hand_arithmetic():
     # After a: b twice. After b: a once. Counts start at one for each of 256 bytes.
     corpus = tiny_corpus(b"abab", b"aba")
     expected = -(math.log(3 / 258) + math.log(2 / 257)) / 2
@@ -105,19 +105,19 @@ def test_the_bigram_loss_by_hand():
     assert bigram_loss(Corpus("t", ChainedTokens(chunks), corpus.held_out, 2, "")) == pytest.approx(expected)
 
 
-def test_held_out_windows_reach_from_end_to_end():
+def test_held_out_windows_cover_the_data_from_start_to_end():
     tokens = source(np.arange(101, dtype=np.uint8))
     x, y = held_out_windows(tokens, 10, 0, 4, 4)
     assert x[:, 0].tolist() == [0, 30, 60, 90]
     assert y[-1, -1] == 100
 
 
-def test_a_sequence_longer_than_the_data():
+def test_a_sequence_longer_than_the_data_is_an_error():
     with pytest.raises(ConfigError, match="seq_len: got 50, expected less than the data's 10 tokens"):
         training_windows(source(np.zeros(10, np.uint8)), 50, 0, 0, 0, 1)
 
 
-def test_a_text_file_is_its_bytes(tmp_path):
+def test_a_text_file_is_read_as_its_bytes(tmp_path):
     path = tmp_path / "notes.md"
     path.write_text("häuser\n" * 100)
     corpus = load_corpus(str(path))
@@ -127,7 +127,7 @@ def test_a_text_file_is_its_bytes(tmp_path):
     assert (corpus.unit, corpus.vocab_size, corpus.num_files) == ("byte", 256, 1)
 
 
-def test_a_folder_of_text_is_split_by_file_and_says_what_it_left_out(tmp_path):
+def test_a_folder_of_text_is_split_by_file_and_reports_skipped_files(tmp_path):
     names = [f"part{index % 3}/file_{index}.txt" for index in range(60)]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -149,10 +149,10 @@ def test_a_folder_of_text_is_split_by_file_and_says_what_it_left_out(tmp_path):
     assert text(corpus.held_out) == "\n".join(held)
     assert text(corpus.training) == "\n".join(sorted(set(names) - set(held)))
     assert corpus.num_files == 60
-    assert corpus.notes == (f"data: 4 files in {str(tmp_path)!r} are empty or no valid UTF-8 and were left out",)
+    assert corpus.notes == (f"data: 4 files in {str(tmp_path)!r} are empty or not valid UTF-8 and were skipped",)
 
 
-def test_few_files_hold_out_the_end_of_their_text(tmp_path):
+def test_with_few_files_the_end_of_the_text_is_held_out(tmp_path):
     (tmp_path / "a.txt").write_text("first\n" * 50)
     (tmp_path / "b.txt").write_text("later\n" * 50)
     corpus = load_corpus(str(tmp_path))
@@ -160,7 +160,7 @@ def test_few_files_hold_out_the_end_of_their_text(tmp_path):
     assert text(corpus.held_out) == "later\n" * 5
 
 
-def test_chunks_add_up_to_the_text_wherever_they_end(tmp_path, monkeypatch):
+def test_concatenated_chunks_equal_the_text(tmp_path, monkeypatch):
     import paramp.data.text_corpus
 
     path = tmp_path / "t.txt"
@@ -177,7 +177,7 @@ def test_chunks_add_up_to_the_text_wherever_they_end(tmp_path, monkeypatch):
         assert len(find_text(tmp_path)[0]) == 1
 
 
-def test_token_files_of_nanogpts_form(tmp_path):
+def test_flat_token_files_of_nanogpt_are_read(tmp_path):
     np.arange(2000).astype("<u2").tofile(tmp_path / "train.bin")
     np.arange(500).astype("<u2").tofile(tmp_path / "val.bin")
     corpus = load_corpus(str(tmp_path), default_vocab_size=2000)
@@ -192,7 +192,7 @@ def test_token_files_of_nanogpts_form(tmp_path):
     assert everything(big.training) == list(range(70_000, 70_095))
 
 
-def test_meta_json_says_what_a_bin_holds_and_a_pickle_is_never_read(tmp_path):
+def test_meta_json_describes_a_bin_and_a_pickle_is_never_read(tmp_path):
     np.arange(400).astype("<u4").tofile(tmp_path / "train.bin")
     meta = tmp_path / "meta.json"
     meta.write_text(json.dumps({"dtype": "uint32", "vocab_size": 777, "unit": "token"}))
@@ -203,7 +203,7 @@ def test_meta_json_says_what_a_bin_holds_and_a_pickle_is_never_read(tmp_path):
         ('{"dtype": "int7"}', "dtype in .*meta.json' is 'int7', expected 'uint16' or 'uint32'"),
         ('{"vocab_size": "many"}', "vocab_size in .*meta.json' is 'many', expected an integer of 1 or more"),
         ("[1]", "meta.json' holds list, expected an object"),
-        ("{", "meta.json' is no valid JSON"),
+        ("{", "meta.json' is not valid JSON"),
     ):
         meta.write_text(content)
         with pytest.raises(ConfigError, match=message):
@@ -212,14 +212,14 @@ def test_meta_json_says_what_a_bin_holds_and_a_pickle_is_never_read(tmp_path):
     meta.write_text(json.dumps({"dtype": "uint16"}))  # said so, however it looks
     assert len(load_corpus(str(tmp_path), vocab_size=1000).training) == 1900
     meta.unlink()
-    with pytest.raises(ConfigError, match=r"train.bin' seems to hold uint32 rather than uint16"):
+    with pytest.raises(ConfigError, match=r"train.bin' seems to hold uint32, not uint16"):
         load_corpus(str(tmp_path), vocab_size=1000)
     (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     corpus = load_corpus(str(tmp_path), data_dtype="uint32", default_vocab_size=1000)
-    assert "meta.pkl' is not read, since a pickle can run any code; set train.vocab_size" in corpus.notes[0]
+    assert "meta.pkl' is not read, because a pickle can run any code; set train.vocab_size" in corpus.notes[0]
 
 
-def test_megatrons_pair_by_any_of_its_names(tmp_path):
+def test_megatrons_pair_opens_by_any_of_its_three_names(tmp_path):
     from test_token_files import write_pair
 
     write_pair(tmp_path / "x.text", [np.arange(60), np.arange(40)])
@@ -232,7 +232,7 @@ def test_megatrons_pair_by_any_of_its_names(tmp_path):
             load_corpus(str(tmp_path / name))
 
 
-def test_validation_data_of_its_own(tmp_path):
+def test_validation_data_replaces_the_held_out_part(tmp_path):
     (tmp_path / "a.txt").write_text("train " * 50)
     (tmp_path / "b.txt").write_text("check " * 10)
     corpus = load_corpus(str(tmp_path / "a.txt"), validation_data=str(tmp_path / "b.txt"))
@@ -256,7 +256,7 @@ def save_tokenizer(folder, *, end="<|endoftext|>"):
     return folder
 
 
-def test_text_through_a_tokenizer(tmp_path):
+def test_text_is_encoded_by_the_tokenizer(tmp_path):
     folder = save_tokenizer(tmp_path / "tokenizer")
     data = tmp_path / "data"
     data.mkdir()
@@ -271,7 +271,7 @@ def test_text_through_a_tokenizer(tmp_path):
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
 
 
-def test_the_end_of_text_is_what_the_tokenizers_configuration_says(tmp_path):
+def test_the_end_of_text_token_is_that_of_the_tokenizers_configuration(tmp_path):
     folder = save_tokenizer(tmp_path / "tokenizer", end="<END>")
     assert Tokenizer(folder).end_of_text is None
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<END>"}}))
@@ -313,7 +313,7 @@ def test_a_saved_dataset_of_tokens_is_not_copied(tmp_path):
     assert everything(mixed) == [token for index in order for token in rows[index]]
 
 
-def test_what_differs_from_the_data_of_an_earlier_run(tmp_path):
+def test_a_difference_from_the_data_of_a_saved_run_is_described(tmp_path):
     path = tmp_path / "t.txt"
     path.write_text("some text " * 20)
     earlier = load_corpus(str(path))
@@ -322,14 +322,15 @@ def test_what_differs_from_the_data_of_an_earlier_run(tmp_path):
     path.write_text("same size " * 20)
     changed = load_corpus(str(path))
     assert changed.difference(saved) == (
-        f"{str(path)!r} is not the data of then (SHA-256 of a sample of it: {earlier.sha256[:12]} then, "
+        f"{str(path)!r} differs from the data of the saved run "
+        f"(SHA-256 of a sample of it: {earlier.sha256[:12]} saved, "
         f"{changed.sha256[:12]} now)"
     )
     path.write_text("some text " * 21)
-    assert "bytes to train on: 190 then, 200 now; SHA-256" in load_corpus(str(path)).difference(saved)
+    assert "bytes to train on: 190 saved, 200 now; SHA-256" in load_corpus(str(path)).difference(saved)
 
 
-def test_saved_splits_and_text(tmp_path):
+def test_saved_splits_and_text_columns_are_read(tmp_path):
     words = {"text": ["the cat sat"] * 20}
     save_dataset(tmp_path / "d", None, train=words, test={"text": ["cat"]}, validation={"text": ["sat", "the"]})
     corpus = load_corpus(str(tmp_path / "d"))
@@ -341,7 +342,7 @@ def test_saved_splits_and_text(tmp_path):
     assert everything(tokens.held_out) == [4, 1, 2]
 
 
-def test_saved_datasets_that_cannot_be_used(tmp_path):
+def test_unusable_saved_datasets_are_errors(tmp_path):
     save_dataset(tmp_path / "columns", {"content": ["a"], "label": [1]})
     with pytest.raises(ConfigError, match=r"columns' has the columns content, label; expected input_ids"):
         load_corpus(str(tmp_path / "columns"))
@@ -364,7 +365,7 @@ def test_saved_datasets_that_cannot_be_used(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["datasets", "tokenizers"])
-def test_an_extra_that_is_missing(tmp_path, monkeypatch, package):
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, package):
     (tmp_path / "dataset_dict.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, package, None)
@@ -373,7 +374,7 @@ def test_an_extra_that_is_missing(tmp_path, monkeypatch, package):
         load_corpus(str(tmp_path), tokenizer=tokenizer)
 
 
-def test_paths_that_hold_no_data(tmp_path):
+def test_paths_without_data_are_errors(tmp_path):
     def complaint(path, **options):
         with pytest.raises(ConfigError) as caught:
             load_corpus(str(path), **options)
@@ -387,17 +388,17 @@ def test_paths_that_hold_no_data(tmp_path):
     (tmp_path / "empty.txt").touch()
     assert f"data: '{tmp_path}/empty.txt' is empty" in complaint(tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    assert "latin.txt' is no text, not valid UTF-8" in complaint(tmp_path / "latin.txt")
+    assert "latin.txt' is not text: not valid UTF-8" in complaint(tmp_path / "latin.txt")
     (tmp_path / "zero.txt").write_bytes(b"abc\0")
-    assert "zero.txt' is no text, byte 3 is zero" in complaint(tmp_path / "zero.txt")
+    assert "zero.txt' is not text: byte 3 is zero" in complaint(tmp_path / "zero.txt")
     (tmp_path / "empty.bin").touch()
     assert "empty.bin' is empty" in complaint(tmp_path / "empty.bin")
     (tmp_path / "odd.bin").write_bytes(bytes(7))
-    assert "odd.bin' has 7 bytes, no multiple of the 2 of uint16" in complaint(tmp_path / "odd.bin")
+    assert "odd.bin' has 7 bytes, not a multiple of the 2 of uint16" in complaint(tmp_path / "odd.bin")
     (tmp_path / "text.txt").write_text("text " * 20)
     assert f"tokenizer: no file '{tmp_path}/tokenizer.json'" in complaint(tmp_path / "text.txt", tokenizer=tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json' is no tokenizer.json" in complaint(tmp_path / "text.txt", tokenizer=tmp_path)
+    assert "tokenizer.json' is not a tokenizer.json" in complaint(tmp_path / "text.txt", tokenizer=tmp_path)
     # the file is opened but each part has to be longer than a sequence
     with pytest.raises(ConfigError, match=r"expected less than the data's 5 tokens, of '.*text.txt' held out"):
         load_corpus(str(tmp_path / "text.txt")).check_seq_len(5)

@@ -110,7 +110,7 @@ def flat(found):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_sample_once_an_epoch_and_as_many_batches_everywhere(size, shuffle, drop_last):
+def test_an_epoch_has_every_sample_once_and_equally_many_batches_on_all_ranks(size, shuffle, drop_last):
     loaders = on_all(lambda: DataLoader(Numbers(50), batch_size=4, shuffle=shuffle, drop_last=drop_last), size)
     orders = []
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_every_sample_once_an_epoch_and_as_many_batches_everywhere(size, shuffle
     assert (orders[0] != orders[1]) == shuffle
 
 
-def test_fewer_samples_than_ranks():
+def test_fewer_samples_than_ranks_are_repeated():
     assert [epoch(loader) for loader in on_all(lambda: DataLoader(Numbers(2)), 5)] == [
         [[0]],
         [[1]],
@@ -160,7 +160,7 @@ def test_fewer_samples_than_ranks():
         (lambda: DataLoader(SizedStream(0)), "its dataset is empty"),
     ],
 )
-def test_a_loader_that_leaves_no_batch_is_refused(loader, message):
+def test_a_loader_without_a_batch_for_a_rank_is_an_error(loader, message):
     for rank in range(2):
         with pytest.raises(ConfigError, match=message):
             shard_loader(loader(), rank, 2, 0)
@@ -177,7 +177,7 @@ def test_a_loader_that_leaves_no_batch_is_refused(loader, message):
         Shuffled,
     ],
 )
-def test_random_orders_are_the_same_whatever_state_a_rank_is_in(sampler):
+def test_the_random_order_does_not_depend_on_the_ranks_random_state(sampler):
     def loader():
         return DataLoader(Numbers(20), batch_size=3, sampler=sampler())
 
@@ -196,7 +196,7 @@ def test_random_orders_are_the_same_whatever_state_a_rank_is_in(sampler):
     assert flat(epoch(shard_loader(loader(), 0, 1, 6))) != flat(epoch(shard_loader(loader(), 0, 1, 5)))
 
 
-def test_custom_batch_samplers_are_sharded_batch_by_batch():
+def test_custom_batch_samplers_are_sharded_by_batch():
     loaders = on_all(lambda: DataLoader(Numbers(13), batch_sampler=Blocks()), 2)
     assert [epoch(loader) for loader in loaders] == [
         [[0], [3, 4, 5], [7, 8], [12]],
@@ -209,7 +209,7 @@ def test_custom_batch_samplers_are_sharded_batch_by_batch():
     assert [list(loader) for loader in single] == [[[0], [2]], [[1], [3]]]
 
 
-def test_the_users_loader_stays_as_it_is_and_subclasses_stay_subclasses():
+def test_the_users_loader_is_not_changed_and_the_copy_keeps_its_class():
     class Own(DataLoader):
         def __init__(self, name):
             super().__init__(Numbers(8), batch_size=2)
@@ -227,7 +227,7 @@ def test_the_users_loader_stays_as_it_is_and_subclasses_stay_subclasses():
 
 @few_cores
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_read_the_same_in_a_model_group_and_draw_other_numbers_elsewhere(persistent):
+def test_worker_seeds_are_equal_in_a_model_group_and_differ_between_data_ranks(persistent):
     def make():
         return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent)
 
@@ -247,7 +247,7 @@ def test_workers_read_the_same_in_a_model_group_and_draw_other_numbers_elsewhere
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_iterable_datasets_are_sharded_batch_by_batch(size, drop_last):
+def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
     class Sized(Stream):
         def __len__(self):
             return self.count
@@ -268,7 +268,7 @@ def test_iterable_datasets_are_sharded_batch_by_batch(size, drop_last):
 
 
 @few_cores
-def test_iterable_datasets_with_workers():
+def test_iterable_datasets_with_workers_are_sharded_by_batch():
     loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True), 2)
     for _ in range(2):
         found = [epoch(loader) for loader in loaders]
@@ -276,7 +276,7 @@ def test_iterable_datasets_with_workers():
     assert loaders[0].num_workers == 2
 
 
-def test_samplers_that_deal_by_themselves():
+def test_samplers_that_shard_themselves_are_kept_or_refused():
     def loader(replicas, rank):
         sampler = DistributedSampler(Numbers(8), num_replicas=replicas, rank=rank, shuffle=False)
         return DataLoader(Numbers(8), batch_size=2, sampler=sampler)
@@ -295,8 +295,8 @@ def test_samplers_that_deal_by_themselves():
 
 
 @few_cores
-def test_batches_in_the_order_in_which_they_happen_to_come():
-    with pytest.raises(ConfigError, match="in_order=False gives batches in the order in which its workers are done"):
+def test_out_of_order_workers_are_an_error():
+    with pytest.raises(ConfigError, match="in_order=False yields batches in the order in which workers finish"):
         shard_loader(DataLoader(Numbers(8), num_workers=2, in_order=False), 0, 2, 5)
 
 
@@ -307,7 +307,7 @@ def engine_with(loader, config, **others):
 
 
 @on_ranks(4)
-def test_training_from_a_loader_is_training_on_the_union(world):
+def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
     """dp 2 x tp 2 with batches of 4 against plain torch with the same samples in batches of 8."""
     steps = list(batches(4))
     data = TensorDataset(*(torch.cat(part) for part in zip(*steps, strict=True)))
@@ -337,7 +337,7 @@ def test_training_from_a_loader_is_training_on_the_union(world):
 
 
 @on_ranks(4)
-def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
+def test_wrong_loaders_are_an_error_on_every_rank(world):
     config = {"parallel": {"tensor": 2, "data": 2}}
     with paramp.launch_from_torch(config):
         numbers = Numbers(8)
@@ -353,7 +353,7 @@ def test_loaders_that_cannot_be_right_fail_on_every_rank(world):
         uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
         with pytest.raises(
             ConfigError,
-            match="test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, where rank 2 has 9 samples",
+            match="test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, but rank 2 has 9 samples",
         ):
             engine_with(None, config, test_dataloader=uneven)
         with pytest.raises(ConfigError, match="train_dataloader: batch_size 8, but a data rank has 4 samples, so drop"):
@@ -383,7 +383,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_loader_goes_on_in_the_middle_of_an_epoch(name):
+def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     def epoch(loader):
         return [int(number) for batch in loader for number in _numbers(batch)]
 
@@ -402,7 +402,7 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(name):
     assert epoch(resumed) == expected[2]
 
 
-def test_another_number_of_data_ranks_goes_on_after_the_same_samples():
+def test_another_number_of_data_ranks_resumes_after_the_same_samples():
     make = RESUMED["shuffled"]
     order = read_some(on_all(make, 1)[0], 12)
     before = on_all(make, 4)
@@ -412,15 +412,15 @@ def test_another_number_of_data_ranks_goes_on_after_the_same_samples():
         loader.load_state_dict(before[0].state_dict())
     assert sorted(number for loader in after for number in read_some(loader, 2)) == sorted(order[16:])
     odd = on_all(lambda: DataLoader(Numbers(24), batch_size=5, shuffle=True), 2)
-    with pytest.warns(UserWarning, match="had read 16 samples of its epoch, no multiple of the 10"):
+    with pytest.warns(UserWarning, match="had read 16 samples of its epoch, not a multiple of the 10"):
         odd[0].load_state_dict(before[0].state_dict())
 
 
-def test_an_iteration_begun_before_a_load_is_refused():
+def test_an_iterator_made_before_a_load_is_an_error():
     (loader,) = on_all(RESUMED["shuffled"], 1)
     batches = iter(loader)
     loader.load_state_dict({"epoch": 3, "given": 4})
-    with pytest.raises(RuntimeError, match="was begun before a checkpoint was loaded"):
+    with pytest.raises(RuntimeError, match="was made before a checkpoint was loaded"):
         next(batches)
 
 

@@ -51,7 +51,7 @@ def sources(folder):
 
 
 @pytest.mark.parametrize("kind", ["file", "array", "chain", "checked"])
-def test_any_slice_of_any_source(tmp_path, kind):
+def test_any_slice_of_any_source_equals_numpys(tmp_path, kind):
     source = sources(tmp_path)[kind]
     for each in (source, pickle.loads(pickle.dumps(source))):
         assert len(each) == 1000
@@ -61,7 +61,7 @@ def test_any_slice_of_any_source(tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_a_forked_reader_moves_nothing(tmp_path):
+def test_a_forked_reader_shares_no_file_position(tmp_path):
     """Both read through one descriptor."""
     source = sources(tmp_path)["file"]
     child = os.fork()
@@ -71,12 +71,12 @@ def test_a_forked_reader_moves_nothing(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_file_that_became_shorter(tmp_path):
+def test_a_truncated_file_is_an_error(tmp_path):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
     source = open_flat(path, "uint16")
     os.truncate(path, 100)
-    with pytest.raises(DataError, match=r"t.bin' ends at byte 100, where a read goes on to byte 120"):
+    with pytest.raises(DataError, match=r"t.bin' ends at byte 100, but a read expected bytes up to 120"):
         source.read(40, 20)
 
 
@@ -105,15 +105,15 @@ def modify(path, how):
     [
         (
             "written to",
-            r"t.bin' was changed under way, as a read at byte 80 shows: it was written to since .* at \d{4}-",
+            r"t.bin' was changed during the run, found at byte 80: it was written to since .* at \d{4}-",
         ),
         (
             "longer",
-            r"t.bin' was changed .* byte 80 shows: it had 200 bytes when it was opened and has 201 now",
+            r"t.bin' was changed .* at byte 80: it had 200 bytes when it was opened and has 201 now",
         ),
     ],
 )
-def test_a_file_that_was_changed_while_it_is_read(tmp_path, how, message):
+def test_a_file_that_is_modified_during_reading_is_an_error(tmp_path, how, message):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
     source = open_flat(path, "uint16")
@@ -124,7 +124,7 @@ def test_a_file_that_was_changed_while_it_is_read(tmp_path, how, message):
 
 
 @pytest.mark.parametrize("how", ["replaced", "missing"])
-def test_a_file_that_is_gone_from_under_its_name_is_read_on(tmp_path, how):
+def test_a_deleted_or_replaced_file_is_still_read(tmp_path, how):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
     source = open_flat(path, "uint16")
@@ -135,16 +135,16 @@ def test_a_file_that_is_gone_from_under_its_name_is_read_on(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("written to", r"t.bin' was changed under way, as a read at byte 0 shows: it was written to"),
-        ("longer", r"it had 200 bytes when it was opened and has 201 now; put back"),
+        ("written to", r"t.bin' was changed during the run, found at byte 0: it was written to"),
+        ("longer", r"it had 200 bytes when it was opened and has 201 now; restore the file"),
         ("replaced", r"it was replaced by another file since it was opened"),
         (
             "missing",
-            r"t.bin' cannot be opened again, to be read from byte 0 on: No such file or directory; put",
+            r"t.bin' cannot be opened again, to read from byte 0 on: No such file or directory; restore",
         ),
     ],
 )
-def test_a_worker_that_opens_the_file_anew_sees_that_it_is_another(tmp_path, how, message):
+def test_unpickling_detects_a_changed_file(tmp_path, how, message):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
     pickled = pickle.dumps(SlicedTokens(open_flat(path, "uint16"), 3, 50))
@@ -154,7 +154,7 @@ def test_a_worker_that_opens_the_file_anew_sees_that_it_is_another(tmp_path, how
         pickle.loads(pickled)
 
 
-def test_a_disk_that_fails(tmp_path, monkeypatch):
+def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
     source = open_flat(path, "uint16")
@@ -163,7 +163,7 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pread", pread)
-    with pytest.raises(DataError, match=r"t.bin' cannot be read at byte 80: Input/output error; see to its disk"):
+    with pytest.raises(DataError, match=r"t.bin' cannot be read at byte 80: Input/output error; check its disk"):
         source.read(40, 20)
 
 
@@ -179,7 +179,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path, bad, t
         source.read(50, 20)
 
 
-def test_the_sample_reaches_from_end_to_end_and_stays_small():
+def test_the_sample_covers_the_source_and_stays_small():
     class Endless(ArrayTokens):
         def __init__(self):
             self.reads = []
@@ -200,7 +200,7 @@ def test_the_sample_reaches_from_end_to_end_and_stays_small():
     assert {token for _, tokens in sample(short) for token in tokens.tolist()} == set(range(1500))
 
 
-def test_the_fingerprint_tells_lengths_and_tokens_apart():
+def test_the_fingerprint_depends_on_lengths_and_tokens():
     one = fingerprint(ArrayTokens(np.arange(100), "a"), ArrayTokens(np.arange(3), "b"))
     assert one == fingerprint(ArrayTokens(np.arange(100), "other name"), ArrayTokens(np.arange(3), "b"))
     assert one != fingerprint(ArrayTokens(np.arange(99), "a"), ArrayTokens(np.arange(3), "b"))
@@ -210,7 +210,7 @@ def test_the_fingerprint_tells_lengths_and_tokens_apart():
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<u1", 1), ("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)])
-def test_megatrons_pair(tmp_path, dtype, code):
+def test_megatrons_pair_is_read(tmp_path, dtype, code):
     sequences = [np.arange(5), np.arange(0), np.arange(100, 117), np.array([7])]
     prefix = write_pair(tmp_path / "some.text_document", sequences, code, dtype)
     tokens = open_indexed(prefix)
@@ -220,25 +220,25 @@ def test_megatrons_pair(tmp_path, dtype, code):
 
 DAMAGE = {
     "wrong magic": ({"magic": b"TNTIDX\x00\x00\x00"}, r"x.idx' begins with b'TNTIDX.*, expected b'MMIDIDX"),
-    "another version": ({"version": 2}, r"x.idx' is of version 2, expected 1"),
-    "unknown dtype code": ({"code": 11}, r"x.idx' has the dtype code 11, expected that of an integer: 1 uint8"),
-    "tokens that are floats": ({"code": 7}, r"dtype code 7 \(float32\), expected that of an integer"),
-    "another dtype than the bin's": ({"code": 4}, r"does not fit .*its sequences do not lie one after the other"),
-    "more tokens than there are": ({"lengths": [3, 9]}, r"does not fit .*it counts 24 bytes, the .bin has 14"),
-    "sequences that leave a gap": ({"starts": [0, 8]}, "do not lie one after the other"),
-    "a negative length": ({"lengths": [3, -4]}, "do not lie one after the other"),
+    "another version": ({"version": 2}, r"x.idx' has version 2, expected 1"),
+    "unknown dtype code": ({"code": 11}, r"x.idx' has the dtype code 11, expected an integer dtype: 1 uint8"),
+    "tokens that are floats": ({"code": 7}, r"dtype code 7 \(float32\), expected an integer dtype"),
+    "another dtype than the bin's": ({"code": 4}, r"does not match .*its sequences are not contiguous"),
+    "more tokens than there are": ({"lengths": [3, 9]}, r"does not match .*it counts 24 bytes, the .bin has 14"),
+    "sequences that leave a gap": ({"starts": [0, 8]}, "its sequences are not contiguous"),
+    "a negative length": ({"lengths": [3, -4]}, "its sequences are not contiguous"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_index(tmp_path, case):
+def test_a_damaged_index_is_an_error(tmp_path, case):
     changes, message = DAMAGE[case]
     write_pair(tmp_path / "x", [np.arange(3), np.arange(4)], **changes)
     with pytest.raises(ConfigError, match=message):
         open_indexed(tmp_path / "x")
 
 
-def test_an_index_that_was_cut_short_or_has_no_bin(tmp_path):
+def test_a_truncated_index_or_a_missing_bin_is_an_error(tmp_path):
     write_pair(tmp_path / "x", [np.arange(3), np.arange(4)])
     index = tmp_path / "x.idx"
     os.truncate(index, 60)
@@ -252,16 +252,16 @@ def test_an_index_that_was_cut_short_or_has_no_bin(tmp_path):
         open_indexed(tmp_path / "x")
 
 
-def test_a_flat_file_that_is_not_of_its_dtype(tmp_path):
+def test_a_flat_file_of_the_wrong_dtype_is_an_error(tmp_path):
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(1001))
-    with pytest.raises(ConfigError, match=r"t.bin' has 1001 bytes, no multiple of the 2 of uint16; set train"):
+    with pytest.raises(ConfigError, match=r"t.bin' has 1001 bytes, not a multiple of the 2 of uint16; set train"):
         open_flat(path, "uint16")
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match=r"t.bin' is empty"):
         open_flat(path, "uint16")
     path.write_bytes(np.arange(3000).astype("<u4").tobytes())
-    with pytest.raises(ConfigError, match=r"seems to hold uint32 rather than uint16.*data_dtype to 'uint32'"):
+    with pytest.raises(ConfigError, match=r"seems to hold uint32, not uint16.*data_dtype to 'uint32'"):
         open_flat(path, "uint16", guessed=True)
     assert len(open_flat(path, "uint16")) == 6000  # said, not guessed
     assert open_flat(path, "uint32").read(2999, 1).tolist() == [2999]
@@ -269,7 +269,7 @@ def test_a_flat_file_that_is_not_of_its_dtype(tmp_path):
     assert len(open_flat(path, "uint16", guessed=True)) == 3000
 
 
-def test_four_gigabytes_take_no_memory(tmp_path):
+def test_reading_four_gigabytes_takes_constant_memory(tmp_path):
     """A fresh process: torch and paramp are most of what it holds."""
     path = tmp_path / "sparse.bin"
     path.touch()

@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     assert (log / "train.log").read_text().count("step 20/20") == 2
     other = python(*command, "--data", "LICENSE")
     assert other.returncode == 2
-    assert "train.data: 'LICENSE' is not the data of then (" in other.stderr
+    assert "train.data: 'LICENSE' differs from the data of the saved run (" in other.stderr
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, tmp_path):
@@ -141,7 +141,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
     assert not problems(stopped)
     result = python(*COMMAND, *options)
     assert result.returncode == 0, result.stderr
-    assert "1 data ranks, at first 2: gradient_accumulation = 2 keeps the global batch of 16" in result.stdout
+    assert "1 data ranks, before 2: gradient_accumulation = 2 keeps the global batch of 16" in result.stdout
     assert f"resumed from {stopped}" in result.stdout
     assert losses(tmp_path / "log") == pytest.approx(whole[1], abs=1e-4)
 

@@ -54,7 +54,7 @@ def resnet_by_hand(state, x, depths, small_images):
 
 
 @pytest.mark.parametrize("small_images", [False, True])
-def test_a_resnet_computes_what_the_paper_says(small_images):
+def test_a_resnet_equals_plain_torch(small_images):
     torch.manual_seed(0)
     config = ResNetConfig(depths=(2, 1, 1), width=4, num_classes=5, small_images=small_images)
     model = ResNet(config).double()
@@ -94,12 +94,12 @@ def test_a_resnet_computes_what_the_paper_says(small_images):
         (lambda: GPT.preset("tiny", seq_len=1), r"\(did you mean 'max_seq_len'\?\)$"),
     ],
 )
-def test_what_a_configuration_refuses(build, message):
+def test_impossible_shapes_are_errors(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
 
 
-def test_what_a_resnet_refuses():
+def test_impossible_layouts_of_a_resnet_are_errors():
     with pytest.raises(ConfigError, match=r"depths: got \(2, 0\), expected a number of blocks of 1 or more"):
         ResNetConfig(depths=(2, 0))
     with pytest.raises(ConfigError, match="num_classes: got 0"):
@@ -109,11 +109,11 @@ def test_what_a_resnet_refuses():
     model = ResNet.preset("tiny")
     with pytest.raises(ConfigError, match="a ResNet has no sequence"):
         model.tensor_parallel_plan(2, True)
-    with pytest.raises(ConfigError, match="got 3, but the model's 64 features do not divide"):
+    with pytest.raises(ConfigError, match="got 3, expected a divisor of the model's 64 features"):
         model.tensor_parallel_plan(3, False)
 
 
-def test_a_resnet_is_cut_between_blocks_and_into_as_many_for_each_stage():
+def test_a_resnet_is_partitioned_into_equal_numbers_of_blocks():
     model = ResNet.preset("resnet34", width=4)
     assert model.pipeline_split(2) == ["layer3.1"]  # 8 of 16 blocks
     assert model.pipeline_split(4) == ["layer2.1", "layer3.1", "layer3.5"]
@@ -168,7 +168,7 @@ def unsettle(model):
 
 
 @pytest.mark.parametrize("class_token", [True, False])
-def test_a_vit_computes_what_the_paper_says(class_token):
+def test_a_vit_equals_plain_torch(class_token):
     torch.manual_seed(0)
     config = replace(SMALL_VIT, class_token=class_token)
     model = unsettle(ViT(config).double())
@@ -176,7 +176,7 @@ def test_a_vit_computes_what_the_paper_says(class_token):
     torch.testing.assert_close(model(x), vit_by_hand(model.state_dict(), x, config), rtol=1e-10, atol=1e-10)
 
 
-def test_what_a_vit_refuses():
+def test_impossible_layouts_of_a_vit_are_errors():
     with pytest.raises(ConfigError, match="image_size: got 30, expected a multiple of patch_size 16"):
         ViTConfig(num_layers=1, num_heads=1, width=8, image_size=30)
     with pytest.raises(ConfigError, match="model: got 'vit-b', expected one of tiny, vit-b16"):
@@ -246,7 +246,7 @@ def plain_training(kind, steps):
     ],
 )
 @on_ranks(4)
-def test_training_follows_plain_torch(world, kind, layout):
+def test_training_in_every_layout_equals_plain_torch(world, kind, layout):
     losses, weights = plain_training(kind, 6)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
         model = build(kind)
@@ -265,7 +265,7 @@ def test_training_follows_plain_torch(world, kind, layout):
 
 
 @pytest.mark.parametrize("kind", ["resnet", "vit"])
-def test_a_model_on_meta_fills_itself(kind):
+def test_a_model_on_meta_is_filled(kind):
     with paramp.launch_from_environment({"seed": 3}):
         with torch.device("meta"):
             model = MODELS[kind]()

@@ -31,7 +31,7 @@ def numpys(gradients):
     )
 
 
-def test_the_counts_are_numpys():
+def test_the_counts_equal_numpys():
     with paramp.launch_from_torch({"precision": SCALED}):
         model = small_gpt(num_layers=1)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
@@ -51,7 +51,7 @@ def test_the_counts_are_numpys():
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"zero": 1, "data": 2}, {"tensor": 2, "sequence_parallel": True}])
 @on_ranks(2)
-def test_each_element_counts_once(world, parallel):
+def test_each_element_is_counted_once_over_ranks(world, parallel):
     with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}) as context:
         model = small_gpt(num_layers=1)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
@@ -74,7 +74,7 @@ def test_each_element_counts_once(world, parallel):
 
 
 @on_ranks(2)
-def test_stages_add_up_and_data_ranks_are_averaged(world):
+def test_counts_are_summed_over_stages_and_averaged_over_data_ranks(world):
     totals = []
     for parallel in ({"pipeline": 2}, {"data": 2}):
         with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}):
@@ -92,7 +92,7 @@ def test_stages_add_up_and_data_ranks_are_averaged(world):
 HAND_MADE = GradientHistogram({-20: 1.0, -14: 2.0, 3: 1.0}, 4.0, 0.0, 12.0, 1024.0, torch.float16)
 
 
-def test_underflow_headroom_and_other_scales():
+def test_underflow_headroom_and_other_scales_equal_hand_arithmetic():
     assert HAND_MADE.total == 8
     assert HAND_MADE.underflow == 5 / 8
     assert HAND_MADE.headroom == pytest.approx(math.log2(65504 / 12))
@@ -108,7 +108,7 @@ def test_underflow_headroom_and_other_scales():
     assert HAND_MADE.describe() == "gradients at a loss scale of 1024 in float16: 62.50% underflow, headroom 2**12.4"
 
 
-def test_the_file_and_the_picture(tmp_path, monkeypatch):
+def test_the_json_file_and_the_picture_are_written(tmp_path, monkeypatch):
     HAND_MADE.save(tmp_path / "gradients.json")
     saved = json.loads((tmp_path / "gradients.json").read_text())
     assert saved["counts"] == {"-20": 1, "-14": 2, "3": 1}

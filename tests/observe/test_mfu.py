@@ -10,7 +10,7 @@ import paramp
 from paramp.observe.mfu import mfu, peak_flops, world_peak_flops
 
 
-def test_the_models_flops_are_those_that_torch_counts():
+def test_the_models_flops_equal_torchs_flop_counter():
     model = small_gpt()
     x, y = next(batches(1))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the flash kernel is not counted
@@ -20,7 +20,7 @@ def test_the_models_flops_are_those_that_torch_counts():
     assert (model.flops_per_token(x.shape[1]) + padding) * x.numel() == counter.get_total_flops()
 
 
-def test_gpt2_by_hand():
+def test_the_flops_of_gpt2_equal_hand_arithmetic():
     model = paramp.models.GPT(paramp.models.GPTConfig(num_layers=2, num_heads=2, width=8, max_seq_len=4, vocab_size=10))
     assert model.flops_per_token(4) == 6 * (2 * 12 * 64 + 10 * 8) + 12 * 2 * 2 * 4 * 4
 
@@ -50,11 +50,11 @@ def test_gpt2_by_hand():
         ("NVIDIA H100 80GB HBM3", torch.float64, None),
     ],
 )
-def test_peaks_by_name(name, dtype, teraflops):
+def test_the_peak_of_a_device_is_found_by_its_name(name, dtype, teraflops):
     assert peak_flops(name, dtype) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
-def test_tf32_where_torch_may_use_it():
+def test_the_tf32_peak_is_used_where_torch_may_use_tf32():
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == pytest.approx(156e12)
     assert peak_flops("Tesla T4", torch.float32, tf32=True) == pytest.approx(8.1e12)
 

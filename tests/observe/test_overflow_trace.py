@@ -134,7 +134,7 @@ def find_planted(layout, chosen=slice(None)):
             assert window(engine).stepped
 
 
-def test_planted_places_are_named_in_one_process():
+def test_planted_overflows_are_named_in_one_process():
     find_planted("one")
     assert sum(len(places) for places in PLACES.values()) == 20
 
@@ -150,20 +150,20 @@ ON_FOUR = {"pp2-tp2": 1, "interleaved-tp2": 0, "dp2-tp2-sp": 1}
     ids=ON_FOUR,
 )
 @on_ranks(4, cuda=True)
-def test_planted_places_are_named_on_four_ranks(world, layout, chosen):
+def test_planted_overflows_are_named_on_four_ranks(world, layout, chosen):
     find_planted(layout, chosen)
 
 
 @pytest.mark.parametrize("layout", ["zbv", "dp2-zero"])
 @on_ranks(2, cuda=True)
-def test_planted_places_are_named_on_two_ranks(world, layout):
+def test_planted_overflows_are_named_on_two_ranks(world, layout):
     find_planted(layout)
 
 
 # ------------------------------------------------------------------------------------------------- kinds and messages
 
 
-def test_an_overflow_of_scaled_gradients_says_to_lower_the_rate_or_the_scale():
+def test_for_an_overflow_of_scaled_gradients_the_report_advises_a_lower_rate_or_scale():
     with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 2.0**24}}):
         engine = gpt_engine(num_layers=1)
         assert window(engine).overflow
@@ -207,7 +207,7 @@ class Masked(nn.Module):
         return x
 
 
-def test_infinities_that_are_meant_are_not_blamed():
+def test_infinities_of_masks_are_ignored():
     torch.manual_seed(0)
     with paramp.launch_from_torch({"precision": "32-true"}):
         model = nn.Sequential(Masked(), nn.Linear(4, 4))
@@ -228,7 +228,7 @@ def test_infinities_that_are_meant_are_not_blamed():
     assert str(report).startswith("no scale helps: 0 produced NaN in the backward of microbatch 0")
 
 
-def test_what_is_around_the_modules_is_named_too():
+def test_overflows_outside_of_modules_are_named():
     with paramp.launch_from_torch({"precision": "32-true"}):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         spoilt = {"criterion": 0.0}
@@ -260,7 +260,7 @@ def linear(scale, **config):
     return context, paramp.initialize(model, optimizer, lambda output, _: output.mean())[0]
 
 
-def test_a_sum_over_microbatches_that_overflows():
+def test_an_overflow_in_the_sum_over_microbatches_is_named():
     context, engine = linear(2.0**16, gradient_accumulation=2)
     with context:
         for _ in range(2):  # each gives half of 2**16 times 1.5, and fp16 ends below 2**16
@@ -281,7 +281,7 @@ def test_a_sum_over_microbatches_that_overflows():
 
 @pytest.mark.parametrize("zero", [0, 1])
 @on_ranks(2)
-def test_a_sum_over_data_ranks_that_overflows(world, zero):
+def test_an_overflow_in_the_sum_over_data_ranks_is_named(world, zero):
     context, engine = linear(2.0**16, parallel={"zero": zero})
     with context:
         engine.forward_backward(torch.full((2, 1), 1.5), torch.zeros(2, 1))
@@ -293,7 +293,7 @@ def test_a_sum_over_data_ranks_that_overflows(world, zero):
         assert engine.step().stepped
 
 
-def test_what_was_changed_by_hand_is_not_found_again():
+def test_a_gradient_that_was_changed_by_hand_is_reported_as_finite_in_the_rerun():
     context, engine = linear(2.0)
     with context:
         engine.forward_backward(torch.ones(2, 1), torch.zeros(2, 1))
@@ -302,10 +302,10 @@ def test_what_was_changed_by_hand_is_not_found_again():
         report = engine.diagnose_overflow()
     assert report.kind == "gradients"
     assert [(found.name, found.count, found.size) for found in report.gradients] == [("0.weight", 1, 1)]
-    assert "run again, the batch gave finite values" in str(report)
+    assert "a rerun of the batch gave finite values" in str(report)
 
 
-def test_a_loop_without_forward_backward_gets_a_report_on_gradients():
+def test_without_forward_backward_the_report_lists_gradients_only():
     with paramp.launch_from_torch({"precision": SCALED}):
         engine = gpt_engine(num_layers=1)
         plant = Plant(engine, "blocks.0.mlp", 0, True, INF)
@@ -331,7 +331,7 @@ def plant_in_weight(engine, name, microbatch):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
 @on_ranks(2)
-def test_the_gradient_of_a_weight_alone(world, schedule):
+def test_an_overflow_in_the_gradient_of_a_single_weight_is_named(world, schedule):
     """In the split backward too, where gradients of weights are computed apart."""
     with paramp.launch_from_torch({"parallel": {"pipeline": FOUR | {"schedule": schedule}}}) as context:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -351,7 +351,7 @@ def test_the_gradient_of_a_weight_alone(world, schedule):
 
 
 @pytest.mark.parametrize("kind", ["full backward hook", "hook of the output", "hook before the forward"])
-def test_whatever_hook_spoils_a_value(kind):
+def test_an_overflow_in_a_users_hook_is_named(kind):
     with paramp.launch_from_torch({"precision": SCALED}):
         engine = gpt_engine(num_layers=2)
         module = engine.module.get_submodule("blocks.1.norm2")
@@ -383,7 +383,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
+def test_overflows_under_activation_checkpointing_are_named(reentrant):
     with paramp.launch_from_torch({"precision": "32-true"}):
         model = nn.Sequential(Checkpointed(reentrant), nn.Linear(4, 4))
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
@@ -442,7 +442,7 @@ def check_same(config):
     assert all(torch.equal(value, expected[0][name]) for name, value in actual[0].items())
 
 
-def test_training_goes_on_bit_equal_after_a_diagnosis():
+def test_training_continues_bit_equal_after_a_diagnosis():
     check_same({"precision": SCALED, "gradient_accumulation": 2, "clip_grad_norm": 1.0})
 
 
@@ -453,7 +453,7 @@ class Rare(nn.Linear):
         return super().forward(x) * (NAN if torch.rand(()) < 1 / 8 else 1.0)
 
 
-def test_the_same_random_numbers_come_again():
+def test_the_rerun_draws_the_same_random_numbers():
     with paramp.launch_from_torch({"precision": "32-true", "max_skipped_in_a_row": None}):
         model = nn.Sequential(nn.Linear(4, 4), Rare(4, 4))
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
@@ -472,7 +472,7 @@ def test_the_same_random_numbers_come_again():
     ids=["zbv", "zero"],
 )
 @on_ranks(2)
-def test_training_on_two_ranks_goes_on_bit_equal_after_a_diagnosis(world, parallel):
+def test_training_on_two_ranks_continues_bit_equal_after_a_diagnosis(world, parallel):
     check_same({"precision": {"mode": "16-naive", "init_scale": 16.0}, "parallel": parallel})
 
 
@@ -544,7 +544,7 @@ def test_training_stops_at_the_floor_of_the_scale(scaling, most, expected):
             assert "with the loss scale at its floor: no scale helps: the batch" in message
 
 
-def test_counts_go_on_from_those_that_were_loaded():
+def test_counts_of_skipped_steps_continue_after_a_load():
     with paramp.launch_from_torch({"precision": SCALED, "max_skipped_in_a_row": 3}):
         engine = gpt_engine(num_layers=1)
         engine._counters.load([7, 4, 2])
@@ -557,7 +557,7 @@ def test_counts_go_on_from_those_that_were_loaded():
 
 
 @on_ranks(2)
-def test_a_scaler_by_itself_names_parameters_and_ranks(world):
+def test_a_stand_alone_scaler_names_parameters_and_ranks(world):
     scaler = paramp.DistributedGradScaler(init_scale=8.0)
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -582,7 +582,7 @@ def test_a_scaler_by_itself_names_parameters_and_ranks(world):
     assert str(report).endswith("the largest finite magnitude in the others is 3")
 
 
-def test_a_scaler_without_processes():
+def test_a_stand_alone_scaler_works_without_a_process_group():
     scaler = paramp.DistributedGradScaler(init_scale=8.0)
     model = nn.Linear(2, 1)
     model.weight.grad = torch.full((1, 2), INF)
@@ -610,7 +610,7 @@ def test_a_finite_batch_that_leaves_the_range_of_fp16_is_not_called_infinite():
         )
 
 
-def test_scripted_modules_are_looked_around():
+def test_an_overflow_in_a_scripted_module_is_named_by_its_caller():
     with paramp.launch_from_torch({"max_skipped_in_a_row": 2}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

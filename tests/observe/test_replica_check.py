@@ -53,7 +53,7 @@ def master(engine, ending):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16])
-def test_a_hash_sees_each_single_bit(dtype):
+def test_a_hash_changes_with_every_single_bit(dtype):
     tensor = torch.arange(13).to(dtype)
     expected = hash_bits(tensor)
     assert expected == hash_bits(tensor.clone())
@@ -68,7 +68,7 @@ def test_a_hash_sees_each_single_bit(dtype):
     assert int(expected) not in seen
 
 
-def test_a_hash_is_what_its_description_says(monkeypatch):
+def test_a_hash_equals_the_formula_of_its_docstring(monkeypatch):
     """In chunks as in one, in Python's integers."""
     monkeypatch.setitem(CHUNK_WORDS, "cpu", 4)
     _multipliers.cache_clear()
@@ -84,7 +84,7 @@ def test_a_hash_is_what_its_description_says(monkeypatch):
         _multipliers.cache_clear()
 
 
-def test_a_hash_of_a_transposed_tensor_and_of_nothing():
+def test_transposed_and_empty_tensors_are_hashed():
     matrix = torch.randn(3, 5)
     assert hash_bits(matrix.T) == hash_bits(matrix.T.contiguous())
     assert hash_bits(matrix[:0]) == 0
@@ -105,7 +105,7 @@ def assert_found(engine, kind, name, ranks, others):
 
 
 @on_ranks(4, cuda=True)
-def test_a_norms_weight_on_one_tensor_rank(world):
+def test_a_changed_norm_weight_on_one_tensor_rank_is_found(world):
     """In fp32, where the weight is what is stepped: dp2·tp2, so that three are right."""
     with paramp.launch_from_torch({"parallel": {"tensor": 2}, **CONFIG}, device=world.device) as context:
         engine = build(context)
@@ -121,7 +121,7 @@ def test_a_norms_weight_on_one_tensor_rank(world):
 
 
 @on_ranks(4)
-def test_a_tied_embedding_on_one_stage(world):
+def test_a_changed_tied_embedding_on_one_stage_is_found(world):
     with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **CONFIG}) as context:
         engine = build(context)
         (tie,) = context.ties
@@ -132,7 +132,7 @@ def test_a_tied_embedding_on_one_stage(world):
 
 
 @on_ranks(2)
-def test_a_shard_on_one_data_rank(world):
+def test_a_changed_shard_on_one_data_rank_is_found(world):
     with paramp.launch_from_torch({"parallel": {"data": 2}, "precision": "64-true", **CONFIG}) as context:
         engine = build(context)
         if world.rank == 0:
@@ -143,7 +143,7 @@ def test_a_shard_on_one_data_rank(world):
 @on_ranks(4)
 @pytest.mark.parametrize("masters", ["full", "remainder"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_master_on_one_rank(world, masters, zero):
+def test_a_changed_master_on_one_rank_is_found(world, masters, zero):
     """Of a norm, which tensor ranks share; under ZeRO each data rank has a part of its own."""
     config = {"precision": "16-naive", "masters": masters, "parallel": {"tensor": 2, "zero": zero}, **CONFIG}
     with paramp.launch_from_torch(config) as context:
@@ -160,7 +160,7 @@ def test_a_master_on_one_rank(world, masters, zero):
 
 
 @on_ranks(2)
-def test_a_repaired_weight_is_its_master_rounded(world):
+def test_a_repaired_weight_is_rounded_from_its_master(world):
     """The lowest rank's weight is the wrong one, but its master is right."""
     with paramp.launch_from_torch({"precision": "bf16-naive", "parallel": {"data": 2}, **CONFIG}) as context:
         engine = build(context)
@@ -172,7 +172,7 @@ def test_a_repaired_weight_is_its_master_rounded(world):
 
 
 @on_ranks(4)
-def test_the_optimizers_state_and_the_scale(world):
+def test_changes_of_optimizer_state_and_loss_scale_are_found(world):
     with paramp.launch_from_torch({"precision": "16-mixed", "parallel": {"pipeline": 2}, **CONFIG}) as context:
         engine = build(context)
         if world.rank == 2:
@@ -184,7 +184,7 @@ def test_the_optimizers_state_and_the_scale(world):
 
 
 @on_ranks(2)
-def test_a_frozen_weight_counts_too(world):
+def test_a_changed_frozen_weight_is_found(world):
     with paramp.launch_from_torch({"parallel": {"data": 2}}):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
         model[0].requires_grad_(False)
@@ -213,7 +213,7 @@ def test_training_stops_at_the_next_check(world):
 
 
 @on_ranks(4)
-def test_training_goes_on_after_a_repair(world):
+def test_training_continues_after_a_repair(world):
     """A whole weight is wrong, so that all that follows from it differs as well."""
     settings = {"check_replicas_every": 2, "repair_replicas": True}
     with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **settings, **CONFIG}) as context:
@@ -243,7 +243,7 @@ def test_training_goes_on_after_a_repair(world):
         ("bf16-true", {"tensor": 4}, {}),
     ],
 )
-def test_nothing_is_found_in_healthy_training(world, precision, parallel, options):
+def test_no_difference_is_found_without_a_fault(world, precision, parallel, options):
     """With an overflow on the way."""
     settings = {"precision": precision, "parallel": parallel, "check_replicas_every": 2}
     with paramp.launch_from_torch({**settings, **options, **CONFIG}) as context:
@@ -254,7 +254,7 @@ def test_nothing_is_found_in_healthy_training(world, precision, parallel, option
 
 
 @on_ranks(8)
-def test_nothing_is_found_where_sums_have_an_order(world):
+def test_no_difference_is_found_with_deterministic_sums(world):
     """Four data ranks, whose sums depend on a gradient's place in its buffer, and a tied embedding on two stages, in
     buffers of other sizes."""
     for zero in (0, 1):
@@ -263,6 +263,6 @@ def test_nothing_is_found_where_sums_have_an_order(world):
             train(build(context), 2)
 
 
-def test_a_world_of_one_has_nothing_to_compare():
+def test_a_world_of_one_compares_nothing():
     with paramp.launch_from_torch({"check_replicas_every": 1, **CONFIG}) as context:
         assert build(context).check_replicas() == []

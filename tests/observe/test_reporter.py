@@ -22,7 +22,7 @@ RECORD = {
 }
 
 
-def test_one_json_object_a_step_with_null_for_what_is_not_finite(tmp_path, capsys):
+def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, capsys):
     with Reporter(2, str(tmp_path / "new" / "folder"), enabled=True) as reporter:
         reporter.say("hello")
         reporter.step(RECORD)
@@ -35,7 +35,7 @@ def test_one_json_object_a_step_with_null_for_what_is_not_finite(tmp_path, capsy
     assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
 
 
-def test_nothing_written_before_is_lost(tmp_path):
+def test_files_of_an_earlier_run_are_kept(tmp_path):
     for index in range(3):
         with Reporter(1, str(tmp_path), enabled=True) as reporter:
             reporter.step({**RECORD, "loss": float(index)})
@@ -54,12 +54,12 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_line_of_a_step():
+def test_a_step_is_one_line_of_text():
     line = step_line(RECORD, 100, 3)
     assert line == "step   1/100  loss 2.5000  scale 8  grad norm inf  skipped 3  1,000 tokens/s  3 MiB"
 
 
-def test_memory_is_that_of_this_process():
+def test_memory_bytes_is_the_peak_of_this_process():
     assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
 
 
@@ -79,7 +79,7 @@ def test_tensorboard_gets_every_finite_scalar(tmp_path):
     assert tags["memory/peak_bytes"][0].tensor_proto.double_val[0] == RECORD["memory_bytes"]
 
 
-def test_tensorboard_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(paramp.ConfigError, match="no log_dir"):
         paramp.Config(train={"tensorboard": True})
     monkeypatch.setattr("paramp.observe.reporter.importlib.util.find_spec", lambda name: None)

@@ -27,7 +27,7 @@ def hand_made():
     return Timeline("by hand", ranks, [[0, 1]], theoretical_bubble=0.25)
 
 
-def test_the_bubble_of_a_timeline_made_by_hand():
+def test_the_bubble_equals_hand_arithmetic():
     timeline = hand_made()
     assert timeline.bubble == pytest.approx(1 - 8 / 14)
     assert timeline.describe() == "by hand: bubble 42.9% measured, 25.0% in theory"
@@ -38,7 +38,7 @@ def test_the_bubble_of_a_timeline_made_by_hand():
     assert math.isnan(Timeline("nothing ran", [RankSpans("rank 0", [Span("step", 0, 1)])], [[0]]).bubble)
 
 
-def test_the_chrome_trace(tmp_path):
+def test_the_chrome_trace_has_every_span(tmp_path):
     timeline = hand_made()
     timeline.save(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -86,7 +86,7 @@ def record(parallel, accumulation=1):
 
 
 @on_ranks(2)
-def test_every_operation_of_every_schedule_is_there_once(world):
+def test_every_operation_of_every_schedule_is_recorded_once(world):
     for schedule, row in SCHEDULES.items():
         accumulation = 2 if schedule == "zbv" else 1
         layout = {"pipeline": {"size": 2, "schedule": schedule, "microbatches": 4}}
@@ -127,7 +127,7 @@ def test_every_operation_of_every_schedule_is_there_once(world):
 
 
 @on_ranks(2)
-def test_without_a_pipeline_there_is_a_timeline_too(world):
+def test_a_timeline_is_recorded_without_a_pipeline(world):
     timeline, _ = record({"data": 2})
     assert [[item.kind for item in own.spans] for own in timeline.ranks] == 2 * [
         ["forward", "loss", "backward", "step"]

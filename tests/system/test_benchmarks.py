@@ -74,7 +74,7 @@ def amp_table(monkeypatch):
         (["--preset", "tny"], "(did you mean 'tiny'?)"),
     ],
 )
-def test_what_the_table_refuses_before_it_runs_anything(arguments, message, monkeypatch, capsys):
+def test_the_amp_table_reports_bad_options_before_it_runs(arguments, message, monkeypatch, capsys):
     table = amp_table(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         table["main"](arguments)
@@ -127,7 +127,7 @@ def test_a_layout_runs_in_processes_of_its_own(tmp_path):
         (["--layouts", "1", "dp3"], "expected a multiple of the 3 data ranks x 1 microbatches of layout dp3"),
     ],
 )
-def test_layouts_that_the_table_refuses(arguments, message, capsys):
+def test_the_amp_table_reports_impossible_layouts(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark("amp_table").main(arguments)
     assert ended.value.code == 2
@@ -140,7 +140,7 @@ def test_layouts_are_written_as_they_are_read():
     assert [str(layout.parse(text)) for text in ("1", "dp2", "tp2·pp4")] == ["1", "dp2", "pp4·tp2"]
 
 
-def test_everyone_runs_once_a_round_and_is_prepared_before():
+def test_each_candidate_is_prepared_and_run_once_per_round():
     common = benchmark("common")
     happened = []
     turns = {
@@ -188,7 +188,7 @@ def test_the_step_has_a_row_or_a_reason_for_every_candidate(tmp_path, capsys):
     assert rows[step.FULL]["collectives"] == 0
 
 
-def test_every_step_is_the_same_step():
+def test_all_candidates_of_the_step_compute_the_same():
     step = benchmark("step")
     sizes = step.sizes_of(1000, 3)
     sources = torch.randn(1000).mul_(step.SCALE * step.NORM / 1000**0.5).split(sizes)
@@ -219,7 +219,7 @@ def test_every_step_is_the_same_step():
         (["--rounds", "0"], "--rounds: got 0, expected 1 or more"),
     ],
 )
-def test_what_the_step_refuses(arguments, message, capsys):
+def test_the_step_reports_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark("step").main(arguments)
     assert ended.value.code == 2
@@ -240,7 +240,7 @@ def test_the_loop_on_torch_trains_as_the_engine_does(tmp_path, monkeypatch):
 
 
 @on_ranks(2)
-def test_the_loop_on_torch_is_right_in_layouts(world):
+def test_the_loop_on_torch_is_correct_in_every_layout(world):
     overhead = benchmark("overhead")
     shape = GPTConfig(num_layers=2, num_heads=2, width=32, max_seq_len=8, vocab_size=128, tied=False)
     for layout in ({"tp": 2}, {"pp": 2}):
@@ -248,7 +248,7 @@ def test_the_loop_on_torch_is_right_in_layouts(world):
         assert (result is None) == (world.rank > 0)
 
 
-def test_what_the_whole_step_refuses_and_skips(tmp_path, monkeypatch, capsys):
+def test_overhead_reports_bad_options_and_skips_large_layouts(tmp_path, monkeypatch, capsys):
     overhead = benchmark("overhead")
     for arguments, message in (
         (["--tp", "2"], "got a world of 1, expected 2; start it with torchrun --standalone --nproc-per-node 2"),
@@ -288,7 +288,7 @@ def test_a_rank_of_a_large_world_makes_the_same_collectives():
         (["--precision", "16-mixd"], "(did you mean '16-mixed'?)"),
     ],
 )
-def test_worlds_that_cannot_be(arguments, message, capsys):
+def test_impossible_worlds_are_errors(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark("scale").main(arguments)
     assert ended.value.code == 2
@@ -309,7 +309,7 @@ def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
 
 
 @on_ranks(2)
-def test_comparing_replicas_is_held_against_a_step(world):
+def test_comparing_replicas_is_measured_against_a_step(world):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table.json"
         sizes = ["--layers", "1", "--width", "12", "--seq-len", "4", "--batch-size", "1", "--rounds", "1"]
@@ -320,7 +320,7 @@ def test_comparing_replicas_is_held_against_a_step(world):
             assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
 
 
-def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):
+def test_ways_of_saving_are_measured_against_a_copy(tmp_path, capsys):
     path = tmp_path / "table.json"
     benchmark("checkpoints").main(["--tensors", "2", "--width", "8", "--rounds", "1", "--json", str(path)])
     found = json.loads(path.read_text())
@@ -337,7 +337,7 @@ def test_ways_of_saving_are_held_against_a_copy(tmp_path, capsys):
         (["--json", "no/such/table.json"], "--json: no folder 'no/such'; make it first"),
     ],
 )
-def test_what_the_table_of_schedules_refuses(arguments, message, capsys):
+def test_the_table_of_schedules_reports_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark("schedules").main(arguments)
     assert ended.value.code == 2

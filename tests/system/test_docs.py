@@ -88,7 +88,7 @@ def commands():
     return list(found)
 
 
-def test_every_block_has_a_language_that_is_run_or_is_said_to_be_text():
+def test_every_block_is_python_sh_or_text():
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         languages = {language for language, _ in BLOCK.findall(text)}
@@ -110,7 +110,7 @@ def run_blocks(world, sources, page):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
 
 
-def test_the_commands_that_other_tests_run():
+def test_commands_run_by_other_tests_exist():
     for command, name in RUN_BY.items():
         module, _, function = name.partition(".")
         assert hasattr(importlib.import_module(module), function), name
@@ -141,7 +141,7 @@ def test_a_command_runs(command, clone):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_readmes_example_is_the_examples_own():
+def test_the_readme_has_the_code_of_own_model():
     """Thirty lines to copy: the same in both places."""
     example = (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
     code = example.partition('"""\n\n')[2]

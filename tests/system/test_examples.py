@@ -113,7 +113,7 @@ def test_prepared_bytes_of_a_folder_are_split_by_file(tmp_path, monkeypatch, cap
         assert one.read(0, len(one)).tolist() == other.read(0, len(other)).tolist()
 
 
-def test_what_prepare_data_refuses(tmp_path, monkeypatch, capsys):
+def test_prepare_data_reports_bad_input(tmp_path, monkeypatch, capsys):
     text, output = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("some text\n" * 10)
 
@@ -208,7 +208,7 @@ def epochs(output):
         (["--images", "9"], "--images: got 9, expected at most the 8 that there are to train on"),
     ],
 )
-def test_what_the_script_of_colossalais_document_refuses(arguments, message, tmp_path, monkeypatch, capsys):
+def test_the_script_of_colossalais_document_reports_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
     save_cifar10(tmp_path, training=8, held_out=8)
     monkeypatch.setenv("DATA", str(tmp_path))
     with pytest.raises(SystemExit):

@@ -62,7 +62,7 @@ def test_the_digits_fit_a_script_for_cifar10():
     assert torch.equal(image[0, 8:12, 4:8], image[0, 8, 4].expand(4, 4))
 
 
-def test_what_is_not_read(tmp_path):
+def test_invalid_image_files_are_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"lacks data_batch_\*\.bin .*Python version is a pickle"):
         load_images(tmp_path)
     save_cifar10(tmp_path)

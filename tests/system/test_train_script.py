@@ -37,7 +37,7 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.parametrize("text", ["[" * 3000, "9" * 5000, "1\nseed = 2", "'", ""])
-def test_a_setting_that_is_no_value_of_toml_is_text(text):
+def test_a_setting_that_is_not_a_toml_value_is_a_string(text):
     config = configure(["--set", f"OWN={text}"])
     assert text == config.OWN
     assert config.seed == 1024
@@ -151,7 +151,7 @@ ALONE = {
     "a file shorter than a sequence": (["--data", "LICENSE", "--seq-len", "9999"], "tokens, of 'LICENSE' held out"),
     "a tokenizer that is not there": (["--data", "LICENSE", "--tokenizer", "none"], "tokenizer: no file 'none'"),
     "TensorBoard without a place": (["--tensorboard"], "log_dir"),
-    "a trace without a place": (["--trace", "1"], "train.trace: got 1, expected nothing, because there is no log_dir"),
+    "a trace without a place": (["--trace", "1"], "train.trace: got 1, expected None, because there is no log_dir"),
     "a histogram after the last step": (["--histogram", "2"], "train.histogram: got 2, expected a step from 1 to 1"),
     "unknown key": (["--set", "parallel.tensr=2"], "parallel.tensr: no such key"),
     "unknown field of the model": (
@@ -226,7 +226,7 @@ def test_bad_input_is_one_clear_message(case, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("norms", "kind"), [("low-precision", paramp.nn.LPLayerNorm), ("fused", paramp.nn.FusedLayerNorm)]
 )
-def test_norms_are_those_asked_for(norms, kind, monkeypatch, capfd):
+def test_the_norms_are_those_of_the_flag(norms, kind, monkeypatch, capfd):
     initialize, modules = paramp.initialize, []
 
     def noting(*args, **kwargs):
@@ -301,7 +301,7 @@ def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
 
 
 @pytest.mark.timeout(150)
-def test_a_token_outside_the_vocabulary_that_only_one_rank_reads(tmp_path):
+def test_a_token_outside_the_vocabulary_on_one_rank_is_an_error_on_all(tmp_path):
     """It lies in the first window of data rank 1, where the sample at opening does not look."""
     length, seq_len, batch = 10**7, 32, 8
     training = length - length // 20
@@ -342,7 +342,7 @@ def but(variables, **others):
         (MPIRUNS, 'mpi4py cannot be used (import of mpi4py halted; None in sys.modules); pip install "paramp[mpi]"'),
     ],
 )
-def test_launchers_variables_that_are_missing_or_contradict(variables, message, monkeypatch, capfd):
+def test_missing_or_contradictory_launcher_variables_are_errors(variables, message, monkeypatch, capfd):
     for name in environment({}).keys() ^ os.environ.keys():
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -368,7 +368,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once():
 
 
 @pytest.mark.timeout(150)
-def test_the_same_under_torchrun_in_a_script_of_the_users():
+def test_an_exception_on_one_rank_ends_a_users_script_under_torchrun():
     result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=90)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: my own mistake") == 1, result.stderr
@@ -376,7 +376,7 @@ def test_the_same_under_torchrun_in_a_script_of_the_users():
 
 
 @pytest.mark.timeout(150)
-def test_a_rank_that_fails_after_the_others_are_done_is_heard():
+def test_the_error_of_a_rank_that_fails_after_the_others_ended_is_printed():
     result = python("tests/support/scripts/fails_after_the_others_are_done.py", timeout=90)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: disk full on rank 1") == 1, result.stderr

@@ -25,7 +25,7 @@ def words_of(line):
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", line)]
 
 
-def test_retired_words_stand_nowhere():
+def test_retired_words_are_not_used():
     retired = {form for word in RETIRED for form in (word, f"{word}s", f"{word}es")}
     found = [
         f"{path.relative_to(ROOT)}:{number}: {word}"

@@ -57,7 +57,7 @@ def test_defaults_in_help_are_those_of_the_configuration():
     assert re.search(r"--steps N .*\(default: 300\)", text)
 
 
-def test_flags_set_what_they_say():
+def test_flags_set_their_configuration_keys():
     config = configure(["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
     assert (config.parallel.tensor.size, config.parallel.sequence_parallel) == (2, True)
     assert config.emulate_fp16 is True

@@ -47,7 +47,7 @@ def gpu(monkeypatch, major, minor, name="GPU X"):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
 
 
-def test_the_command_prints_a_screen_and_json_and_ends_well(bare, capsys):
+def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
     loaded = set(sys.modules)
     assert main(["doctor"]) == 0
     screen = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_the_command_prints_a_screen_and_json_and_ends_well(bare, capsys):
     assert not (set(sys.modules) - loaded) & heavy
 
 
-def test_a_cpu_without_fp16(bare):
+def test_a_cpu_without_fp16_emulates_it(bare):
     modes = doctor.examine()["modes"]
     for name in ("16-mixed", "16-naive", "O2", "16-true"):
         assert modes[name] == {
@@ -84,7 +84,7 @@ def test_a_cpu_without_fp16(bare):
         ((9, 0), set(PRESETS)),
     ],
 )
-def test_what_a_gpu_runs_follows_from_its_capability(bare, monkeypatch, capability, natively):
+def test_native_modes_follow_from_the_gpus_capability(bare, monkeypatch, capability, natively):
     gpu(monkeypatch, *capability)
     monkeypatch.setattr(doctor, "find_torchao", lambda: PackageStatus(found=True, version="1", reason="torchao 1"))
     found = doctor.examine()
@@ -94,7 +94,7 @@ def test_what_a_gpu_runs_follows_from_its_capability(bare, monkeypatch, capabili
     assert (found["device"], found["backends"]["chosen"]) == ("cuda", "nccl")
 
 
-def test_float8_without_torchao_and_with_transformer_engine(bare, monkeypatch):
+def test_float8_modes_depend_on_torchao_and_transformer_engine(bare, monkeypatch):
     gpu(monkeypatch, 9, 0)
     none = PackageStatus(found=False, reason='no package torchao is installed; pip install "paramp[fp8]"')
     monkeypatch.setattr(doctor, "find_torchao", lambda: none)
@@ -109,7 +109,7 @@ def test_float8_without_torchao_and_with_transformer_engine(bare, monkeypatch):
     assert modes["fp8-mixed"]["runs"] == "no"
 
 
-def test_the_wrong_apex_is_named(bare, monkeypatch):
+def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
     monkeypatch.delitem(sys.modules, "apex")
     put(bare / "apex" / "__init__.py", "raise AssertionError('imported')\n")
     found = doctor.examine()["apex"]
@@ -118,7 +118,7 @@ def test_the_wrong_apex_is_named(bare, monkeypatch):
     assert found["reason"] in doctor.doctor()
 
 
-def test_a_job_of_slurms(bare, monkeypatch):
+def test_a_slurm_job_is_reported(bare, monkeypatch):
     for name, value in {
         "SLURM_JOB_ID": "71",
         "SLURM_STEP_ID": "0",
@@ -135,7 +135,7 @@ def test_a_job_of_slurms(bare, monkeypatch):
     assert "launcher  slurm: rank 3 of 4" in doctor.doctor()
 
 
-def test_half_of_torchruns_variables_are_a_line_and_no_exception(bare, monkeypatch):
+def test_missing_torchrun_variables_are_reported_without_an_exception(bare, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     found = doctor.examine()["launcher"]
     assert found["name"] is None
@@ -151,13 +151,13 @@ def test_half_of_torchruns_variables_are_a_line_and_no_exception(bare, monkeypat
         ("who knows", "an unknown kind"),
     ],
 )
-def test_mpiruns_kind(bare, answer, kind):
+def test_the_kind_of_mpirun_is_recognised(bare, answer, kind):
     put(bare / "bin" / "mpirun", f"#!/bin/sh\necho '{answer}'\n")
     found = doctor.examine()["mpi"]
     assert (found["mpirun"], found["path"]) == (kind, str(bare / "bin" / "mpirun"))
     assert f"mpirun of {kind} at" in doctor.doctor()
 
 
-def test_a_broken_mpirun_is_no_failure(bare):
+def test_a_broken_mpirun_is_reported_without_an_exception(bare):
     put(bare / "bin" / "mpirun", "not a program\x00")
     assert doctor.examine()["mpi"]["mpirun"] == "an unknown kind"

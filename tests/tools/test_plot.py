@@ -42,7 +42,7 @@ def test_the_four_panels_show_the_numbers(tmp_path):
     assert data(waiting.lines[0]) == ([2], [25])
 
 
-def test_an_incomplete_line_and_several_runs(tmp_path):
+def test_incomplete_lines_are_ignored_and_several_runs_are_compared(tmp_path):
     from PIL import Image
 
     cut_off = folder_of(tmp_path / "a", tail='{"step": 4, "lo')
@@ -59,13 +59,13 @@ def test_an_incomplete_line_and_several_runs(tmp_path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
+def test_user_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
     good = str(folder_of(tmp_path / "good"))
     (tmp_path / "bare").mkdir()
     cases = [
         ([str(tmp_path / "none")], "no folder"),
         ([str(tmp_path / "bare")], "no metrics.jsonl"),
-        ([str(folder_of(tmp_path / "empty", []))], "holds no step yet"),
+        ([str(folder_of(tmp_path / "empty", []))], "has no step yet"),
         ([str(folder_of(tmp_path / "text", RECORDS, "not json\n"))], "line 4: not JSON: 'not json'"),
         ([str(folder_of(tmp_path / "list", [[1]]))], 'line 1: expected an object with a whole number as its "step"'),
         ([str(folder_of(tmp_path / "word", [{"step": 1, "loss": "low"}]))], "line 1: loss: got 'low', expected a num"),

@@ -57,7 +57,7 @@ LAYOUTS = {
     ("layout", "precision"),
     [("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
 )
-def test_a_gpt_follows(layout, precision):
+def test_a_correct_gpt_is_accepted(layout, precision):
     report = report_of("gpt", LAYOUTS[layout], precision)
     assert report.ok, "\n".join(report.lines())
     assert report.layout == layout
@@ -74,7 +74,7 @@ def test_a_gpt_follows(layout, precision):
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-naive"])
-def test_own_blocks_follow(precision):
+def test_a_correct_user_model_is_accepted(precision):
     report = of_blocks(precision=precision)
     assert report.ok, "\n".join(report.lines())
 
@@ -89,7 +89,7 @@ def test_own_blocks_follow(precision):
         ({"plan": "HALF_GRADIENT"}, "block1.down", "gradient"),
     ],
 )
-def test_the_layer_that_is_wrong_is_named(wrong, layer, what, precision):
+def test_a_wrong_layer_is_named(wrong, layer, what, precision):
     report = of_blocks(precision=precision, **wrong)
     assert not report.ok
     first, where = report.first
@@ -120,7 +120,7 @@ RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 SEEDS = (0, 11, 13)
 
 
-def test_a_value_near_the_kink_of_a_relu_fails_no_run():
+def test_values_near_the_kink_of_a_relu_are_accepted():
     options = Options(model=f"{__name__}:relu_blocks", plan=f"{__name__}:RELU_PLAN", batches=f"{__name__}:wide_batches")
     options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
     reports = []
@@ -135,7 +135,7 @@ def test_a_value_near_the_kink_of_a_relu_fails_no_run():
 
 
 @pytest.mark.parametrize("what", ["gradient", "step", "weights"])
-def test_a_layer_whose_gradient_alone_is_wrong_on_one_rank_is_named(what):
+def test_a_layer_with_a_wrong_gradient_on_one_rank_is_named(what):
     """By hand, in what one tensor rank saw."""
     settings = {"parallel": {"tensor": 2}}
     options = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", settings=settings)
@@ -205,7 +205,7 @@ def zero_dim_batches(step):
         ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
     ],
 )
-def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, precision, conclusion):
+def test_a_model_without_finite_values_is_neither_accepted_nor_blamed_on_the_layout(model, precision, conclusion):
     own = Options(
         model=f"{__name__}:{model}",
         batches=f"{__name__}:wide_batches",
@@ -224,7 +224,7 @@ def test_a_model_without_finite_values_is_not_passed_and_no_layer_blamed(model, 
 @pytest.mark.parametrize(
     ("skipped", "ok"), [({}, True), ({"single": 0}, False), ({"sharded": 0}, False), ({"sharded": 1}, False)]
 )
-def test_a_step_that_one_run_alone_skips_fails(skipped, ok):
+def test_a_step_that_only_one_run_skips_is_a_failure(skipped, ok):
     """The gradient's norm is not finite there; by hand."""
     own = Options(
         model=f"{__name__}:relu_blocks",
@@ -252,11 +252,11 @@ def test_a_forward_that_draws_random_numbers_is_reported():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "unseeded"}, r"model: 'block0.up.weight' does not start with the same values in both runs"),
-        ({"batches": "verified:batches_of_the_layout"}, r"batches: those of step 1 are not the same in both runs"),
+        ({"model": "unseeded"}, r"model: 'block0.up.weight' has different initial values in the two runs"),
+        ({"batches": "verified:batches_of_the_layout"}, r"batches: the batch of step 1 differs between the runs"),
     ],
 )
-def test_runs_that_cannot_be_compared(changes, message):
+def test_runs_that_cannot_be_compared_are_errors(changes, message):
     with pytest.raises(ConfigError, match=message):
         of_blocks(layout={"tensor": 2}, size=2, **changes)
 
@@ -275,17 +275,17 @@ def test_runs_that_cannot_be_compared(changes, message):
         ({"model": f"{__name__}:without_parameters"}, r"model: .* has no parameter to train"),
         ({"batches": f"{__name__}:no_batches"}, r"batches: .* is function, expected a function of the step"),
         ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
-        ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is none by default"),
+        ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is no default"),
         ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
     ],
 )
-def test_mistakes_that_the_single_run_reports(changes, message):
+def test_user_errors_are_reported_by_the_single_run(changes, message):
     own = {"model": "verified:blocks", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
     with pytest.raises(ConfigError, match=message):
         see(World(0, 1, "cpu"), Options(**(own | changes)), "single")
 
 
-def test_a_file_is_loaded_once_and_hides_no_module(tmp_path):
+def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path):
     file = tmp_path / "random.py"
     file.write_text("class Thing:\n    pass\n\nthing = Thing()\n")
     kind, thing = (load_attribute(f"{file}:{name}", "model") for name in ("Thing", "thing"))
@@ -307,7 +307,7 @@ def test_a_file_is_loaded_once_and_hides_no_module(tmp_path):
         (["a:b", "--tp", "x"], "argument --tp: invalid int value: 'x'"),
     ],
 )
-def test_bad_input_ends_with_2(arguments, message, capsys):
+def test_bad_input_exits_with_2(arguments, message, capsys):
     assert main(["verify", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -317,7 +317,7 @@ def verify(*arguments):
     return python("-m", "paramp", "verify", *arguments, *own, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'support'}")
 
 
-def test_the_command_names_the_layer_and_ends_with_1(tmp_path):
+def test_the_command_names_the_layer_and_exits_with_1(tmp_path):
     file = tmp_path / "report.json"
     arguments = ["--plan", "verified:NO_ALL_REDUCE", "--precision", "16-mixed", "--json", str(file)]
     result = verify("verified:blocks", *arguments)
@@ -369,7 +369,7 @@ def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, me
     assert "layer" not in output.out
 
 
-def test_distances():
+def test_distances_equal_hand_arithmetic():
     expected = torch.tensor([3.0, 4.0])
     assert relative(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
     assert relative(torch.tensor([3.0, 4.5]), expected, least=10.0) == pytest.approx(0.05)
@@ -400,7 +400,7 @@ def test_shards_are_joined():
     assert not [*joined([whole[:1, :6], whole[:1, 6:]], whole, [])]
 
 
-def test_an_attention_keys_bias_is_not_compared_with_its_own_noise():
+def test_the_zero_gradient_of_a_key_bias_is_compared_with_its_layer():
     """Its gradient is zero but for what cancelled out badly."""
     noise = torch.tensor([1e-9, -2e-9])
     records = {

@@ -1,1 +1,1 @@
-"""``paramp verify``: a model on a layout against itself in one process."""
+"""``paramp verify``: compares a model on a layout with the same model in one process."""

@@ -1,4 +1,4 @@
-"""What one rank of a run records: the output of every module, the gradient of the first step, weights and losses."""
+"""The record of one rank of a run: module outputs, the gradient of the first step, weights and losses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ...base.module_surgery import PassThrough
 from ...engine.engine import Engine
 
 BUDGET = 2**30
-"""Bytes of recorded outputs beyond which only the first microbatch is recorded."""
+"""Above this many bytes of recorded outputs, microbatches after the first are not recorded."""
 
 
 @dataclass(eq=False)
 class RankRecord:
-    """What one rank of a run recorded; its attributes are written to a file."""
+    """The record of one rank; its attributes are written to a file."""
 
     batch_rank: int
-    """On the axis over which the batch is sharded."""
+    """The rank on the data axis."""
     tensor_rank: int
-    """On the axis over which layers are sharded."""
+    """The rank on the tensor axis."""
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
@@ -36,30 +36,30 @@ class RankRecord:
     """A hash of each step's global batch."""
     microbatch_size: int = 0
     activations: list[dict[str, Any]] = field(default_factory=list)
-    """The outputs of modules in the first step, in the order in which the calls ended: ``module``, ``microbatch``,
-    ``call`` (the index among the module's in this microbatch) and ``tensors`` (local parts, floating point, on CPU)."""
+    """The module outputs in the first step, in the order in which calls ended: ``module``, ``microbatch``, ``call``
+    (index among the module's calls in this microbatch) and ``tensors`` (local tensors, floating point, on the CPU)."""
     modules: list[str] = field(default_factory=list)
-    """Every name of every module of this rank."""
+    """The names of this rank's modules, with all names of shared ones."""
     packed: list[int] = field(default_factory=list)
-    """The numbers of blocks side by side in outputs of layers, each of which is sharded
+    """The numbers of blocks (such as 3 for query, key and value) in layers that shard each block separately
     (:class:`paramp.parallel.tensor_styles.PackedColwise`)."""
     random_in: str | None = None
-    """The first module that drew random numbers, by torch's random state after its call."""
+    """The first module whose forward changed torch's random state."""
     trained: list[str] = field(default_factory=list)
     """The names of this rank's trained parameters."""
     start: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The whole model's weights before the first step, its gradient in the first step, and its weights after that and
-    after the last; on the first pipeline rank only, because all have the same."""
+    """The whole model's weights before the first step. ``gradient``: its gradient in the first step. ``after_first``,
+    ``end``: its weights after the first and the last step. On pipeline rank 0 only, because all ranks have the same."""
     gradient: dict[str, torch.Tensor] = field(default_factory=dict)
     after_first: dict[str, torch.Tensor] = field(default_factory=dict)
     end: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class ActivationRecorder:
-    """Adds the outputs of an engine's modules to a record, in the forwards of :meth:`~paramp.Engine.forward_backward`.
+    """Records the outputs of an engine's modules in the forwards of :meth:`~paramp.Engine.forward_backward`.
 
-    A context manager, which hooks the modules; inside, an :class:`~paramp.base.spans.Observer` of the engine, which
-    passes it each forward's microbatch.
+    A context manager that registers forward hooks. It is also an :class:`~paramp.base.spans.Observer` of the engine,
+    from which it gets the microbatch of each forward.
     """
 
     def __init__(self, engine: Engine, record: RankRecord) -> None:
@@ -86,11 +86,11 @@ class ActivationRecorder:
             hook.remove()
 
     def begin_call(self) -> None:
-        """A call of ``forward_backward`` begins."""
+        """Part of the observer interface; not needed here."""
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
-        """Record what runs inside if it is a forward, of one microbatch."""
+        """Record the modules that run inside, if ``kind`` is a forward."""
         if kind != "forward" or (microbatch and self._bytes > BUDGET):
             yield
             return
@@ -123,7 +123,7 @@ class ActivationRecorder:
 
 
 def _num_packed(module: nn.Module) -> int:
-    """The number of blocks in the weight of ``module`` that are sharded each; they have a dim of their own."""
+    """The number of separately sharded blocks in the weight of ``module``, which is 3-dim then; else 1."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     if not linear or weight is None or not is_dtensor(weight) or weight.ndim != 3:
@@ -138,8 +138,8 @@ def _num_packed(module: nn.Module) -> int:
 def first_gradient(engine: Engine) -> dict[str, torch.Tensor]:
     """The unscaled gradient of the first step by parameter name, in the form of :meth:`~paramp.Engine.full_state_dict`.
 
-    Right after that step it equals SGD's momentum buffer. That is written over the weights for a moment, so that it is
-    gathered from shards, stages and data ranks as they are. A collective of the world.
+    After the first step it equals SGD's momentum buffer. The buffer is copied over the weights temporarily, so that it
+    is gathered from shards, stages and data ranks in the same way. A collective of the world.
     """
     optimizer = engine.optimizer
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
 """Comparing a model on a layout with the same model in one process, layer by layer.
 
-Two runs of one mode, from the same weights and on the same batches, write what they computed. Both round to the mode's
-dtype, but at different places and in a different order, so each value may differ by a few rounding errors. Distances
+Two runs in the same mode, from the same weights and on the same batches, record what they compute. Both round to the
+mode's dtype, but at other places and in another order, so values may differ by a few rounding errors. Distances
 are relative L2 norms, in units of that rounding error::
 
     forward     || sharded - single || / || single ||                               of each output of a layer
@@ -9,13 +9,13 @@ are relative L2 norms, in units of that rounding error::
     step        the same of a weight's change in the first step, plus the error of rounding the weight
     weights     the same of a weight's change from start to end
 
-The first step decides. In later ones the weights differ already, and at a kink, as ReLU has, rounding decides on which
-side a value near 0 falls: that changes a gradient by the whole contribution of a sample, at any precision. So later
-steps fail only where the runs are :data:`LATER` apart, or not finite.
+Only the first step is compared strictly. In later steps the weights already differ. At a kink, such as that of ReLU, a
+value near 0 can then be on different sides in the two runs, which changes a gradient by the whole contribution of a
+sample, at any precision. So later steps fail only if the runs differ by :data:`LATER`, or are not finite.
 
-The floor of a gradient is for parameters whose true gradient is zero, such as the bias of keys in attention: what is
-left is the rounding of terms that cancel. The optimizer is SGD with momentum, because Adam divides a gradient by its
-own size, which would hide a gradient of half its size.
+The rms in the denominator is for parameters whose true gradient is zero, such as the bias of attention keys: their
+gradient is only the rounding error of terms that cancel. The optimizer is SGD with momentum. Adam divides a gradient by
+its own size, which would hide a gradient of half the right size.
 """
 
 import math
@@ -34,14 +34,14 @@ from .report import Layer, Report
 UNITS = 32.0
 """The tolerance of a layer, in rounding errors."""
 UNITS_FLOAT8 = 6.0
-"""The same where linear layers multiply in float8."""
+"""The same with float8 linear layers."""
 UNITS_LOSS = 4.0
-"""The same of a loss in reduced precision, which is an average; in fp32 and fp64 it is :data:`UNITS`."""
+"""The tolerance of a loss, which is an average, in reduced precision. In fp32 and fp64 it is :data:`UNITS`."""
 FLOAT8_ROUNDING = 2.0**-4
-"""Of e4m3."""
+"""The rounding error of e4m3."""
 LATER = 0.5
-"""The relative distance that is tolerated after the first step; no multiple of the rounding error, because the distance
-grows for other reasons there."""
+"""The relative distance that is tolerated after the first step. It is not a multiple of the rounding error, because
+kinks dominate there."""
 
 
 def rounding(precision: Precision) -> float:
@@ -54,10 +54,10 @@ def compare(
 ) -> Report:
     """Compare the records of the sharded run's ranks, of ``config``, with that of the single process.
 
-    ``tolerance`` is that of a layer in the first step, in rounding errors. None: the mode's.
+    ``tolerance``: of a layer in the first step, in rounding errors. None: the mode's default.
 
     Raises:
-        ConfigError: the runs did not start from the same weights or did not have the same batches.
+        ConfigError: the runs had different initial weights or batches.
     """
     precision, parallel = config.precision, config.parallel
     usual = UNITS if precision.float8 is None else UNITS_FLOAT8
@@ -79,7 +79,7 @@ def compare(
     for name, what, value in () if report.overflows else _parameters(single, sharded, precision, unit):
         layer = layers.setdefault(_owner(name), Layer(_owner(name) or "(model)"))
         _add_distance(layer, what, value)
-    for name in (name for name in layers if name not in order):  # never called: listed before the module that uses it
+    for name in (name for name in layers if name not in order):  # never called: listed before its parent module
         users = (index for index, other in enumerate(order) if f"{name}.".startswith(f"{other}." if other else ""))
         order.insert(next(users, len(order)), name)
     report.layers = [layers[name] for name in order]
@@ -87,7 +87,7 @@ def compare(
 
 
 def _add_distance(layer: Layer, what: str, value: float | None) -> None:
-    """Keep the largest in ``layer``; None means that the values are not finite in both runs."""
+    """Keep the largest distance in ``layer``; None means that the values of both runs are not finite."""
     if value is not None:
         setattr(layer, what, max(value, getattr(layer, what) or 0.0))
     elif what not in layer.not_finite:
@@ -99,24 +99,24 @@ def _check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None
         pairs = zip(sharded[0].batches, single.batches, strict=True)
         step = next(step for step, (other, own) in enumerate(pairs, 1) if other != own)
         raise ConfigError(
-            f"batches: those of step {step} are not the same in both runs; make them depend on the step alone"
+            f"batches: the batch of step {step} differs between the runs; make it depend on the step alone"
         )
     first = sharded[0].start
     names = [name for name in single.start if name not in first or not torch.equal(single.start[name], first[name])]
     if names:
         raise ConfigError(
-            f"model: {names[0]!r} does not start with the same values in both runs; let it depend on torch's seed only"
+            f"model: {names[0]!r} has different initial values in the two runs; make them depend on torch's seed only"
         )
 
 
 def _forwards(
     single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int, report: Report
 ) -> dict[str, Layer]:
-    """The layers that were called, in the order in which their forwards ended, with the distances of their outputs."""
+    """The called layers, in the order in which their forwards ended, with the distances of their outputs."""
     calls: dict[tuple[str, int, int], list[tuple[RankRecord, list[torch.Tensor]]]] = defaultdict(list)
     for record in sorted(sharded, key=lambda record: record.tensor_rank):
         for activation in record.activations:
-            # The single run's microbatches are those of all data ranks, one rank after the other.
+            # The single run's microbatches are those of all data ranks, concatenated by rank.
             microbatch = record.batch_rank * num_microbatches + activation["microbatch"]
             calls[activation["module"], microbatch, activation["call"]].append((record, activation["tensors"]))
     layers: dict[str, Layer] = {}
@@ -125,13 +125,13 @@ def _forwards(
     for activation in single.activations:
         name, wholes = activation["module"], activation["tensors"]
         holders = holders_of[name]
-        if not wholes or not holders:  # a module that spans stages returns something else in each
+        if not wholes or not holders:  # a module that spans stages has another output on each
             continue
         layer = layers.setdefault(name, Layer(name or "(model)"))
         ranks = calls[name, activation["microbatch"], activation["call"]]
         found = [tensors for record, tensors in ranks if record in holders]
         if {len(tensors) for tensors in found} != {len(wholes)}:
-            layer.problem = "it is called differently in the sharded run"
+            layer.problem = "the sharded run calls it another number of times or with other outputs"
             continue
         for whole, *parts in zip(wholes, *found, strict=True):
             _add_output(layer, parts, whole, activation["microbatch"], holders[0], report)
@@ -139,7 +139,7 @@ def _forwards(
 
 
 def _has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
-    """Whether the rank has the module ``name`` and all that it contains."""
+    """Whether the rank has the module ``name`` and all its submodules."""
     inside = {other for other in single.modules if f"{other}.".startswith(f"{name}." if name else "")}
     return inside <= set(record.modules)
 
@@ -147,7 +147,7 @@ def _has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
 def _add_output(
     layer: Layer, parts: list[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: RankRecord, report: Report
 ) -> None:
-    """Record in ``layer`` the distance of its output, in ``parts`` on the tensor ranks, from ``whole``."""
+    """Record in ``layer`` the distance of its output, ``parts`` of the tensor ranks, from ``whole``."""
     if _has_nan_or_inf(whole) and any(_has_nan_or_inf(part) for part in parts):
         layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
         _add_distance(layer, "forward", None)
@@ -164,9 +164,9 @@ def _add_output(
 def _parameters(
     single: RankRecord, sharded: Sequence[RankRecord], precision: Precision, unit: float
 ) -> Iterator[tuple[str, str, float | None]]:
-    """Each parameter's name, which distance it is, and its value in rounding errors.
+    """For each parameter the name, the kind of distance, and its value in rounding errors.
 
-    The largest of the ranks that have the whole model; None where the values of both runs are not finite.
+    The value is the largest over the ranks with a record of it; None if the values of both runs are not finite.
     """
     stored = torch.finfo(torch.float32 if precision.masters else precision.weights).eps / 2
     compared: dict[str, tuple[int, Callable[[RankRecord], dict[str, torch.Tensor]]]] = {
@@ -175,9 +175,9 @@ def _parameters(
         "weights": (len(single.losses), lambda record: _change(record.start, record.end)),
     }
     for what, (num_steps, values) in compared.items():
-        lost = num_steps * stored  # what rounding the weight may lose, relative to the weight
+        lost = num_steps * stored  # the rounding error of the stored weight, relative to the weight
         expected = values(single)
-        largest: dict[str, float] = defaultdict(float)  # root mean square of any parameter of a module
+        largest: dict[str, float] = defaultdict(float)  # the largest rms among a module's parameters
         for name in single.trained:
             largest[_owner(name)] = max(largest[_owner(name)], _rms(expected[name]))
         others = [values(record) for record in sharded if record.start]
@@ -187,7 +187,7 @@ def _parameters(
                 continue
             least = largest[_owner(name)] * math.sqrt(expected[name].numel())
             least = max(least, float(expected[name].norm(dtype=torch.float64)))
-            # Divided by what is allowed, so that this loss alone stays within the tolerance.
+            # Divided by the tolerance, so that this rounding alone never exceeds it.
             allowed = LATER if what == "weights" else unit
             least += lost / allowed * float(single.start[name].norm(dtype=torch.float64))
             yield name, what, max(relative(other[name], expected[name], least) for other in others) / unit
@@ -204,8 +204,8 @@ def _change(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor]) 
 def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """``|| actual - expected || / max(|| expected ||, least)``, L2 norms of tensors of one shape.
 
-    Elements where both have the end of the dtype's range, as masks do, are ignored. Infinite where one tensor has
-    something that is not finite and the other has not.
+    Elements where both are at the end of the dtype's range, as masks are, are ignored. Infinite if a non-finite element
+    differs.
     """
     limit = torch.finfo(expected.dtype).max
     masked = (actual == expected) & (expected.abs() >= limit)
@@ -217,17 +217,17 @@ def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -
 
 
 def _distance_of_parts(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> float | None:
-    """The relative distance of the tensor ranks' copies or shards from ``whole``; None if they do not fit."""
+    """The relative distance of the tensor ranks' copies or shards from ``whole``; None if the shapes do not match."""
     if all(part.shape == whole.shape for part in parts):
         return max(relative(part, whole) for part in parts)
     return min((relative(tensor, whole) for tensor in joined(parts, whole, packed)), default=None)
 
 
 def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> Iterator[torch.Tensor]:
-    """The shards of ``whole`` joined in each way in which it may have been sharded.
+    """The shards ``parts`` of ``whole`` joined in each way in which it may have been sharded.
 
-    ``packed`` has the numbers of blocks that may lie side by side in the sharded dim, each of which is sharded: query,
-    key and value in features; samples in a dim of samples x heads.
+    ``packed`` are the possible numbers of separately sharded blocks in the sharded dim: query, key and value in a dim
+    of features, or samples in a dim of samples x heads.
     """
     if any(part.ndim != whole.ndim for part in parts):
         return

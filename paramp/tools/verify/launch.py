@@ -33,13 +33,13 @@ from .user_code import Batch, build_model, choose_criterion, cross_entropy, load
 
 MOMENTUM = 0.9
 STANDARD_ERROR = 2
-"""The file descriptor, which stays when ``sys.stderr`` is replaced."""
+"""The file descriptor, which is valid even if ``sys.stderr`` is replaced."""
 
 
 def verify(options: Options, tolerance: float | None = None) -> Report | int:
     """Run the model in one process and then sharded, on this machine, and compare.
 
-    Returns the report; or the exit code of a run that failed, which has printed the reason.
+    Returns the report, or the exit code of a run that failed and printed its error.
 
     Raises:
         ConfigError: the options are wrong, or the runs cannot be compared.
@@ -65,11 +65,11 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
 
 
 def train(options: Options, context: ParallelContext, num_microbatches: int) -> RankRecord:
-    """Train on this rank; ``num_microbatches`` is that of all data ranks of the sharded run together."""
+    """Train on this rank; ``num_microbatches`` is the total over all data ranks of the sharded run."""
     model = build_model(options, context.config.seed)
     criterion = choose_criterion(options, model)
     batches = load_batches(options, model, context.config.seed, options.batch_size or 2 * num_microbatches)
-    # SGD with momentum: its state after one step is the gradient, and it does not divide by a gradient's own size.
+    # SGD with momentum: its state after one step is the gradient, and it does not normalise the gradient's size.
     engine, *_ = initialize(
         model,
         torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
@@ -104,21 +104,21 @@ def _step(engine: Engine, x: torch.Tensor, y: torch.Tensor, record: RankRecord) 
 
 
 def _checked(batches: Iterator[Batch], criterion: Criterion, num_microbatches: int) -> Iterator[Batch]:
-    """``batches``; a ConfigError if one does not fit the microbatches or the criterion."""
+    """``batches``; a ConfigError if one does not match the microbatches or the criterion."""
     for x, y in batches:
         if len(x) % num_microbatches:
             expected = f"a multiple of {num_microbatches}, the microbatches of all data ranks"
             raise ConfigError(f"batch_size: got {len(x)}, expected {expected}")
         if criterion is cross_entropy and y.is_floating_point():
             raise ConfigError(
-                "criterion: the targets are floating-point numbers, for which there is none by default; pass one, such "
-                "as --criterion torch.nn.functional:mse_loss"
+                "criterion: the targets are floating-point numbers, for which there is no default criterion; pass one, "
+                "such as --criterion torch.nn.functional:mse_loss"
             )
         yield x, y
 
 
 def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], context: ParallelContext) -> None:
-    """Every rank has the whole model; one rank of each pipeline records it."""
+    """Record the whole model on the first rank of each pipeline, because all of them have it."""
     if context.stage_axis.rank == 0:
         setattr(record, name, tensors)
 

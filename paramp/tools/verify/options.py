@@ -16,7 +16,7 @@ from ...config.training import TrainConfig
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
 INIT_SCALE = 2.0**10
-"""The largest initial loss scale. From 2**16 or 2**32 a run of a few steps would skip most of them."""
+"""The largest initial loss scale. With 2**16 or 2**32 a run of a few steps would skip most of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,14 @@ class Options:
     model: str
     """``module:attribute`` or ``file.py:attribute``: a module, or a callable that builds one."""
     batches: str | None = None
-    """``module:attribute``, as the next two. None: random tokens."""
+    """``module:attribute``; the same for the next two. None: random tokens."""
     criterion: str | None = None
     """None: the model's own ``loss``, else the cross-entropy."""
     plan: str | None = None
     config: str | None = None
     """A ``.toml`` or ``.py`` file."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """A tree like the file's, which takes precedence over it."""
+    """A configuration tree that overrides the file's."""
     norms: str = "plain"
     steps: int = 3
     batch_size: int | None = None
@@ -41,7 +41,7 @@ class Options:
     seq_len: int = 16
     lr: float = 0.1
     timeout: float = 600.0
-    """Of each run, in seconds."""
+    """The time limit of each run, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("model", "batches", "criterion", "plan"):
@@ -58,11 +58,11 @@ class Options:
 def configure(options: Options, run: str) -> Config:
     """The configuration of ``run``, one of :data:`RUNS`; a ConfigError if the options or the file are wrong.
 
-    The single run has one microbatch for each of any data rank in the sharded one, so that both group the same samples.
+    The single run has as many microbatches as all data ranks of the sharded run together, of the same samples.
     """
     config = load(merge(read_file(options.config) if options.config else {}, options.settings))
     precision = config.precision
-    if precision.masters:  # masters kept as remainders give the same values
+    if precision.masters:  # remainders give the same values
         precision = dataclasses.replace(precision, masters=True)
     if (scaling := precision.scaling) is not None and scaling.min_scale != scaling.max_scale:
         first = max(min(INIT_SCALE, scaling.init_scale), scaling.min_scale or 0.0)
@@ -78,6 +78,6 @@ def configure(options: Options, run: str) -> Config:
 
 
 def check_target(text: str, option: str) -> None:
-    """Raise a ConfigError if ``text`` has not the form ``module:attribute``."""
+    """Raise a ConfigError unless ``text`` has the form ``module:attribute``."""
     where, _, name = text.rpartition(":")
     require(bool(where and name), option, text, "module:attribute or path/to/file.py:attribute")

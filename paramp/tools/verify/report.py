@@ -12,12 +12,12 @@ import torch
 from .options import RUNS
 
 WHAT = ("forward", "gradient", "step", "weights")
-"""What is compared of a layer."""
+"""The distances of a layer."""
 
 
 @dataclass
 class Layer:
-    """The distances of one module, in rounding errors; None where there is nothing to compare."""
+    """The distances of one module, in rounding errors; None if there is nothing to compare."""
 
     name: str
     forward: float | None = None
@@ -25,9 +25,9 @@ class Layer:
     step: float | None = None
     weights: float | None = None
     not_finite: list[str] = field(default_factory=list)
-    """Those of the four that are None because the values of both runs are not finite."""
+    """Names of the distances that are None because the values of both runs are not finite."""
     microbatch: int = 0
-    """The first one whose output exceeds the tolerance, else the one with the largest distance."""
+    """The first microbatch whose output exceeds the tolerance, else the one with the largest distance."""
     problem: str | None = None
     """The reason why its output could not be compared."""
 
@@ -53,7 +53,7 @@ class Report:
     layers: list[Layer] = field(default_factory=list)
     """In the order in which their forward ends."""
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """Of each step, by run; so are the next two."""
+    """By run, the value of each step; the same for the next two."""
     grad_norms: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, list[bool]] = field(default_factory=dict)
     random_in: str | None = None
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def first(self) -> tuple[Layer, str] | None:
-        """The first layer that diverges, and in which distance; gradients in the order of the backward."""
+        """The first layer that diverges, and the name of the distance; gradients in the order of the backward."""
         return next((at for at in self._in_order() if at[0].exceeds(at[1], self.allowed(at[1]))), None)
 
     @property
     def first_not_finite(self) -> tuple[Layer, str] | None:
-        """The first layer whose values are not finite in both runs, and which values; in the same order."""
+        """The first layer whose values are not finite in both runs, and the name of the distance; in the same order."""
         return next((at for at in self._in_order() if at[1] in at[0].not_finite), None)
 
     def _in_order(self) -> Iterator[tuple[Layer, str]]:
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def overflows(self) -> list[str]:
-        """The runs that skipped the first step, which is the one that is compared."""
+        """The runs that skipped the first step, the one that is compared strictly."""
         return [run for run in RUNS if self.skipped[run][0]]
 
     @property
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all is finite and within the tolerances."""
+        """Whether everything is finite and within the tolerances."""
         if self.first or self.first_not_finite or self.overflows:
             return False
         losses = self._within(_distances(self.losses), self.loss_tolerance * self._loss_unit)
@@ -104,7 +104,7 @@ class Report:
 
     @property
     def _loss_unit(self) -> float:
-        return max(self.unit, torch.finfo(torch.float32).eps / 2)  # in which losses are reported
+        return max(self.unit, torch.finfo(torch.float32).eps / 2)  # losses are fp32
 
     def _norm_distances(self) -> list[float]:
         skipped = zip(*self.skipped.values(), strict=True)
@@ -112,7 +112,7 @@ class Report:
         return [0.0 if all(both) else value for value, both in zip(distances, skipped, strict=True)]
 
     def _within(self, distances: Sequence[float], first: float) -> bool:
-        """Whether the relative distances are at most ``first`` in the first step, and tolerable in later ones."""
+        """Whether the relative distances are at most ``first`` in step 1, and at most the later tolerance after it."""
         return distances[0] <= first and all(value <= self.later_tolerance * self.unit for value in distances[1:])
 
     def as_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Report:
             steps = {run: [step for step, skipped in enumerate(self.skipped[run], 1) if skipped] for run in RUNS}
             yield f"steps skipped for an overflow: {steps['single']} single, {steps['sharded']} sharded"
         if self.random_in is not None:
-            fix = "which differ between layouts; switch that off in the model that is built"
+            fix = "which differ between layouts; disable that in the model"
             yield f"note: the forward draws random numbers ({self.random_in}), {fix}"
         yield self._conclusion()
 
@@ -163,7 +163,7 @@ class Report:
             found.append(f"the values are not finite in both runs, first in {layer.name} ({self._where(layer, what)})")
         if found:
             later = self.first_not_finite is not None and self.first_not_finite[1] == "weights"
-            start, end = ("", "lower lr") if later else ("nothing was compared: ", "mend the model")
+            start, end = ("", "lower lr") if later else ("nothing was compared: ", "correct the model")
             return f"{start}{', '.join(found)}; {'lower init_scale or ' if self.overflows else ''}{end}"
         return f"{self.layout} {'follows' if self.ok else 'does not follow'} the single process"
 

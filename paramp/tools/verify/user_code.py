@@ -1,4 +1,4 @@
-"""What the options name: the user's model, criterion, batches and plan."""
+"""Loading what the options name: the user's model, criterion, batches and plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_attribute(text: str, option: str) -> Any:
-    """Import what ``module:attribute`` or ``path/to/file.py:attribute`` names; a ConfigError if there is none."""
+    """Import what ``module:attribute`` or ``path/to/file.py:attribute`` names; a ConfigError if it does not exist."""
     check_target(text, option)
     where, _, name = text.rpartition(":")
     module = _load_file(Path(where), option) if where.endswith(".py") else _import(where, option)
@@ -44,17 +44,17 @@ def _import(name: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module failed
-        fix = "run it in the folder that has it, or name its file"
+        fix = "run the command in its folder, or give the path of the file"
         raise ConfigError(f"{option}: no module {name!r} on Python's path; {fix}") from None
 
 
 def _load_file(path: Path, option: str) -> Any:
     if not path.is_file():
         raise ConfigError(f"{option}: no file {str(path)!r}")
-    name = f"verified {path.resolve()}"  # the name of no other module
+    name = f"verified {path.resolve()}"  # cannot collide with another module
     if name in sys.modules:
         return sys.modules[name]
-    sys.path.insert(0, str(path.resolve().parent))  # as for a script
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -64,9 +64,9 @@ def _load_file(path: Path, option: str) -> Any:
 
 
 def build_model(options: Options, seed: int) -> nn.Module:
-    """The user's model in training mode, without dropout: its masks differ between layouts.
+    """The user's model in training mode. Dropout is disabled, because its masks differ between layouts.
 
-    Raises a ConfigError if the option names no module, or one without parameters to train.
+    Raises a ConfigError if the option does not name a module, or the module has no parameter to train.
     """
     found = load_attribute(options.model, "model")
     torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def build_model(options: Options, seed: int) -> nn.Module:
 
 
 def _takes(found: Any, num_arguments: int) -> bool:
-    """Whether the signature of ``found`` accepts so many arguments."""
+    """Whether the signature of ``found`` accepts ``num_arguments`` positional arguments."""
     if not callable(found):
         return False
     try:
@@ -101,7 +101,7 @@ def _takes(found: Any, num_arguments: int) -> bool:
 
 
 def choose_criterion(options: Options, model: nn.Module) -> Criterion:
-    """The criterion that the options name, else the model's own, else the cross-entropy."""
+    """The criterion of the options, else the model's ``loss``, else the cross-entropy."""
     if options.criterion is not None:
         found: Criterion = load_attribute(options.criterion, "criterion")
         return found
@@ -110,14 +110,14 @@ def choose_criterion(options: Options, model: nn.Module) -> Criterion:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean over all positions; ``output`` is (..., classes), ``target`` (...)."""
+    """Mean cross-entropy over all positions; ``output`` is (..., classes), ``target`` (...), int64."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> Iterator[Batch]:
     """The global batch of each step: inputs and targets, with the samples in dim 0; ``size`` random ones by default.
 
-    Raises a ConfigError if the option names no batches, too few, or none of this form.
+    Raises a ConfigError if the option names anything else, or too few batches.
     """
     if options.batches is None:
         generator, vocabulary = torch.Generator().manual_seed(seed), _vocabulary(model)
@@ -136,13 +136,13 @@ def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> It
             raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
         tensors = isinstance(batch, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in batch)
         if not tensors or len(batch) != 2 or not batch[0].ndim or not batch[1].ndim or len(batch[0]) != len(batch[1]):
-            kind, expected = type(batch).__name__, "a pair of tensors (inputs, targets) with as many samples in dim 0"
+            kind, expected = type(batch).__name__, "a pair of tensors (inputs, targets) of the same size in dim 0"
             raise ConfigError(f"batches: {options.batches!r} gave {kind} for step {step}, expected {expected}")
         yield batch[0], batch[1]
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """The size of the vocabulary of a model whose first layer is an embedding, else a ConfigError."""
+    """The vocabulary size of a model whose first layer is an embedding; a ConfigError for another model."""
     first = next((module for module in model.modules() if module._parameters), None)
     if not isinstance(first, nn.Embedding):
         what = "no layer with weights" if first is None else f"a {type(first).__name__} as its first layer"
