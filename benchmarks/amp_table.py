@@ -7,13 +7,13 @@
 
 All candidates train the same model on the same images in one run. They take turns, one step each, in every round; the
 medians are reported. Plain torch is torch.autocast with torch.amp.GradScaler, and DistributedDataParallel on several
-ranks; with tensor or pipeline ranks it has no row. A mode that cannot run here is named with the reason.
+ranks; with tensor or pipeline ranks it has no row. Modes that cannot run on this machine are listed with the reason.
 
---layouts starts the processes of each layout itself, one layout after the other. Rows of one layout took turns; rows
-of different layouts did not, so compare them through a row that both have.
+--layouts starts the processes of each layout, one layout after the other. Only rows of one layout take turns, so
+compare rows of different layouts relative to a row that both have.
 
-Memory is that of rank 0: what the candidate keeps (weights, gradients, masters, optimizer state) and what its step
-allocates in addition at its peak, both as torch's allocator counts them.
+Memory is that of rank 0 by torch's allocator: what the candidate keeps (weights, gradients, masters, optimizer state)
+plus the peak of what a step allocates in addition.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ DOCUMENTED = {
     "AMP_TYPE.NAIVE": "16-naive",
     "AMP_TYPE.APEX O1": "O1",
 }
-"""The rows of the document, and the modes that they are."""
+"""Rows of Colossal-AI's document -> paramp's modes."""
 
 MAX_WARM_UP = 40
 
 
 class Candidate(Protocol):
-    """Something that trains a model."""
+    """A row of the table: trains a model."""
 
     def forward_backward(self, x: torch.Tensor, y: torch.Tensor) -> Any: ...
 
     def step(self) -> bool:
-        """Step, or skip; whether it stepped."""
+        """Make or skip a step. Returns whether it was made."""
 
 
 class Plain:
-    """torch's own: autocast to ``dtype`` if there is one, a GradScaler for fp16, DDP over several ranks."""
+    """Plain torch: autocast to ``dtype`` unless it is None, a GradScaler for fp16, DDP on several ranks."""
 
     def __init__(self, model: ResNet | ViT, dtype: torch.dtype | None, context: paramp.ParallelContext) -> None:
         self.device = context.device
@@ -102,7 +102,7 @@ class Plain:
 
 
 class Ours:
-    """An engine in one mode."""
+    """An engine of paramp."""
 
     def __init__(self, model: ResNet | ViT) -> None:
         self.engine, *_ = paramp.initialize(model, make_optimizer(model.parameters()), model.loss)
@@ -116,21 +116,21 @@ class Ours:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # Adam's eps has to survive fp16 in the modes without masters.
+    # In modes without masters, Adam's eps has to be representable in fp16.
     return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-4)
 
 
 def warm_up(candidate: Candidate, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Find shapes, let the loss scale fall until a step is made, and so create the optimizer's state."""
+    """Train until a step is made, so that the loss scale is low enough and the optimizer's state exists."""
     for attempt in range(MAX_WARM_UP):
         candidate.forward_backward(x, y)
         if candidate.step() and attempt:
             return
-    raise RuntimeError(f"its loss scale found no value at which a step is made, in {MAX_WARM_UP} steps")
+    raise RuntimeError(f"all {MAX_WARM_UP} steps were skipped; the loss scale found no value without overflow")
 
 
 def builders(world_size: int, sharded: bool, modes: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Each row's label, the mode of its context, and what builds its candidate; or why it has none."""
+    """Row label -> the mode of its context, and a function that builds its candidate, or the reason why it has none."""
     plain = "plain torch" if world_size == 1 or sharded else "plain torch, DDP"
     rows: dict[str, tuple[str, Any]] = {}
     for name, dtype in (("fp32", None), ("autocast fp16", torch.float16), ("autocast bf16", torch.bfloat16)):
@@ -161,7 +161,7 @@ def run(
     rounds: int,
     device: str | None,
 ) -> dict[str, Any] | None:
-    """Train each row's candidate in turn; the result on rank 0, None on the others."""
+    """Train the candidates in turn. Returns the result on rank 0, None on the others."""
     skipped: dict[str, str] = {}
     memory: dict[str, int] = {}
     turns: dict[str, Turn] = {}
@@ -243,11 +243,11 @@ def show(result: dict[str, Any]) -> None:
     for reason, labels in reasons.items():
         print(f"does not run here: {'; '.join(labels)}: {reason}")
     if not result["native_fp16"]:
-        print("This CPU has no fp16 arithmetic: paramp computes fp16 products in fp32, plain torch in a slow loop.")
+        print("This CPU has no fp16 arithmetic: paramp computes fp16 products in fp32, plain torch with a slow kernel.")
 
 
 def show_layouts(results: dict[str, Any]) -> None:
-    """Samples a second of each mode in each layout."""
+    """Samples per second of each mode in each layout."""
     found = {
         layout: {row["row"]: row["samples_per_second"] for row in result["rows"]} for layout, result in results.items()
     }
@@ -257,19 +257,19 @@ def show_layouts(results: dict[str, Any]) -> None:
 
 
 def mode_of(name: str) -> str:
-    """The mode that ``name`` means. One of the document's has a row of its own under the document's name.
+    """The mode with the name or alias ``name``; the document's modes are kept, because they have rows of their own.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such mode.
     """
     return name if name in DOCUMENTED.values() else Precision.parse(name).name
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_size: int) -> None:
-    """End with an error that names the impossible option, before anything runs."""
+    """Exit with an error that names the invalid option, before anything runs."""
     check_counts(parser, options, "batch_size", "image_size", "tensor", "pipeline", "rounds")
     if options.layouts and (world_size > 1 or options.tensor * options.pipeline > 1):
-        parser.error("--layouts: it starts the processes of each layout; leave torchrun, --tensor and --pipeline out")
+        parser.error("--layouts: it starts the processes of each layout; remove torchrun, --tensor and --pipeline")
     sharded = options.tensor * options.pipeline
     if world_size % sharded:
         parser.error(

@@ -3,9 +3,9 @@
     python benchmarks/checkpoints.py
     torchrun --standalone --nproc-per-node 2 benchmarks/checkpoints.py --precision 16-naive
 
-In turns, in one run: a plain copy of all that is saved, the least that a save beside the training can take;
-``engine.save(path, wait=False)``, until it returns; ``engine.save(path)``, until everything is written with checksums;
-and ``torch.save`` of the same tensors, as other loops do it.
+Four ways take turns in one run: a plain copy of everything that is saved, the lower bound of a save in the background;
+``engine.save(path, wait=False)``, until it returns; ``engine.save(path)``, until all files are written with checksums;
+and ``torch.save`` of the same tensors.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(engine: paramp.Engine, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of each way, in seconds."""
+    """The median of each way, in seconds."""
     context = engine.context
-    # The exact weights and the optimizer's state: what a checkpoint holds, but for a few numbers.
+    # Full-precision weights and optimizer state: a checkpoint without its few other values.
     held = [value for state in engine.optimizer.state.values() for value in state.values()]
     held += [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
     copies = [torch.empty_like(value, device="cpu") for value in held]

@@ -38,7 +38,7 @@ def cpu_name() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Where this runs: the GPU if it is one, the CPU, threads and processes."""
+    """A description of the machine: GPU, CPU, threads and processes."""
     num_processes = dist.get_world_size() if dist.is_initialized() else 1
     threads = f"{torch.get_num_threads()} thread(s) in each of {num_processes} process(es)"
     name = f"{cpu_name()}, {threads}, {os.cpu_count()} core(s)"
@@ -56,12 +56,12 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one candidate does in every round."""
+    """The work of one candidate in each round."""
 
     run: Callable[[], object]
-    """Timed."""
+    """The timed part."""
     prepare: Callable[[int], object] = lambda _round: None
-    """Called with the number of the round right before :attr:`run`; not timed."""
+    """Called with the number of the round before :attr:`run`; not timed."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -72,14 +72,14 @@ def synchronize(device: torch.device) -> None:
 def take_turns(
     turns: Mapping[str, Turn], rounds: int, device: torch.device, *, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """The seconds of each of ``turns`` in each round; all of them run once a round, in an order that turns around.
+    """The seconds of each of ``turns`` in each round. All run once a round; the order is reversed in every other round.
 
     Args:
-        warm_up: rounds before, in which shapes are found and caches warmed.
+        warm_up: the number of unmeasured rounds before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(warm_up + rounds):
-        for name in list(turns) if number % 2 == 0 else list(turns)[::-1]:  # nobody always follows the same one
+        for name in list(turns) if number % 2 == 0 else list(turns)[::-1]:  # vary predecessors
             turns[name].prepare(number)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.barrier()
@@ -101,17 +101,17 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 @dataclass
 class Memory:
-    """Bytes of tensors that a block of code took, relative to what there was when it began; set when it ends."""
+    """Bytes of tensors that a block of code allocated, relative to its begin; set when it ends."""
 
     kept: int = 0
-    """Still there at the end."""
+    """Still allocated at the end."""
     peak: int = 0
-    """At the most, between two of its operations or within one."""
+    """The maximum at any time, also within an operation."""
 
 
 @contextmanager
 def watch_memory(device: torch.device) -> Iterator[Memory]:
-    """Measure what torch's allocator of ``device`` hands out and takes back inside, with all temporaries.
+    """Measure the allocations of torch's allocator of ``device`` inside, temporaries included.
 
     On a CPU the allocator keeps no counts, but reports each allocation to the profiler.
     """
@@ -136,7 +136,7 @@ def watch_memory(device: torch.device) -> Iterator[Memory]:
 
 
 def _allocations(profile: Any) -> list[int]:
-    """What was allocated, and freed as a negative number, in bytes, in the order of time."""
+    """Allocations in bytes, frees as negative numbers, in the order of time."""
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     found: list[tuple[int, int]] = []
     while waiting:
@@ -153,7 +153,7 @@ def _allocations(profile: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; written as ``1``, ``tp2`` or ``pp2·dp2·tp2`` (an ``x`` between them will do)."""
+    """Sizes of the axes; written as ``1``, ``tp2`` or ``pp2·dp2·tp2`` (``x`` is accepted for ``·``)."""
 
     pp: int = 1
     dp: int = 1
@@ -164,7 +164,7 @@ class Layout:
         """As argparse's ``type``.
 
         Raises:
-            argparse.ArgumentTypeError: ``text`` is no layout.
+            argparse.ArgumentTypeError: ``text`` is not a layout.
         """
         sizes: dict[str, int] = {}
         for part in [] if text == "1" else re.split(r"[·.x*]", text):
@@ -187,7 +187,7 @@ def run_layouts(script: str, layouts: Iterable[Layout], arguments: Callable[[Lay
     """The result of ``script`` in each of ``layouts``, one after the other, in processes of their own.
 
     Args:
-        arguments: the script's, for a layout; ``--json`` is added.
+        arguments: returns the script's arguments for a layout; ``--json`` is added.
 
     Raises:
         SystemExit: it failed in one of them.
@@ -209,7 +209,7 @@ def run_layouts(script: str, layouts: Iterable[Layout], arguments: Callable[[Lay
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned; the first to the left, the others, which are numbers, to the right."""
+    """A Markdown table with aligned columns: the first to the left, the others (numbers) to the right."""
     cells = [list(head), *(list(row) for row in rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(head))]
     lines = [
@@ -225,7 +225,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json_option(parser: argparse.ArgumentParser, path: Path | None) -> None:
-    """End with an error, before anything runs, if the result could not be written."""
+    """Exit with an error, before anything runs, if the result could not be written."""
     if path is not None and not path.absolute().parent.is_dir():
         parser.error(f"--json: no folder {str(path.parent)!r}; make it first")
     if path is not None and path.is_dir():
@@ -233,7 +233,7 @@ def check_json_option(parser: argparse.ArgumentParser, path: Path | None) -> Non
 
 
 def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """End with an error if an option that counts something, or one of a list of them, is below 1."""
+    """Exit with an error if one of the options ``names``, numbers or lists of numbers, is below 1."""
     for name in names:
         value = getattr(options, name)
         for count in value if isinstance(value, list) else [value]:

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
 
-The three take turns in one run; medians are reported. On a CPU with fp16 arithmetic torch's own products are the
-better choice, and paramp takes them by itself.
+The three take turns in one run; medians are reported. On a CPU with fp16 arithmetic torch's own products are faster,
+and paramp uses them by default.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --pp 2
     python benchmarks/overhead.py --layouts 1 tp2 pp2 pp2·tp2
 
-Both train a GPT of 21 million parameters, whose output layer is not tied to the embedding: forward, backward, clipping
-to the norm of the whole model, fused AdamW. Written directly that is torch.autocast, parallelize_module, a
-PipelineStage in a Schedule1F1B, and a norm that counts every element once, over plain local tensors of the shards.
-The first step's norms are compared: what is timed is the same work. Every candidate makes one step in every round, in
-turn; medians are reported. A layout of more ranks than there are cores, or GPUs, is skipped.
+Both train a GPT of 21 million parameters with an untied output layer: forward, backward, clipping to the norm of the
+whole model, fused AdamW. The loop on torch uses torch.autocast, parallelize_module, a PipelineStage in a Schedule1F1B,
+and a norm that counts every element once, over the plain local tensors of the shards. The gradient norms of the first
+step are compared, to check that both do the same work. Every candidate makes one step in each round; medians are
+reported. A layout with more ranks than cores (or GPUs) is skipped.
 
-paramp computes more than the loop does: the loss averaged over the world, a check that no gradient is infinite
-anywhere, and, in bf16-mixed on a CPU, norms and softmax in fp32, which torch's autocast does on CUDA only.
+paramp computes more than the loop: the loss averaged over the world, a check for non-finite gradients on all ranks,
+and, in bf16-mixed on a CPU, norms and softmax in fp32, which torch's autocast does on CUDA only.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from paramp.precision.policy import Precision
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
-"""The modes that a loop without a loss scaler has."""
+"""Modes without a loss scaler -> the autocast dtype."""
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 """The largest relative difference between the norms of the first gradients."""
 
 
 class Direct:
-    """The step, written on torch."""
+    """The training step, written directly on torch."""
 
     def __init__(self, model: GPT, context: paramp.ParallelContext, mode: str, num_microbatches: int) -> None:
         self.device, self.dtype = context.device, AUTOCAST[mode]
@@ -139,7 +139,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The local gradient in the parameter's placements; a vocabulary-parallel embedding's arrives replicated."""
+    """The local gradient in the parameter's placements; that of a vocabulary-parallel embedding comes replicated."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements).to_local()
@@ -166,7 +166,7 @@ class Ours:
 def batches(
     model: GPTConfig, batch_size: int, seq_len: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Random tokens and those that follow them, the same on every rank."""
+    """Random tokens and the next tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(model.vocab_size, (batch_size, seq_len + 1), generator=generator)
@@ -183,7 +183,7 @@ def run(
     rounds: int,
     device: str | None,
 ) -> dict[str, Any] | None:
-    """Train both in turn, in each of ``modes``; the result on rank 0, None on the others.
+    """Train both in turn, in each of ``modes``. Returns the result on rank 0, None on the others.
 
     Raises:
         SystemExit: the two do not compute the same.
@@ -270,7 +270,7 @@ def why_not(layout: Layout, device: str | None) -> str | None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_size: int) -> None:
-    """End with an error that names the impossible option, before anything runs."""
+    """Exit with an error that names the invalid option, before anything runs."""
     check_counts(
         parser,
         options,
@@ -287,7 +287,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, world_si
     )
     own = Layout(options.pp, 1, options.tp)
     if options.layouts and (world_size > 1 or own.size > 1):
-        parser.error("--layouts: it starts the processes of each layout; leave torchrun, --tp and --pp out")
+        parser.error("--layouts: it starts the processes of each layout; remove torchrun, --tp and --pp")
     if not options.layouts and world_size != own.size:
         parser.error(
             f"--tp {options.tp} --pp {options.pp}: got a world of {world_size}, expected {own.size}; "
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for mode in modes:
         if mode not in AUTOCAST:
             parser.error(
-                f"--precision: got {mode!r}, expected of {', '.join(AUTOCAST)}: the loop on torch has no scaler"
+                f"--precision: got {mode!r}, expected one of {', '.join(AUTOCAST)}: the torch loop has no scaler"
             )
     is_main = os.environ.get("RANK", "0") == "0"
     layouts = options.layouts or [Layout(options.pp, 1, options.tp)]

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/replicas.py
     torchrun --standalone --nproc-per-node 4 benchmarks/replicas.py --tensor 2 --precision 16-naive
 
-A step and a comparison (``engine.check_replicas``) take turns in one run. The result is the comparison's fraction
-of the training time if one is made every 100 steps, ``check_replicas_every=100``. There are several data ranks, so that
-all weights, masters and optimizer state have a replica to be compared with.
+A step and a comparison (``engine.check_replicas``) take turns in one run. The result is the fraction of
+the training time that a comparison every 100 steps takes (``check_replicas_every=100``). Several data ranks are needed,
+so that all weights, masters and optimizer state have replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paramp.distributed.launcher_env import rank_by_any_variable
 from paramp.models import GPT, GPTConfig
 
 EVERY = 100
-"""Steps from one comparison to the next."""
+"""Steps between comparisons."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,14 +3,14 @@
     python benchmarks/scale.py
     python benchmarks/scale.py --worlds 8 64 512 4096 --layouts tp2·pp2 --rounds 5
 
-One process builds one rank of each world over torch's fake process group, whose collectives return at once and move
-nothing: a GPT that begins on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of
-the world. A layout's ``tp`` and ``pp`` are the same in every world, and so is the size of a rank's part of the model:
-what grows from row to row grows with the world. Every world has a process of its own; the worlds take turns in every
-round; medians are reported.
+One process builds one rank of a world on torch's fake process group, whose collectives return at once without moving
+data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
+world. ``tp`` and ``pp`` of a layout, and so a rank's part of the model, are the same in every world: costs that grow
+from row to row depend on the world size. Every world has its own process; the worlds take turns in each round; medians
+are reported.
 
-Not measured: the rendezvous of the ranks in the store before there is a process group, the time of the network, and the
-forward and backward, for which a pipeline's stages exchange their shapes, which the fake group does not deliver.
+Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
+stages of a pipeline exchange shapes in them, which the fake group does not deliver.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from paramp.precision.policy import Precision
 
 STEPS = 20
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
-"""So small that a step's time is that of Python, not of the kernels."""
+"""Small, so that Python takes most of a step's time, not the kernels."""
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process now."""
+    """The current resident memory of this process, in bytes."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -52,7 +52,7 @@ def resident_bytes() -> int:
 
 
 def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[str, float]:
-    """Build ``rank`` of the world in this process, and step it."""
+    """Build ``rank`` of the world in this process, and time its steps."""
     config = {
         "parallel": {"tensor": layout.tp, "pipeline": layout.pp},
         "precision": precision,
@@ -99,7 +99,7 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
         "steps_bytes": memory[3] - memory[2],
         "step_seconds": statistics.median(seconds[2:]),
         "collectives": collectives.get_total_counts(),
-        "groups": num_groups,  # that every rank takes part in making, its own or not
+        "groups": num_groups,  # created by all ranks, also groups without this rank
     }
 
 
@@ -118,7 +118,7 @@ def build_elsewhere(world_size: int, layout: Layout, precision: str, rank: int) 
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error that names the impossible option, before anything runs."""
+    """Exit with an error that names the invalid option, before anything runs."""
     check_counts(parser, options, "worlds", "rounds")
     try:
         Precision.parse(options.precision)
@@ -126,7 +126,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(str(error))
     for layout in options.layouts:
         if layout.dp > 1:
-            parser.error(f"--layouts: got {layout}, but dp follows from the world; leave it out")
+            parser.error(f"--layouts: got {layout}, but dp follows from the world; remove it")
         if not any(world % layout.size == 0 for world in options.worlds):
             parser.error(f"--layouts: none of the worlds {options.worlds} is a multiple of {layout}'s {layout.size}")
     check_json_option(parser, options.json)
@@ -199,5 +199,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # what is timed is Python's
+    torch.set_num_threads(1)  # Python's time is measured
     main()

@@ -88,7 +88,7 @@ def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
 def measure(
     engines: dict[str, paramp.Engine], tokens: torch.Tensor, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, and its bubble, for each schedule and round; one round before finds shapes, unmeasured."""
+    """Seconds of a step, and its bubble, for each schedule and round, after one unmeasured round."""
     measured: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in engines}
     for step in range(rounds + 1):
         for schedule, engine in engines.items():

@@ -8,11 +8,11 @@ Two kinds of step, each against its baseline in plain torch:
     fp32 weights                   unscale_, clip_grad_norm_, step of a fused AdamW, update: the chain of torch's recipe
     fp16 weights, fp32 masters     that chain on masters, with a copy of the gradients there and of the weights back
 
-Every candidate has weights, gradients and optimizer of its own, with a gradient whose norm is 10 and is clipped to 1.
-Gradients are filled in before each step, which is not timed. Beside the time: the bytes a second that the algorithm
-needs to move (BYTES below, whatever a candidate really moves) against a copy of a large tensor, timed in the same
-turns; collectives; reads of a tensor's value by the host, each of which waits for the device where that is a GPU; and
-bytes a parameter, kept between steps (gradients included) and at the peak of a step.
+Every candidate has its own weights, gradients and optimizer. The gradient norm is 10 and is clipped to 1. Gradients are
+filled in before each step, outside the measured time. Also reported: the rate of the bytes that the algorithm needs to
+move (BYTES below, not what a candidate really moves), against a copy of a large tensor timed in the same rounds; the
+number of collectives; reads of a tensor's value by the host, each of which synchronises with a GPU; and bytes per
+parameter, kept between steps (gradients included) and at the peak of a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SCALE = 1024.0
 """The loss scale that all gradients carry."""
 MAX_NORM = 1.0
 NORM = 10.0
-"""Of the unscaled gradient, so that every candidate has to clip."""
+"""The norm of the unscaled gradient; larger than the limit, so that every candidate clips."""
 ADAMW: dict[str, Any] = {"lr": 1e-6, "fused": True}
 
 # Bytes a parameter that AdamW with clipping has to move, in two passes that touch each value once: the norm reads the
@@ -68,7 +68,7 @@ BYTES = {
 
 
 class Candidate(Protocol):
-    """Weights with gradients, and a step."""
+    """A row of the table: weights with gradients, and a step."""
 
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
         """Set the gradients: ``sources``, one for each weight, fp32."""
@@ -77,7 +77,7 @@ class Candidate(Protocol):
 
 
 class Weights(nn.Module):
-    """A model that is nothing but its parameters."""
+    """A model with parameters and no forward."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ def fill(parameters: Iterator[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 
 
 class TorchChain:
-    """fp32 weights: what torch's recipe for mixed precision does after the backward."""
+    """fp32 weights: the steps after the backward in torch's recipe for mixed precision."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.model = Weights(sizes, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
         self.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
-        self.scaler.scale(torch.zeros((), device=device))  # makes its state
+        self.scaler.scale(torch.zeros((), device=device))  # creates the scaler's state
 
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
         fill(self.model.parameters(), sources)
@@ -111,7 +111,7 @@ class TorchChain:
 
 
 class HandWritten:
-    """fp16 weights with fp32 masters in a loop over the parameters; the masters' gradients are kept, not made anew."""
+    """fp16 weights with fp32 masters in a loop over the parameters; the masters' gradients are allocated once."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.model = Weights(sizes, device, torch.float16)
@@ -131,7 +131,7 @@ class HandWritten:
             assert weight.grad is not None
             assert master.grad is not None
             master.grad.copy_(weight.grad)
-        self.scaler.unscale_(self.optimizer)  # and looks for what is not finite
+        self.scaler.unscale_(self.optimizer)  # also checks for non-finite values
         nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -140,7 +140,7 @@ class HandWritten:
 
 
 class Ours:
-    """An engine in the mode that is current."""
+    """An engine of paramp, in the mode of the current context."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         model = Weights(sizes, device)
@@ -184,7 +184,7 @@ class DeepSpeed:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         deepspeed = importlib.import_module("deepspeed")
         if not deepspeed.accelerator.get_accelerator().is_fp16_supported():
-            raise ValueError("DeepSpeed has no fp16 on this device")  # says so itself only after minutes of compiling
+            raise ValueError("DeepSpeed has no fp16 on this device")  # it raises this only after minutes of compiling
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": MAX_NORM,
@@ -192,7 +192,7 @@ class DeepSpeed:
         }
         model = Weights(sizes, device)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        with mock.patch.dict(os.environ, LOCAL_RANK="0"):  # it wants a launcher
+        with mock.patch.dict(os.environ, LOCAL_RANK="0"):  # it expects a launcher's variables
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         self.model, self.optimizer = engine.module, engine.optimizer
 
@@ -205,14 +205,14 @@ class DeepSpeed:
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate: what it is called, which baseline it is held against, and how it is made."""
+    """One candidate: its name, its baseline, and the function that makes it."""
 
     name: str
     baseline: str
     bytes_needed: int
     make: Callable[[Sequence[int], torch.device], Candidate]
     config: dict[str, Any]
-    """Of the context that it is made in."""
+    """The configuration of its context."""
 
 
 FULL, HALF = "torch: unscale_, clip, step, update", "torch: loop with fp32 masters"
@@ -238,7 +238,7 @@ ROWS = [
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads of one number out of a tensor, as ``item()``, ``float()`` and ``if`` make them."""
+    """Counts reads of a single tensor value by the host, as by ``item()``, ``float()`` and ``if``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class HostReads(TorchDispatchMode):
 
 
 class ListReads(TorchFunctionMode):
-    """Counts ``tolist()``, which dispatches nothing on a CPU."""
+    """Counts ``tolist()``, which calls no operator on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class ListReads(TorchFunctionMode):
 
 @contextmanager
 def cuda_waits(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
-    """Collects a warning for each time that the host waits for the GPU; on a CPU nothing."""
+    """Collects a warning for each synchronisation with the GPU; on a CPU none."""
     with warnings.catch_warnings(record=True) as waits:
         if device.type == "cuda":
             warnings.simplefilter("always")
@@ -276,7 +276,7 @@ def cuda_waits(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
 
 
 def count(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Collectives and host reads of a step. On a GPU the reads are those that wait for it; on a CPU all."""
+    """The number of collectives and of host reads of a step. On a GPU only reads that synchronise count."""
     with CommDebugMode() as collectives, HostReads() as single, ListReads() as lists, cuda_waits(device) as waits:
         step()
     on_gpu = sum("synchroniz" in str(wait.message) for wait in waits)
@@ -320,7 +320,7 @@ def run(
                     candidate.step()
                 candidate.fill(sources)
                 collectives, reads = count(candidate.step, device)
-            except Exception as error:  # of a library that is not ours, with errors of its own
+            except Exception as error:  # other libraries raise their own exceptions
                 inner.close()
                 skipped[row.name] = first_line(error)
                 continue

@@ -1,8 +1,8 @@
-"""A training script for NVIDIA Apex, moved over by changing one import. Runs alone, on a GPU or a CPU:
+"""A training script for NVIDIA Apex, ported by changing one import. It runs as one process, on a GPU or a CPU:
 
     python examples/apex_migration.py [O0|O1|O2|O3]
 
-Two losses with a scale each, into one optimizer, with clipping and a checkpoint, all as Apex documents them.
+It has two losses with separate loss scales, one optimizer, clipping and a checkpoint, as in Apex's documentation.
 """
 
 import io

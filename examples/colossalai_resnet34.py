@@ -4,8 +4,9 @@ python examples/colossalai_resnet34.py                                          
 python examples/colossalai_resnet34.py naive                                    AMP_TYPE.NAIVE; or apex
 torchrun --standalone --nproc-per-node 2 examples/colossalai_resnet34.py        data parallelism
 
-DATA=FOLDER in the environment: CIFAR-10's binary version, downloaded by you, and the document's 200 epochs in batches
-of 128. Without it, four epochs on 96 digits of scikit-learn, at a lower rate: pip install "paramp[examples]".
+Set DATA=FOLDER in the environment to train on CIFAR-10's binary version in that folder: 200 epochs in batches of 128,
+as in the document. Without it: four epochs on 96 digits of scikit-learn at a lower rate (pip install
+"paramp[examples]").
 """
 
 import argparse
@@ -48,7 +49,7 @@ def augment(image: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_1(text: str) -> int:
-    """An argument that counts something."""
+    """An integer of 1 or more, as argparse's ``type``."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected 1 or more")
     return value

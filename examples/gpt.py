@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2                    
 torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2 --sequence-parallel
 python examples/gpt.py --preset gpt2-124m --data FOLDER                         GPT-2 on the text in a folder
 
-launch/train.py is the program for real runs; this is its core.
+For real runs use launch/train.py, which adds data formats, checkpoints and logs.
 """
 
 import argparse

@@ -30,7 +30,7 @@ text = torch.tensor(list(Path(__file__).read_bytes()))
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Nats per byte of logits (batch, sequence, 256): that is what the model hands the criterion in every layout."""
+    """Mean cross-entropy in nats per byte of logits (batch, sequence, 256), the model's output in every layout."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,9 +1,9 @@
-"""Labelled images to train on: CIFAR-10 if the user has it, else the digits that come with scikit-learn.
+"""Labelled images to train on: CIFAR-10 from a folder, or the digits in scikit-learn.
 
 CIFAR-10 (Krizhevsky 2009) is read from its *binary version*, the folder ``cifar-10-batches-bin``: ``data_batch_1.bin``
-to ``data_batch_5.bin`` and ``test_batch.bin``. Each is records of 3073 bytes: a label, and 32 x 32 pixels of the red,
-the green and the blue plane, row by row. Its Python version is a pickle, which can run any code, and is not read. The
-digits are the 1797 handwritten ones of UCI's *Optical Recognition of Handwritten Digits*, 8 x 8 grey pixels each.
+to ``data_batch_5.bin`` and ``test_batch.bin``. Each file has records of 3073 bytes: a label, and the red, green and
+blue planes of 32 x 32 pixels, row by row. The Python version is a pickle, which can run any code, and is not read. The
+digits are the 1797 handwritten digits of UCI's *Optical Recognition of Handwritten Digits*, 8 x 8 grey pixels each.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ NUM_HELD_OUT_DIGITS = 297
 
 @dataclass(frozen=True)
 class ImageSet(Dataset[tuple[torch.Tensor, int]]):
-    """A map-style data set of ``(image, label)``: float32 (channels, side, side), and the number of its class."""
+    """A map-style data set of ``(image, label)``: float32 (channels, side, side), and the index of the class."""
 
     pixels: torch.Tensor
     """uint8 (images, channels, side, side)."""
     labels: torch.Tensor
     """int64 (images,)."""
     mean: torch.Tensor
-    """float32 (channels, 1, 1), of the training images with pixels from 0 to 1."""
+    """float32 (channels, 1, 1), over the training images with pixels from 0 to 1."""
     std: torch.Tensor
     num_classes: int
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Changes the normalised image, in training at random for instance."""
+    """Applied to the normalised image, for example a random crop in training."""
 
     @property
     def num_channels(self) -> int:
@@ -65,14 +65,14 @@ def load_images(
     """Images to train on, and images held out.
 
     Args:
-        folder: holds CIFAR-10's binary version, in itself or in ``cifar-10-batches-bin``. None: the digits, of which
-            the last 297 are held out (others wrote them).
+        folder: has CIFAR-10's binary version, directly or in ``cifar-10-batches-bin``. None: the digits, of which the
+            last 297 are held out (by other writers).
         side: enlarge to this many pixels a side, by repeating each. None: as they are.
         channels: 3 makes grey images colour. None: as they are.
         transform: applied to each training image.
 
     Raises:
-        ConfigError: the folder or what is in it is not CIFAR-10's, the images cannot be enlarged to ``side``, or
+        ConfigError: the folder does not have CIFAR-10's binary version, the images cannot be enlarged to ``side``, or
             scikit-learn is not installed.
     """
     (pixels, labels), held_out = _digits() if folder is None else _cifar10(Path(folder))
@@ -95,7 +95,7 @@ def load_images(
 
 def _statistics(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Standard deviation and mean of each channel, pixels going from 0 to 1."""
-    # From the counts of the 256 values: exact, and in little memory.
+    # From the counts of the 256 pixel values: exact, with little memory.
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in pixels.transpose(0, 1)])
     weights = counts.double() / counts.sum(1, keepdim=True)
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -127,7 +127,7 @@ def _cifar10(folder: Path) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     if not training or not held_out.is_file():
         raise ConfigError(
             f"images: {str(folder)!r} lacks data_batch_*.bin or test_batch.bin; expected the binary version of "
-            "CIFAR-10 (cifar-10-binary.tar.gz, unpacked); its Python version is a pickle, which is not read"
+            "CIFAR-10 (cifar-10-binary.tar.gz, unpacked); the Python version is a pickle, which is not read"
         )
     return _records(training), _records([held_out])
 

@@ -1,4 +1,4 @@
-"""Your own model and loop, tensor-parallel and pipelined, in fp16.
+"""A model and a loop of your own, tensor-parallel and pipelined, in fp16.
 
 python examples/own_model.py                                                    one process
 torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2              tensor 2 x pipeline 2

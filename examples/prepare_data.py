@@ -1,12 +1,12 @@
-"""Text to token files that launch/train.py reads at any size: train.bin, val.bin and meta.json.
+"""Convert text to token files for launch/train.py: train.bin, val.bin and meta.json.
 
 python examples/prepare_data.py notes.txt books/ --output data/books                                    bytes
 python examples/prepare_data.py books/ --output data/books --tokenizer tokenizer.json                   tokens
 torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/books                trains on them
 
-One file in twenty is held out, or the end of the text where there are too few files. The files are flat arrays of
-uint16, or of uint32 for more than 65,536 tokens, as nanoGPT reads them. Memory stays constant. Each file appears under
-its name only when it is complete.
+One file in twenty is held out, or the end of the text if there are too few files. The output files are flat arrays of
+uint16, as in nanoGPT, or of uint32 if the vocabulary has more than 65,536 tokens. Memory use is constant. Each file
+gets its final name when it is complete.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from paramp.data.text_corpus import Bytes, Encoder, TextFile, Tokenizer, encode,
 
 
 def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, Path], dtype: str) -> dict[bool, int]:
-    """Encode ``files`` into the two files of ``parts``, held out or not; how many tokens each has."""
+    """Encode ``files`` into the two files of ``parts``, keyed by held out or not. Returns their numbers of tokens."""
     counts = {False: 0, True: 0}
     with parts[False].open("wb") as training, parts[True].open("wb") as held_out:
         outputs = {False: training, True: held_out}
@@ -34,10 +34,10 @@ def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, 
 
 
 def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: bool) -> dict[str, object]:
-    """Write the three files into ``output``; the content of ``meta.json``.
+    """Write the three files into ``output``. Returns the content of ``meta.json``.
 
     Raises:
-        ConfigError: there is no text, or too little of it, or the tokenizer cannot be read.
+        ConfigError: there is no text or too little, or the tokenizer cannot be read.
         FileExistsError: a file exists already, and ``force`` is not given.
     """
     targets = [output / name for name in ("train.bin", "val.bin", "meta.json")]
@@ -80,7 +80,7 @@ def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: boo
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", type=Path, metavar="PATH", help="a text file, or a folder of them")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write the files")

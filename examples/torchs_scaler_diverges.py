@@ -1,8 +1,8 @@
-"""Why paramp has a scaler of its own: torch's, under tensor parallelism, lets one rank skip while the other steps.
+"""torch's GradScaler under tensor parallelism: one rank skips a step that the other makes. paramp's: both skip.
 
     torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py
 
-One weight is replicated, one is sharded; the gradient overflows in the second rank's shard only.
+One weight is replicated, one is sharded. The gradient overflows only in the second rank's shard.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
-"""Models for `python -m paramp verify`, each with what it needs.
+"""Models for `python -m paramp verify`.
 
 python -m paramp verify examples/verify.py:build_gpt --tp 2 --pp 2 --precision 16-mixed
 
-A GPT has its own plan and loss, and its embedding gives the vocabulary of its inputs. The other model needs all three:
+A GPT has its own plan and loss, and its embedding gives the vocabulary of random inputs. The other model has none of
+the three, so they are passed:
 
 python -m paramp verify examples/verify.py:build_blocks --plan examples/verify.py:PLAN \
     --batches examples/verify.py:batches --criterion torch.nn.functional:mse_loss --tp 2 --precision bf16-mixed
@@ -44,6 +45,6 @@ PLAN = {"block*.up": "colwise", "block*.down": "rowwise"}
 
 
 def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of all data ranks together."""
+    """The global batch of a step: inputs and targets, float32 (16, 32)."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
     return x, x.roll(1, dims=1)

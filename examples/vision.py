@@ -7,8 +7,8 @@ torchrun --standalone --nproc-per-node 4 examples/vision.py 2 2 --model vit
 python examples/vision.py --preset resnet34 --images FOLDER                     ResNet-34 on CIFAR-10
 python examples/vision.py --model vit --preset vit-b16 --images FOLDER
 
-FOLDER holds CIFAR-10's binary version. Without it the digits of scikit-learn are the data: pip install
-"paramp[examples]".
+FOLDER has CIFAR-10's binary version. Without --images, the data is scikit-learn's digits (pip install
+"paramp[examples]").
 """
 
 import argparse
@@ -37,19 +37,19 @@ def vit(preset: str, data: ImageSet) -> ViT:
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of one epoch after the other."""
+    """The batches of all epochs, without end."""
     while True:
         yield from loader
 
 
 def recognised(engine: paramp.Engine, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether the model predicts the right class of each of ``images``."""
+    """Whether the predicted class of each of ``images`` is right: bool (images)."""
     missing = -len(images) % MICROBATCHES
-    whole = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])  # a pipeline needs a multiple
+    whole = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])  # a multiple of the microbatches
     return engine(whole)[: len(images)].argmax(1).cpu() == labels
 
 
-# A batch norm sees the images of one microbatch: with the same number of them, layouts compute the same.
+# A batch norm's statistics are over one microbatch, so layouts agree only with equal numbers of microbatches.
 MICROBATCHES = 2
 
 MODELS: dict[str, Callable[[str, ImageSet], ResNet | ViT]] = {"resnet": resnet, "vit": vit}

@@ -44,7 +44,7 @@ def arguments(part: str) -> list[str]:
 def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        sys.exit(f"got {', '.join(unknown)}, expected of {', '.join(PARTS)}")
+        sys.exit(f"got {', '.join(unknown)}, expected some of {', '.join(PARTS)}")
     commit = "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD")
     failed = []
     for name in names or PARTS:

@@ -122,7 +122,7 @@ def test_a_layout_runs_in_processes_of_its_own(tmp_path):
     [
         (["--layouts", "tp"], "got 'tp', expected 1, or such as tp2, dp4 or pp2·tp2"),
         (["--layouts", "tp2·tp2"], "got 'tp2·tp2', expected 1"),
-        (["--layouts", "tp2", "--tensor", "2"], "leave torchrun, --tensor and --pipeline out"),
+        (["--layouts", "tp2", "--tensor", "2"], "remove torchrun, --tensor and --pipeline"),
         (["--tensor", "2"], "--tensor 2 --pipeline 1: got a world of 1, expected a multiple of 2"),
         (["--layouts", "1", "dp3"], "expected a multiple of the 3 data ranks x 1 microbatches of layout dp3"),
     ],
@@ -252,7 +252,7 @@ def test_overhead_reports_bad_options_and_skips_large_layouts(tmp_path, monkeypa
     overhead = benchmark("overhead")
     for arguments, message in (
         (["--tp", "2"], "got a world of 1, expected 2; start it with torchrun --standalone --nproc-per-node 2"),
-        (["--precision", "16-mixed"], "--precision: got '16-mixed', expected of 32-true, bf16-mixed"),
+        (["--precision", "16-mixed"], "--precision: got '16-mixed', expected one of 32-true, bf16-mixed"),
         (["--layouts", "dp2"], "--layouts: got dp2, expected tp and pp only"),
         (["--layouts", "pp2", "--batch-size", "3"], "--batch-size: got 3, expected a multiple of --microbatches 4"),
     ):
@@ -283,7 +283,7 @@ def test_a_rank_of_a_large_world_makes_the_same_collectives():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layouts", "dp2"], "--layouts: got dp2, but dp follows from the world; leave it out"),
+        (["--layouts", "dp2"], "--layouts: got dp2, but dp follows from the world; remove it"),
         (["--worlds", "6", "--layouts", "pp2·tp2"], "none of the worlds [6] is a multiple of pp2·tp2's 4"),
         (["--precision", "16-mixd"], "(did you mean '16-mixed'?)"),
     ],
