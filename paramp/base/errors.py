@@ -70,6 +70,6 @@ class LaunchError(RuntimeError):
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Unless ``condition``, raise a ConfigError with a setting's ``name``, its ``value`` and what is ``allowed``."""
+    """Raise a ConfigError unless ``condition``; ``allowed`` describes the values that setting ``name`` accepts."""
     if not condition:
         raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")

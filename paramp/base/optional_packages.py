@@ -20,14 +20,14 @@ SUBPACKAGES = ("normalization", "optimizers")
 
 @dataclass(frozen=True, kw_only=True)
 class ApexStatus:
-    """What ``import apex`` would find; see :func:`find_apex`."""
+    """The result of :func:`find_apex`."""
 
     kind: Literal["real", "wrong", "none"]
     """``real``: NVIDIA's. ``wrong``: something else of that name. ``none``: nothing."""
     version: str | None = None
     """As the installed distribution says; None where there is none, or it has no metadata."""
     reason: str = ""
-    """A sentence for the user: what was found where, and what follows."""
+    """A message for the user: what was found where, and the consequence."""
     fused_norms: bool = False
     """Its kernels for layer and RMS norms were compiled (``--cuda_ext``)."""
     fused_optimizers: bool = False

@@ -63,7 +63,7 @@ class Config:
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round
     (:mod:`paramp.precision.fp16_emulation`)."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """What ``launch/train.py`` trains."""
+    """The job of ``launch/train.py``."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's config that replace those of the preset ``train.model``: ``model.num_layers``. Read by
     ``launch/train.py``."""

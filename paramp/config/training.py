@@ -1,4 +1,4 @@
-"""What the train script trains, on which data, and what it writes."""
+"""The job of the train script: model, data, and output files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What ``launch/train.py`` trains. The library itself does not read it."""
+    """The job of ``launch/train.py``. The library itself does not read it."""
 
     model: str = "tiny"
     """A preset of :class:`paramp.models.GPT`. The table ``model`` of the configuration replaces fields of it."""
@@ -45,7 +45,7 @@ class TrainConfig:
     eval_sequences: int = 64
     """Held-out sequences of an evaluation; always the same ones."""
     checkpoint_dir: str | None = None
-    """Where checkpoints go, a folder each (:mod:`paramp.engine.checkpoint_manager`). The last step is always saved."""
+    """The folder of checkpoints (:mod:`paramp.engine.checkpoint_manager`). The last step is always saved."""
     checkpoint_every: int | None = None
     """Steps between checkpoints. None: only after the last step and before a requested stop."""
     checkpoint_keep_last: int = 3
@@ -56,7 +56,7 @@ class TrainConfig:
     """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
     Else the path of a checkpoint."""
     log_dir: str | None = None
-    """Where ``metrics.jsonl``, ``train.log`` and ``config.json`` go. None: nowhere."""
+    """The folder of ``metrics.jsonl``, ``train.log`` and ``config.json``. None: these are not written."""
     tensorboard: bool = False
     """Also write scalars for TensorBoard, to the folder ``tensorboard`` in ``log_dir``."""
     trace: int | None = None

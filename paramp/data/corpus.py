@@ -41,7 +41,7 @@ class Corpus:
     (:func:`paramp.data.token_sources.fingerprint`). A resumed run compares it."""
     vocab_size: int = 256
     unit: str = "byte"
-    """What a token is: ``byte`` or ``token``."""
+    """The kind of token: ``byte`` or ``token``."""
     notes: tuple[str, ...] = ()
     """Messages for the user, such as which files were skipped."""
 
@@ -89,7 +89,7 @@ def load_corpus(
 ) -> Corpus:
     """Open the data at ``data``, in any format that :mod:`paramp.data.corpus_formats` lists.
 
-    If the data has no held-out part of its own, its last twentieth is held out.
+    If the data has no held-out part, its last twentieth is held out.
 
     Args:
         data: ``stdlib`` or a path.

@@ -1,4 +1,4 @@
-"""Check, measure and convert what is trained. `paramp COMMAND --help` explains each command."""
+"""Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
 
 import argparse
 import json

@@ -132,7 +132,7 @@ def _hash(*tensors: torch.Tensor) -> str:
 
 
 def main(folder: Path, run: str) -> int:
-    """Run one rank of ``run``. Returns the exit code: 2 for a user's mistake, 1 for any other failure."""
+    """Run one rank of ``run``. Returns the exit code: 2 for a user error, 1 for any other failure."""
     options = Options(**json.loads((folder / "options.json").read_text(encoding="utf-8")))
     faulthandler.dump_traceback_later(options.timeout, exit=True, file=STANDARD_ERROR)
     torch.backends.cudnn.allow_tf32 = False
