@@ -1,0 +1,34 @@
+"""Random sequences of calls of an engine beside a plain fp64 training in one process.
+
+In ``64-true`` weights agree to 1e-12. In the other modes decisions, the loss scale and all counts agree exactly, and
+weights within the mode's rounding. A failure prints its seed and its shortest sequence; either of them in
+``PARAMP_TEST_SEQUENCE`` is run alone.
+"""
+
+import json
+import os
+
+import pytest
+import sequences
+from families import SEED, WHOLE, family
+
+NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 25, 500
+REPLAYED = os.environ.get("PARAMP_TEST_SEQUENCE", "")
+
+
+def seeds():
+    if REPLAYED:
+        return [REPLAYED]
+    if WHOLE:
+        return [str(number) for number in range(NUM_WHOLE)]
+    return [f"{SEED or 'short'} {number}" for number in range(NUM_SAMPLED if SEED else NUM_SHORT)]
+
+
+@family
+@pytest.mark.parametrize("seed", seeds())
+def test_an_engine_does_what_plain_training_does(seed):
+    case = json.loads(seed) if seed.startswith("{") else sequences.draw(seed, 4 if WHOLE or SEED or REPLAYED else 2)
+    failure = sequences.run(case)
+    if failure is not None and not seed.startswith("{"):
+        case, failure = sequences.shrink(case, failure)
+    assert failure is None, sequences.report(seed, case, failure)
