@@ -50,16 +50,8 @@ class BatchRunner:
 
     @property
     def failure(self) -> ValueError | None:
-        """What to raise after the criterion failed in the last batch of a pipeline, whose last stage went on."""
-        error = None if self.pipeline is None else self.pipeline.failure
-        if error is None:
-            return None
-        text = str(error)
-        if not isinstance(error, ValueError) or not text.startswith("criterion: "):
-            text = f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
-        failure = ValueError(text)
-        failure.__cause__ = error
-        return failure
+        """What to raise on every rank after the last batch of a pipeline, which went on though this rank failed."""
+        return None if self.pipeline is None else self.pipeline.failure
 
     def check(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Check that a batch can be split into microbatches along dim 0.

@@ -187,7 +187,7 @@ class LossWindow:
         """The mean loss in ``totals`` of all ranks, 0-dim float32; by default that of the window so far.
 
         Raises:
-            ValueError: the criterion failed on the last stage of a pipeline; on every rank.
+            ValueError: a stage of a pipeline failed, such as in the criterion; on every rank.
         """
         failure = self._runner.failure
         totals = self.totals if totals is None else totals
