@@ -52,7 +52,10 @@ class Scheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's present step."""
         self._due = None
-        self._seen = self._engine.num_steps - bool(state_dict.get(HAS_STEPPED))
+        has_stepped = bool(state_dict.get(HAS_STEPPED))
+        self._seen = self._engine.num_steps - has_stepped
+        if has_stepped:  # in a process that has ended, perhaps: torch's schedulers warn where no step came before
+            self._engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != HAS_STEPPED})
 
     def __getattr__(self, name: str) -> Any:

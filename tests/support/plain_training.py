@@ -19,6 +19,7 @@ BATCH, LENGTH = 8, 4
 NUM_BLOCKS = 4
 LAST = NUM_BLOCKS + 1
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+PLAN_OF_ENDS = {"0.proj": "colwise_gather", f"{LAST}.proj": "colwise_gather"}
 GAMMA = 0.9
 """By which a step of the learning-rate scheduler multiplies."""
 ALWAYS_TRAINED = f"{LAST}.norm.weight"
@@ -304,6 +305,11 @@ class PlainTraining:
         counts = ("num_steps", "num_skipped", "in_a_row", "scheduled_at", "num_roundings", "way", "rule")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return copy.deepcopy(state | {name: getattr(self, name) for name in counts})
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.way = dict(state["way"])
+        self.restart_window()
 
     def load(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)

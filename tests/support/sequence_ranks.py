@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_training import CRITERIA, GAMMA, PLAN, PlainTraining, batch_of, build_model, build_optimizer, edited
+from plain_training import (
+    CRITERIA,
+    GAMMA,
+    PLAN,
+    PLAN_OF_ENDS,
+    PlainTraining,
+    batch_of,
+    build_model,
+    build_optimizer,
+    edited,
+)
 from pool import World
 from sequences import OFF, Case
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -112,7 +122,7 @@ class SegmentRunner:
             optimizer,
             self.criterion,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA),
-            plan=PLAN,
+            plan=PLAN | PLAN_OF_ENDS if case["shard_ends"] else PLAN,
         )
         if begin is not None:
             self.engine.load(begin)
@@ -158,6 +168,11 @@ class SegmentRunner:
         mode = self.case["mode"]
         return ROUNDING.get(mode, ROUNDING.get(mode.partition("-")[0], 2.0**-11))
 
+    def way(self, name: str) -> float:
+        """How far the weight ``name`` has gone; at least a tenth of what the one did that went farthest, because a
+        gradient that is small by cancellation is no more exact than a large one."""
+        return max(self.plain.way[name], 0.1 * max(self.plain.way.values()))
+
     def expect_weight(self, name: str, actual: torch.Tensor, expected: torch.Tensor, first: str, half: bool) -> None:
         actual = actual.detach().double()
         distance = float((actual - expected).norm())
@@ -165,7 +180,7 @@ class SegmentRunner:
             allowed = EXACT * (1 + float(expected.norm()))
         else:
             roundings = self.plain.num_roundings + half
-            allowed = self.rounding * (UNITS * self.plain.way[first] + roundings * float(expected.norm()))
+            allowed = self.rounding * (UNITS * self.way(first) + roundings * float(expected.norm()))
             allowed += ROUNDING["32-true"] * (1 + self.plain.num_steps) * float(expected.norm()) + 1e-7
         if not distance <= allowed:
             self.problems.append(
@@ -204,7 +219,7 @@ class SegmentRunner:
                 first = names[name]
                 distance = float((value.double() - weights[name]).norm())
                 rounded = self.plain.num_roundings + (self.case["half"] and self.case["rounds_weights"])
-                allowed = self.rounding * (UNITS * self.plain.way[first] + rounded * float(weights[name].norm()))
+                allowed = self.rounding * (UNITS * self.way(first) + rounded * float(weights[name].norm()))
                 if not distance <= allowed + 1e-6:
                     self.problems.append(f"full_state_dict: {name}: {distance:.3g} away, allowed {allowed:.3g}")
 
@@ -247,13 +262,19 @@ class SegmentRunner:
         assert loss is not None
         self.expect_close("the loss", loss, expected, 1e-6)
 
-    def failing_criterion(self, seed: int, at: int, how: str) -> None:
+    def failing_criterion(self, seed: int, at: int, how: str, part: int | None) -> None:
+        """The criterion fails at its call ``at``, on one data rank or on all; then the window is dropped."""
         if "failing_criterion" in OFF:
             return
-        self.criterion.fail_at = at % self.context.config.parallel.pipeline.num_microbatches
-        self.expect_error(
-            "a criterion that fails", (Failing, ValueError), lambda: self._backward(*self.own_batch(seed), how)
-        )
+
+        def call() -> None:
+            self._backward(*self.own_batch(seed), how)
+            if how == "no loss":  # a failure elsewhere may be raised by the next call only
+                self.engine.step()
+
+        if part is None or part % self.parts == self.part:
+            self.criterion.fail_at = at % self.context.config.parallel.pipeline.num_microbatches
+        self.expect_error("a criterion that fails", Exception, call)
         self.criterion.fail_at = None
         self.engine.zero_grad()
         self.plain.restart_window()
@@ -404,6 +425,44 @@ class SegmentRunner:
         self.handles = []
         self.plain.zeroed.clear()
 
+    def scale(self, value: float) -> None:
+        if self.plain.rule is not None and not self.plain.waiting:
+            self.engine.scaler.update(value)
+            self.plain.rule.scale = value
+
+    def gradient(self, name: str, change: str) -> None:
+        """Change a gradient between backward and step, where ZeRO has not reduced it yet."""
+        plain = self.plain
+        parameter = plain.parameters()[plain.first_name(name)]
+        if plain.ended or parameter.grad is None or self.context.config.parallel.zero:
+            return
+        for own in (parameter, *(value for _, value in self.holding(name))):
+            if change == "none":
+                own.grad = None
+            else:
+                own.grad.mul_(0.5)
+        if change == "none":
+            plain.forced.discard(plain.first_name(name))
+
+    def thaw_frozen(self, seed: int) -> None:
+        """Train what was frozen when the engine was made: no optimizer state is there for it."""
+        if not self.case["frozen"] or self.case["accumulation"] > 1 or "thaw_frozen" in OFF:
+            return
+        self.zero_grad("engine")
+        name = self.case["frozen"][seed % len(self.case["frozen"])]
+        for _, parameter in self.holding(name):
+            parameter.requires_grad_(True)
+
+        def call() -> None:
+            self._backward(*self.own_batch(seed), "plain")
+            self.engine.step()
+
+        self.expect_error("training what was frozen", (RuntimeError, ValueError), call)
+        for _, parameter in self.holding(name):
+            parameter.requires_grad_(False)
+        self.engine.zero_grad()
+        self.plain.restart_window()
+
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, how: str) -> None:
@@ -418,6 +477,11 @@ class SegmentRunner:
         if self.saved is not None:
             self.engine.load(self.saved[0])
             self.plain.load(self.saved[1])
+
+    def load_weights(self) -> None:
+        if self.saved is not None:
+            self.engine.load(self.saved[0], weights_only=True)
+            self.plain.load_weights(self.saved[1])
 
     def save_end(self) -> None:
         """Save for the next segment, after the steps that end the window."""

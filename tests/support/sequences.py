@@ -33,8 +33,9 @@ OFF: dict[str, str] = {
     "edits with masters": "pending",
     "hooks before": "pending",
     "tied and switched": "pending",
-    "nadam": "pending", "rmsprop": "pending", "adamw-foreach": "pending",
-    "interleaved-zero-bubble": "pending", "zbv": "pending", "dualpipev": "pending",
+    "nadam": "pending",
+    "rmsprop": "pending",
+    "adamw-foreach": "pending",
 }
 """Rules that are not tried, and why."""
 
@@ -80,7 +81,10 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
     "zero_grad": (3, lambda rng: [rng.choice(["engine", "optimizer"])]),
     "infinite_gradient": (2, lambda rng: [rng.randrange(4), rng.choice(NAMES)]),
     "infinite_batch": (1, lambda rng: [_batch(rng), rng.randrange(2)]),
-    "failing_criterion": (2, lambda rng: [_batch(rng), rng.randrange(2), rng.choice(["plain", "no loss"])]),
+    "failing_criterion": (
+        2,
+        lambda rng: [_batch(rng), rng.randrange(2), rng.choice(["plain", "no loss"]), rng.choice([None, 0, 1])],
+    ),
     "evaluate": (2, lambda rng: [_batch(rng), rng.choice(["loss", "output", "failing"])]),
     "freeze": (2, lambda rng: [rng.choice([*NAMES, "0.", "1.", "4."])]),
     "thaw": (1, lambda rng: [rng.choice([*NAMES, "0.", "1.", "4."])]),
@@ -93,7 +97,11 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
     "save": (2, lambda rng: [rng.choice(["wait", "async"])]),
     "load": (2, lambda rng: []),
     "reload": (2, lambda rng: []),
+    "load_weights": (1, lambda rng: []),
     "guarded_step": (1, lambda rng: []),
+    "scale": (1, lambda rng: [2.0 ** rng.randrange(2, 11)]),
+    "gradient": (1, lambda rng: [rng.choice(NAMES), rng.choice(["none", "halved"])]),
+    "thaw_frozen": (1, lambda rng: [_batch(rng)]),
 }
 """By name: how often it is drawn, and its arguments."""
 
@@ -137,6 +145,7 @@ def draw(seed: str, largest: int) -> Case:
         "rounds_weights": not HALF.get(mode, True),
         "masters": rng.choice(["full", "remainder"]) if mode in ("16-naive", "bf16-naive") else None,
         "tied": rng.random() < 0.5,
+        "shard_ends": rng.random() < 0.3,
         "frozen": rng.choice([[], [], [], rng.sample(NAMES[:-1], 3), [name for name in NAMES if name[0] in "01"]]),
         "criterion": rng.choice(["mean", "counted"]),
         "accumulation": rng.choice([1, 1, 1, 2, 3]),
@@ -227,6 +236,7 @@ def shrink(case: Case, failure: str, fails: Callable[[Case], str | None] = run) 
         {"frozen": []},
         {"hooked": None},
         {"tied": False},
+        {"shard_ends": False},
         {"accumulation": 1},
         {"criterion": "mean"},
         {"clip": None},
