@@ -126,9 +126,13 @@ def edited(values: torch.Tensor, kind: str, seed: int) -> torch.Tensor:
     return ((torch.randn(values.shape, generator=generator) * 0.3 * 64).round() / 64).to(values.dtype)
 
 
+SURE_OVERFLOW = 2.0**40
+"""A loss scale at which fp16 gradients overflow whatever they are."""
+
+
 class ScaleRule:
     """The loss scale, as documented: every overflow skips and restarts the growth interval; the scale backs off from
-    the ``hysteresis``-th overflow on, counted since the beginning or the last growth."""
+    the ``hysteresis``-th overflow on, counted since the beginning or the last growth. A move ends within the limits."""
 
     def __init__(self, init_scale, growth_interval, hysteresis, min_scale, max_scale) -> None:
         self.scale = init_scale
@@ -142,12 +146,15 @@ class ScaleRule:
             self.good_steps = 0
             self.overflows += 1
             if self.overflows >= self.hysteresis:
-                self.scale = max(self.scale / 2, self.min_scale)
+                self._move(self.scale / 2)
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.good_steps = self.overflows = 0
-            self.scale = min(self.scale * 2, self.max_scale)
+            self._move(self.scale * 2)
+
+    def _move(self, scale: float) -> None:
+        self.scale = min(max(scale, self.min_scale), self.max_scale)
 
 
 class PlainTraining:
@@ -163,6 +170,7 @@ class PlainTraining:
         self.rule = None if case["scaling"] is None else ScaleRule(**case["scaling"])
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.scheduled_at = 0  # the number of steps when the scheduler last advanced
+        self.modes = {case["mode"]}  # that it was trained in
         self.way = dict.fromkeys(self.parameters(), 0.0)
         self.num_roundings = 0
         self.hooks: dict[int, Any] = {}
@@ -264,7 +272,9 @@ class PlainTraining:
         if self.case["criterion"] == "counted":
             for gradient in gradients:
                 gradient /= self.loss_weight
-        overflow = bool(self.forced) or not all(gradient.isfinite().all() for gradient in gradients)
+        overflow = (
+            bool(self.forced) or scale >= SURE_OVERFLOW or not all(gradient.isfinite().all() for gradient in gradients)
+        )
         norm = float("nan") if overflow else float(torch.stack([g.norm() for g in gradients]).norm())
         if not overflow:
             self._step(gradients, norm)
@@ -302,8 +312,8 @@ class PlainTraining:
     # ----------------------------------------------------------------------------------------------- checkpoints
 
     def snapshot(self) -> dict[str, Any]:
-        counts = ("num_steps", "num_skipped", "in_a_row", "scheduled_at", "num_roundings", "way", "rule")
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        counts = ("num_steps", "num_skipped", "in_a_row", "scheduled_at", "num_roundings", "way", "rule", "modes")
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "mode": self.case["mode"]}
         return copy.deepcopy(state | {name: getattr(self, name) for name in counts})
 
     def load_weights(self, state: dict[str, Any]) -> None:
@@ -312,7 +322,16 @@ class PlainTraining:
         self.restart_window()
 
     def load(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. From another mode only the scale and what it counts is taken, if both move it."""
         state = copy.deepcopy(state)
+        mode, own = self.case["mode"], self.rule
+        if mode not in state["modes"]:
+            state["num_roundings"] += self.case["half"]
+        if mode != state["mode"] and own is not None and (saved := state["rule"]) is not None:
+            own.scale, own.good_steps, own.overflows = saved.scale, saved.good_steps, saved.overflows
+        if mode != state.pop("mode"):
+            state["rule"] = own
+            state["modes"].add(mode)
         self.model.load_state_dict(state.pop("model"))
         self.optimizer.load_state_dict(state.pop("optimizer"))
         for name, value in state.items():

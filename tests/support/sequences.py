@@ -2,7 +2,8 @@
 
 A case is plain data: a mode, a model, an optimizer, a layout and a list of operations, ``["step"]`` or
 ``["edit", "0.proj.weight", "clamp", 7]``. An operation that does not apply where it stands does nothing, so that any
-part of a sequence is a sequence too. ``["reload", layout]`` saves, and goes on in another layout.
+part of a sequence is a sequence too. ``["reload", layout, mode]`` saves, and goes on in another layout, and perhaps in
+another mode.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
     "reload": (2, lambda rng: []),
     "load_weights": (1, lambda rng: []),
     "guarded_step": (1, lambda rng: []),
-    "scale": (1, lambda rng: [2.0 ** rng.randrange(2, 11)]),
+    "scale": (1, lambda rng: [2.0 ** rng.choice([2, 5, 10, 40])]),
+    "diagnose": (1, lambda rng: []),
+    "whole": (1, lambda rng: []),
     "gradient": (1, lambda rng: [rng.choice(NAMES), rng.choice(["none", "halved"])]),
     "thaw_frozen": (1, lambda rng: [_batch(rng)]),
 }
@@ -120,14 +123,8 @@ def draw_layout(rng: random.Random, largest: int) -> dict[str, Any]:
     return {"world": world, "parallel": parallel}
 
 
-def draw(seed: str, largest: int) -> Case:
-    """The case of ``seed``, on at most ``largest`` ranks."""
-    rng = random.Random(f"sequence {seed}")
-    mode = rng.choices(list(MODES), list(MODES.values()))[0]
-    exact = mode in ("64-true", "32-true")
-    optimizers = ["sgd", "sgd-plain"]
-    if exact:
-        optimizers += ["sgd-dampened", "adam", "adamw", "adamw-foreach", "rmsprop", "nadam"]
+def draw_mode(rng: random.Random, names: list[str]) -> dict[str, Any]:
+    mode = rng.choices(names, [MODES[name] for name in names])[0]
     scaling = None
     if mode in SCALED:
         scaling = {
@@ -137,13 +134,27 @@ def draw(seed: str, largest: int) -> Case:
             "min_scale": rng.choice([1.0, 4.0]),
             "max_scale": 2.0 ** rng.randrange(10, 13),
         }
-    optimizer = rng.choice([kind for kind in optimizers if kind not in OFF])
     return {
         "mode": mode,
         "scaling": scaling,
         "half": mode in HALF,
         "rounds_weights": not HALF.get(mode, True),
         "masters": rng.choice(["full", "remainder"]) if mode in ("16-naive", "bf16-naive") else None,
+    }
+
+
+def draw(seed: str, largest: int) -> Case:
+    """The case of ``seed``, on at most ``largest`` ranks."""
+    rng = random.Random(f"sequence {seed}")
+    mode = draw_mode(rng, list(MODES))
+    exact = mode["mode"] in ("64-true", "32-true")
+    optimizers = ["sgd", "sgd-plain"]
+    if exact:
+        optimizers += ["sgd-dampened", "adam", "adamw", "adamw-foreach", "rmsprop", "nadam"]
+    optimizer = rng.choice([kind for kind in optimizers if kind not in OFF])
+    others = ["64-true", "32-true"] if exact else [name for name in MODES if name not in ("64-true", "32-true")]
+    return {
+        **mode,
         "tied": rng.random() < 0.5,
         "shard_ends": rng.random() < 0.3,
         "frozen": rng.choice([[], [], [], rng.sample(NAMES[:-1], 3), [name for name in NAMES if name[0] in "01"]]),
@@ -151,14 +162,14 @@ def draw(seed: str, largest: int) -> Case:
         "accumulation": rng.choice([1, 1, 1, 2, 3]),
         "clip": rng.choice([None, 0.5]) if exact else 0.5,
         "optimizer": optimizer,
-        "lr": 0.01 if optimizer in ("adam", "adamw", "adamw-foreach", "rmsprop", "nadam") else 0.05,
+        "lr": 0.05 if optimizer.startswith("sgd") else 0.01,
         "layout": draw_layout(rng, largest),
         "hooked": None if "hooks before" in OFF else rng.choice([None, None, rng.choice(NAMES)]),
-        "operations": _draw_operations(rng, rng.randrange(6, 22), largest),
+        "operations": _draw_operations(rng, rng.randrange(6, 22), largest, others),
     }
 
 
-def _draw_operations(rng: random.Random, length: int, largest: int) -> list[list[Any]]:
+def _draw_operations(rng: random.Random, length: int, largest: int, modes: list[str]) -> list[list[Any]]:
     names = [name for name in OPERATIONS if name not in OFF]
     weights = [OPERATIONS[name][0] for name in names]
     operations: list[list[Any]] = []
@@ -168,7 +179,9 @@ def _draw_operations(rng: random.Random, length: int, largest: int) -> list[list
             operations += [["zero_grad", "engine"]] * rng.randrange(2)
             continue
         (name,) = rng.choices(names, weights)
-        arguments = [draw_layout(rng, largest)] if name == "reload" else OPERATIONS[name][1](rng)
+        arguments = OPERATIONS[name][1](rng)
+        if name == "reload":
+            arguments = [draw_layout(rng, largest), draw_mode(rng, modes) if rng.random() < 0.3 else {}]
         operations.append([name, *arguments])
     return operations
 
@@ -176,16 +189,16 @@ def _draw_operations(rng: random.Random, length: int, largest: int) -> list[list
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def segments(case: Case) -> Iterator[tuple[dict[str, Any], int, list[list[Any]]]]:
-    """The layout of each segment, the index of its first operation, and its operations."""
-    layout, start, current = case["layout"], 0, []
+def segments(case: Case) -> Iterator[tuple[Case, int]]:
+    """The case of each segment, with its own layout, mode and operations, and the index of the first of them."""
+    start, current = 0, []
     for index, operation in enumerate(case["operations"]):
         if operation[0] == "reload":
-            yield layout, start, current
-            layout, start, current = operation[1], index + 1, []
+            yield case | {"operations": current}, start
+            case, start, current = case | operation[2] | {"layout": operation[1]}, index + 1, []
         else:
             current.append(operation)
-    yield layout, start, current
+    yield case | {"operations": current}, start
 
 
 def run(case: Case) -> str | None:
@@ -193,8 +206,9 @@ def run(case: Case) -> str | None:
     with tempfile.TemporaryDirectory(prefix="paramp-sequence-") as folder:
         previous: str | None = None
         parts = list(segments(case))
-        for number, (layout, start, operations) in enumerate(parts):
-            arguments = {"case": case | {"layout": layout, "operations": operations}, "begin": previous}
+        for number, (segment, start) in enumerate(parts):
+            layout = segment["layout"]
+            arguments = {"case": segment, "begin": previous}
             arguments |= {"end": str(Path(folder) / f"{number}"), "last": number == len(parts) - 1}
             try:
                 found = run_on_ranks(
