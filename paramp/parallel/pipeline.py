@@ -5,8 +5,8 @@ Torch's schedules take seconds to import, so that only a :class:`Pipeline` that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -36,11 +36,10 @@ class _LinkedStage(nn.Module):
     Where the forward fails it calls ``failed`` and returns zeros, so that the schedule goes on and no rank waits.
     """
 
-    def __init__(self, stage: Stage, without_views: bool, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, stage: Stage, failed: Callable[[Exception], None]) -> None:
         super().__init__()
         self.failed = failed
         self.stage = stage
-        self.without_views = without_views  # torch detaches what is sent in place where it splits the backward
         self.received: StageOutput | None = None
         self.sent: StageOutput | torch.Tensor | None = None
         """What crosses the stage's two boundaries: None for the model's input, a tensor on ``meta`` for its output."""
@@ -63,20 +62,19 @@ class _LinkedStage(nn.Module):
         metas = self.sent.metas(False) if isinstance(self.sent, StageOutput) else [cast(torch.Tensor, self.sent)]
         device = self.stage.device if self.stage.is_last else self.stage.link_device
         zeros = tuple(torch.zeros_like(meta, device=device) + anchor.to(device, meta.dtype) for meta in metas)
-        return zeros[0] if self.stage.is_last else zeros
+        return zeros[0].view_as(zeros[0]) if self.stage.is_last else zeros
 
     def _run(self, *tensors: torch.Tensor) -> Any:
         inputs = tensors[0] if self.received is None else self.stage.receive(self.received, tensors)
         output = self.stage(inputs)
         if not self.stage.is_last:
             assert isinstance(self.sent, StageOutput)
-            packed = self.sent.pack(output, self.stage.link_device)
-            return tuple(tensor.clone() if self.without_views and tensor._is_view() else tensor for tensor in packed)
+            return self.sent.pack(output, self.stage.link_device)
         output = _single(output)
         if is_dtensor(output):
             self.layout = cast("DTensor", output.detach())
-            return output.to_local()
-        return output
+            output = output.to_local()
+        return output.view_as(output)  # torch detaches what is no view in place, before the backward is complete
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, of one microbatch or of several concatenated, as the DTensor that the model returned, if any."""
@@ -118,9 +116,12 @@ class Pipeline:
         self._stages = stages
         self._stage_indices = config.stages_of(context.pp.rank)
         self._linked = [
-            _LinkedStage(stage, config.row.splits_backward, partial(self._stage_failed, index))
+            _LinkedStage(stage, partial(self._stage_failed, index))
             for index, stage in zip(self._stage_indices, stages, strict=True)
         ]
+        named = list(stages.module.named_parameters())
+        self._trained = [parameter for _, parameter in named if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self._context = context
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
@@ -161,7 +162,8 @@ class Pipeline:
             ValueError: ``loss`` failed. On this rank alone, when all microbatches have run, so that no rank waits.
             RuntimeError: a stage of this rank failed; likewise.
         """
-        self._loss, self._num_losses, self._failure = loss, 0, None
+        self._loss, self._num_losses = loss, 0
+        self._failure = self._thawed_later() if backward else None
         if self.overlaps:
             self._before_last_backward = before_last_backward
         self._stages.align_modes()
@@ -192,11 +194,7 @@ class Pipeline:
             with span(self.observers, "loss", self._stage_indices[-1], microbatch):
                 return self._loss(self._linked[-1].whole(output), target)
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("criterion: "):
-                self._failure = error
-            else:
-                self._failure = ValueError(f"criterion: it failed on the last stage: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
+            self._failure = self._failure or _criterion_failure(error)
             return output.sum() * 0.0
 
     def _stage_failed(self, index: int, error: Exception) -> None:
@@ -204,6 +202,16 @@ class Pipeline:
             what = f"stage {index} of {self._config.num_stages} failed: {type(error).__name__}: {error}"
             self._failure = error if isinstance(error, ConfigError) else RuntimeError(f"pipeline: {what}")
             self._failure.__cause__ = None if self._failure is error else error
+
+    def _thawed_later(self) -> ValueError | None:
+        """What to raise for a parameter that was frozen when stages agreed on what gets gradients."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                return ValueError(
+                    f"{name!r} was frozen at initialize, so nothing steps it, but it requires a gradient now; unfreeze "
+                    "parameters before that, and freeze them again until they are to move"
+                )
+        return None
 
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward, self._stages.module.training)
@@ -278,11 +286,14 @@ class Pipeline:
         return received, sent
 
     def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
-        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``."""
+        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``.
+
+        What is frozen for a while is to count as trained: other ranks do not learn when that changes.
+        """
         random, stage.random = stage.random, nullcontext()
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
-            with keeping_buffers(stage), torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            with keeping_buffers(stage), _thawed(self._trained), torch.random.fork_rng(cuda), torch.enable_grad():
                 metas = (part,) if received is None else received.metas(True)
                 zeros_like = partial(torch.zeros_like, device=stage.link_device)
                 zeros = tuple(zeros_like(meta, requires_grad=meta.requires_grad) for meta in metas)
@@ -292,6 +303,28 @@ class Pipeline:
                 return local(_single(output)).detach().to("meta")
         finally:
             stage.random = random
+
+
+def _criterion_failure(error: Exception) -> ValueError:
+    """What to raise where the criterion raised ``error``."""
+    if isinstance(error, ValueError) and str(error).startswith("criterion: "):
+        return error
+    failure = ValueError(f"criterion: it failed on the last stage: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+@contextmanager
+def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, all of ``parameters`` require a gradient."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _remove_backwards(schedule: Any) -> None:
