@@ -80,6 +80,11 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
     ]
 
 
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a dense copy if elements share memory, as after ``expand()``: then it could not be written to."""
+    return tensor.contiguous() if torch._debug_has_internal_overlap(tensor) == 1 else tensor
+
+
 def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
     """The parameters and buffers of ``module`` that neither are among ``paths`` nor lie in a module that is."""
     known = set(paths)

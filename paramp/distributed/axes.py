@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, local
+from .collectives import broadcast_
 from .context import PIPELINE_AXIS, ROLES, ParallelContext
 
 if TYPE_CHECKING:
@@ -87,9 +88,7 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
     """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
     for tensor in tensors:
         for axis in replicated_axes(tensor, context):
-            group = context.mesh.get_group(axis)
-            if dist.get_world_size(group) > 1:
-                dist.broadcast(local(tensor).detach(), group=group, group_src=0)
+            broadcast_(local(tensor), context.mesh.get_group(axis))
 
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:

@@ -13,6 +13,7 @@ from torch import nn
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
+from ..distributed.collectives import broadcast_
 from ..distributed.context import ParallelContext
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.pipeline import Pipeline
@@ -175,7 +176,7 @@ class BatchRunner:
         if output is None:
             shape, dtype = description[0]
             output = torch.empty(shape, dtype=dtype, device=self._context.device)
-        dist.broadcast(output, group=group, group_src=last_rank)
+        broadcast_(output, group, last_rank)
         return output
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...base.dtensor import local
 from ...base.errors import CheckpointError
+from ...base.module_surgery import without_overlap
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
@@ -167,9 +168,9 @@ class ModelTensors:
         return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self._module.get_buffer(name), values)
 
     def _copy_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        if torch._debug_has_internal_overlap(value) == 0:
+        if without_overlap(value) is value:
             value.copy_(filled)
             return
-        # An expanded tensor cannot be written to, since its elements share memory: the copy replaces it.
+        # A buffer that was put there after initialize cannot be written to: the copy replaces it.
         owner, _, leaf = name.rpartition(".")
         self._module.get_submodule(owner)._buffers[leaf] = filled
