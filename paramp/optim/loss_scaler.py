@@ -112,7 +112,7 @@ class DistributedGradScaler(GradScaler):
         complete_and_check(parameters, found_inf)
         gradients = dense_gradients(parameters)
         unscale_and_check_(gradients, inv_scale, found_inf)
-        if not gradients and not self._in_group():
+        if not gradients and not self.in_group():
             return {}  # no other process can have them; torch's step() and update() raise then
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
@@ -142,12 +142,12 @@ class DistributedGradScaler(GradScaler):
 
     def agree_(self, found_inf: torch.Tensor) -> None:
         """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
-        if self._in_group():
+        if self.in_group():
             # A sum and not a maximum: the flag is all that is reduced, and gloo's MAX drops NaN.
             dist.all_reduce(found_inf, group=self._group)
             found_inf.clamp_(max=1.0)
 
-    def _in_group(self) -> bool:
+    def in_group(self) -> bool:
         """Whether other processes decide with this one."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
 

@@ -145,12 +145,14 @@ class AmpOptimizer(torch.optim.Optimizer):
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then move the scale.
 
         Raises:
-            RuntimeError: a closure, or nothing to step with since the last step.
+            RuntimeError: a closure, nothing to step with since the last step, or in one process no gradient at all.
         """
         if closure is not None:
             raise RuntimeError("step: a closure would run backwards that are not scaled; leave it out")
         if self._spent:
             raise RuntimeError("step: no backward since the last one; call backward(loss), or zero_grad() before yours")
+        if not self.scaler.in_group() and all(parameter.grad is None for parameter in self._weights.parameters):
+            raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
         scale = self.scaler.get_scale()
         norm_weights = self._norm_weights() if self.precision.log_num_zeros else None
         gradients = self._unscaled()
