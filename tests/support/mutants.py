@@ -45,7 +45,7 @@ ENGINE = "tests/engine/test_engine.py"
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "scaler": (
         ["optim/loss_scaler.py"],
-        ["tests/optim/test_loss_scaler.py", ENGINE],
+        ["tests/optim/test_loss_scaler.py", SEQUENCES, "tests/observe/test_replica_check.py", ENGINE],
     ),
     "norm": (
         ["optim/grad_norm.py"],
@@ -83,7 +83,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "schedule": (
         ["engine/lr_scheduler.py"],
-        ["tests/engine/test_lr_scheduler.py", ENGINE],
+        ["tests/engine/test_lr_scheduler.py", SEQUENCES, ENGINE],
     ),
 }
 """By name: modules of the package, and the test files that should fail, first those that fail soonest."""
