@@ -110,9 +110,11 @@ CRITERIA = {"mean": mean_loss, "counted": counted_loss}
 
 
 def batch_of(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch over all data ranks. Its values are multiples of 1/64."""
-    generator = torch.Generator().manual_seed(seed)
+    """The batch over all data ranks. Its values are multiples of 1/64. If the seed is negative nothing of it counts."""
+    generator = torch.Generator().manual_seed(abs(seed))
     x, y = ((torch.randn(BATCH, LENGTH, WIDTH, generator=generator) * 64).round() / 64 for _ in range(2))
+    if seed < 0:
+        y[..., 0] = -1.0
     return x.to(dtype), y.to(dtype)
 
 
@@ -243,7 +245,10 @@ class PlainTraining:
                 self.loss_sum += loss.item()
                 self.loss_weight += 1.0
         self.num_backwards += 1
-        return self.loss_sum / self.loss_weight
+        return self.mean_loss()
+
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.loss_weight if self.loss_weight else float("nan")
 
     @torch.no_grad()
     def evaluate(self, seed: int, parts: int) -> float:
@@ -254,7 +259,7 @@ class PlainTraining:
             loss = self.criterion(self.model(inputs), target)
             total += float(loss[0] if isinstance(loss, tuple) else loss)
             weight += float(loss[1]) if isinstance(loss, tuple) else 1.0
-        return total / weight
+        return total / weight if weight else float("nan")
 
     @torch.no_grad()
     def output(self, seed: int, part: int, parts: int) -> torch.Tensor:
@@ -269,9 +274,12 @@ class PlainTraining:
             return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": None, "loss": None}
         self.num_calls, self.ended = 0, True
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if not self.loss_weight and not self.forced:  # nothing was counted
+            self.in_a_row = 0
+            return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": 0.0, "loss": float("nan")}
         if self.case["criterion"] == "counted":
             for gradient in gradients:
-                gradient /= self.loss_weight
+                gradient /= self.loss_weight or 1.0
         overflow = (
             bool(self.forced) or scale >= SURE_OVERFLOW or not all(gradient.isfinite().all() for gradient in gradients)
         )
@@ -283,7 +291,7 @@ class PlainTraining:
         self.in_a_row = self.in_a_row + 1 if overflow else 0
         if self.rule is not None:
             self.rule.update(overflow)
-        loss = self.loss_sum / self.loss_weight
+        loss = self.mean_loss()
         return {"stepped": not overflow, "overflow": overflow, "loss_scale": scale, "grad_norm": norm, "loss": loss}
 
     def _step(self, gradients: list[torch.Tensor], norm: float) -> None:

@@ -253,6 +253,10 @@ class SegmentRunner:
         if loss is not None:
             self.expect_close("the loss", loss, expected, 1e-6)
 
+    def nothing_counted(self, seed: int) -> None:
+        if self.case["criterion"] == "counted":
+            self.backward(-1 - seed, "plain")
+
     def infinite_batch(self, seed: int, part: int) -> None:
         x, y = self.own_batch(seed)
         if self.part == part % self.parts:
@@ -366,8 +370,6 @@ class SegmentRunner:
 
     def switch(self, index: int, part: int | str | None) -> None:
         """Leave a module out of the forward, on one data rank or on all, or take it in again."""
-        if "tied and switched" in OFF and self.plain.tied and index in (0, 5):
-            return
         if part == "on":
             self.plain.inactive.pop(index, None)
         else:
