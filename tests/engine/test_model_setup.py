@@ -79,9 +79,8 @@ def test_buffers_that_are_not_alike_are_an_error_on_every_rank(world):
         for buffers in differ.values():
             model = nn.Linear(2, 2)
             model.register_buffer("table", buffers[world.rank])
-            with pytest.raises(
-                paramp.ConfigError, match=r"model: rank 0 has \('table', .*where rank 1 has \('table', "
-            ):
+            message = r"model: rank 0 has \('table', .*where rank 1 has \('table', "
+            with pytest.raises(paramp.ConfigError, match=message):
                 paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -97,3 +96,25 @@ def test_a_view_of_a_buffer_stays_one_when_it_is_loaded(tmp_path):
         assert model.part[1, 0] == 9.0
         model.table.zero_()
         assert not model.part.any()
+
+
+class Table(nn.Linear):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("table", table)
+        self.register_buffer("again", table)
+
+
+@pytest.mark.parametrize("precision", ["16-naive", "bf16-true", "O2", "32-true"])
+@pytest.mark.parametrize("parallel", ["data", "tensor"])
+@on_ranks(2)
+def test_a_buffer_of_several_names_stays_one(world, precision, parallel):
+    plan = {"*": "colwise_gather"} if parallel == "tensor" else None
+    with paramp.launch_from_torch({"parallel": {parallel: 2}, "precision": precision}) as context:
+        table = torch.ones(3)
+        model = nn.Sequential(Table(table), Table(table))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+        buffers = [buffer for _, buffer in engine.module.named_buffers(remove_duplicate=False)]
+        assert len(buffers) == 4
+        assert all(buffer is buffers[0] for buffer in buffers)
+        assert buffers[0].dtype is context.config.precision.weights
