@@ -127,7 +127,7 @@ class FlatWeights:
         It shares storage with what is stepped, but for masters that are stored as remainders, which are joined anew.
         """
         buffer = self._buffer_of[param]
-        return buffer.masters.exact(buffer.own_range(param))
+        return buffer.masters.read(buffer.own_range(param))
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
