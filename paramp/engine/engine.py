@@ -191,6 +191,7 @@ class Engine(Diagnosed):
         takes; in evaluation it is gathered.
         """
         if self._runner.pipeline is None:
+            self._weights.put_back()
             with self.context.phase("forward"), self._compute.enter():
                 output = self._stages(*args, **kwargs)
             return output if self._stages.training else tree_map(full_tensor, output)

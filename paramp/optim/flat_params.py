@@ -32,6 +32,7 @@ from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, install_follower, trained_and_frozen
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
+from .replaced_parameters import ModelParameters
 from .zero import gather_weights
 
 NO_GROUP = -1
@@ -92,8 +93,10 @@ class FlatWeights:
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
         self._param_of = {param.parameter: param for param in self.params}
         self.step_ranges = StepRanges(self.buffers)
+        self._model_parameters = ModelParameters(module)
         tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
+        self.gradients.before_window = self.put_back
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +155,14 @@ class FlatWeights:
             if param is not None:
                 buffer = self._buffer_of[param]
                 buffer.masters.follow(buffer.own_range(param))
+
+    def put_back(self) -> None:
+        """Take the values of parameters that were put in place of the model's own, and put these back.
+
+        Raises:
+            RuntimeError: they do not agree in shape, dtype or placements, or untie what is tied.
+        """
+        self.follow_weights(self._model_parameters.put_back())
 
     @torch.no_grad()
     def full_precision(self) -> dict[str, torch.Tensor]:
