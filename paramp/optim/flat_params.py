@@ -45,8 +45,8 @@ class FlatWeights:
     Attributes:
         params: one for each parameter, in the model's order.
         names, parameters: the model's own, under the whole model's names.
-        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional: the
-            part of a parameter that this rank steps, None where it has no part of it.
+        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional
+            (without dims where the parameter is): the part that this rank steps, None where it has no part of it.
         buffers: where they lie.
         gradients: theirs, from the backward to the step.
         step_ranges: what of the buffers is stepped alike.
@@ -218,7 +218,10 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
     if buffer.num_parts > 1:
-        return None if param.own[0] == param.own[1] else nn.Parameter(masters.stepped[own])
+        if param.own[0] == param.own[1]:
+            return None
+        # What a weight without dims has in an optimizer's state is without dims too, also in its checkpoints.
+        return nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
     if masters.stepped is not masters.weights:
         return nn.Parameter(buffer.view(masters.stepped, param))
     # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
