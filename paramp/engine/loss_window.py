@@ -90,6 +90,7 @@ class LossWindow:
         self._device = context.device
         self._num_calls = 0  # of step() in this window
         self._ended = False  # by the last call of step(): the gradients are those of a past step
+        self._has_backward = False  # since the last call of step()
         self.gradients, self.batches = gradients, batches
         self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
@@ -108,6 +109,7 @@ class LossWindow:
         """
         if self._ended:
             self.drop()
+        self._has_backward = True
         self.batches.add(batch)
         self.gradients.begin()
         if self.count_unit is None:
@@ -122,7 +124,17 @@ class LossWindow:
         return self._num_calls == self._accumulation - 1
 
     def end_call(self, scale: torch.Tensor) -> bool:
-        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim)."""
+        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim).
+
+        Raises:
+            RuntimeError: there was no backward since the last call.
+        """
+        if not self._has_backward:
+            raise RuntimeError(
+                "step(): no backward since the last step, so there are no gradients to step with; call "
+                "engine.forward_backward(x, y), or engine.backward(loss) in place of loss.backward(), before each step"
+            )
+        self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
             return False
@@ -136,7 +148,7 @@ class LossWindow:
             self.gradients.drop()
             self.totals.zero_()
             self.batches.drop()
-            self._ended = False
+            self._ended = self._has_backward = False
 
     def restart(self) -> None:
         """Drop losses and gradients, those of an unfinished window too."""
