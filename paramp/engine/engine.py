@@ -24,7 +24,7 @@ from ..observe.replay import Window
 from ..observe.replica_check import Replicas
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.user_optimizer import StepGuard
+from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner, evaluation_mode, next_batch, no_loss
@@ -78,11 +78,8 @@ class Engine(Diagnosed):
         self._losses = LossWindow(self.scaler, self._runner, gradients, batches, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
-        self._guard = StepGuard(  # after choose_step, which looks for hooks of the user's
-            optimizer,
-            "optimizer.step(): the optimizer belongs to an engine; call engine.step(), which first completes, "
-            "unscales and checks the gradients",
-        )
+        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
+        replace_zero_grad(optimizer, self._losses.drop)
         self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
         context.num_engines += 1
@@ -192,6 +189,7 @@ class Engine(Diagnosed):
         takes; in evaluation it is gathered.
         """
         if self._runner.pipeline is None:
+            self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if self.module.training else nullcontext()
             with failing, self.context.phase("forward"), self._compute.enter():
                 output = self._stages(*args, **kwargs)
@@ -235,6 +233,7 @@ class Engine(Diagnosed):
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
 
         Raises:
+            RuntimeError: there was no backward since the last call.
             ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
             TrainingDiverged: too many steps in a row were skipped (``max_skipped_in_a_row``); on every rank.
         """

@@ -99,6 +99,7 @@ class LossWindow:
         self._ended = False  # by the last call of step(): the gradients are those of a past step
         self.failed = False
         self._incomplete = False  # the failed batch left a part of its gradients
+        self._has_backward = False  # since the last call of step()
         self.gradients, self.batches = gradients, batches
         self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
@@ -119,6 +120,7 @@ class LossWindow:
             self._check_complete()
         if self._ended or self._incomplete:
             self.drop()
+        self._has_backward = True
         self.batches.add(batch)
         self.gradients.begin()
         if self.count_unit is None:
@@ -136,11 +138,18 @@ class LossWindow:
         """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
         Raises:
-            RuntimeError: a batch of the window failed, and it was not dropped.
+            RuntimeError: a batch of the window failed, and it was not dropped; or there was no backward since the last
+                call.
         """
         with self.failing():
             self._failure.check()
         self._check_complete()
+        if not self._has_backward:
+            raise RuntimeError(
+                "step(): no backward since the last step, so there are no gradients to step with; call "
+                "engine.forward_backward(x, y), or engine.backward(loss) in place of loss.backward(), before each step"
+            )
+        self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
             return False
@@ -155,7 +164,7 @@ class LossWindow:
             self.totals.zero_()
             self.batches.drop()
             self._num_calls = 0
-            self._ended = self.failed = self._incomplete = False
+            self._ended = self._has_backward = self.failed = self._incomplete = False
 
     def restart(self) -> None:
         """Drop losses and gradients, those of an unfinished window too."""

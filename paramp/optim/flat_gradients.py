@@ -8,7 +8,7 @@ that the user replaced) is copied there once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -57,6 +57,8 @@ class FlatGradients:
         self._tied = tied
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
+        self.before_window: Callable[[], None] = lambda: None
+        """Called before gradients begin to add up, and before a step takes them."""
         self._allocated = False
         self._absent: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
@@ -86,6 +88,7 @@ class FlatGradients:
 
         A backward that finds no gradient leaves a tensor of its own, whose values :meth:`collect` copies.
         """
+        self.before_window()
         if not self._allocated:
             self._allocated = True
             for buffer in self._buffers:

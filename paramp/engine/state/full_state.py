@@ -34,6 +34,7 @@ def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
 def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
     """Full tensors of this rank's stages, on the device."""
     weights, batch_axis = params.weights, params.context.batch_axis
+    weights.put_back()
     masters = weights.full_precision()
     by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
     own: dict[str, torch.Tensor] = {}

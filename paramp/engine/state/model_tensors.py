@@ -98,6 +98,7 @@ class ModelTensors:
 
     def chunks(self) -> Iterator[Chunk]:
         """All that this rank holds. Of what several ranks hold alike, one writes."""
+        self._weights.put_back()
         for param in self._params.stepped_here():
             if self._params.writes(param):  # where masters are kept as remainders, exact() computes them
                 yield self._trained(param, self._weights.exact(param))
@@ -147,6 +148,7 @@ class ModelTensors:
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers; ``read`` fills chunks from the checkpoint. A collective."""
+        self._weights.put_back()
         # Views of what is stepped; copies where masters are kept as remainders, for take_masters() to split.
         masters = {param: self._weights.exact(param) for param in self._params.stepped_here()}
         chunks = [self._trained(param, values) for param, values in masters.items()]

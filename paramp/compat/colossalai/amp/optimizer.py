@@ -165,6 +165,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             zeros = round(float(part))
         overflow = bool(found_inf)
         if not overflow:
+            self._weights.follow_changes()
             with self._guard:
                 self.optim.step()
             self._weights.write_back()
