@@ -209,6 +209,7 @@ class PlainTraining:
         self.forced: set[str] = set()
         self.ended = False
         self.num_backwards = 0
+        self.has_backward = False  # since the last call of step()
 
     @property
     def waiting(self) -> bool:
@@ -245,6 +246,7 @@ class PlainTraining:
                 self.loss_sum += loss.item()
                 self.loss_weight += 1.0
         self.num_backwards += 1
+        self.has_backward = True
         return self.mean_loss()
 
     def mean_loss(self) -> float:
@@ -269,6 +271,7 @@ class PlainTraining:
     def step(self) -> dict[str, Any]:
         """What the step of an engine would report; None for what is not known while accumulating."""
         self.num_calls += 1
+        self.has_backward = False
         scale = 1.0 if self.rule is None else self.rule.scale
         if self.num_calls < self.accumulation:
             return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": None, "loss": None}
