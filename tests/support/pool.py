@@ -273,6 +273,13 @@ def run_on_ranks(
     return pool.run(module, name, kwargs, timeout)
 
 
+def shared_folder() -> Path:
+    """A new folder that all ranks know. Every rank of the world calls this."""
+    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
 def close_pools() -> None:
     for pool in _pools.values():
         pool.close()

@@ -46,8 +46,8 @@ class ParamChunks:
         return f"{MODEL}{self.first_names[name]}"
 
     def stepped_here(self) -> list[FlatParam]:
-        """The parameters of which this rank steps a part."""
-        return [param for param in self.weights.params if param.own[0] < param.own[1]]
+        """The parameters of which this rank steps a part, and those without elements."""
+        return [param for param in self.weights.params if param.own[0] < param.own[1] or not param.parameter.numel()]
 
     def trained(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
         """The chunk ``name`` of a tensor laid out as ``param``: ``values``, 1-dim, are the elements this rank steps."""
@@ -97,8 +97,13 @@ class ModelTensors:
         self._data_rank = params.context.batch_axis.rank
 
     def chunks(self) -> Iterator[Chunk]:
-        """All that this rank holds. Of what several ranks hold alike, one writes."""
+        """All that this rank holds. Of what several ranks hold alike, one writes.
+
+        Raises:
+            CheckpointError: ``state_dict`` has something that :meth:`load` could not put back.
+        """
         self._weights.put_back()
+        self._check_state_dict()
         for param in self._params.stepped_here():
             if self._params.writes(param):  # where masters are kept as remainders, exact() computes them
                 yield self._trained(param, self._weights.exact(param))
@@ -113,12 +118,25 @@ class ModelTensors:
         return self._params.trained(param, self._params.model_name(param.name), values)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The persistent ones, under the whole model's names."""
+        """The persistent ones, under the whole model's names, but for those that a hook keeps out of ``state_dict``."""
+        saved = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers(remove_duplicate=False):
+            if name in saved:  # not its value there: a hook may have made another, such as one of another dtype
+                yield name, buffer.detach()
+
+    def _check_state_dict(self) -> None:
+        """Refuse what a module or a hook of the user's adds to ``state_dict``."""
+        own = {name for name, _ in self._module.named_buffers(remove_duplicate=False)} | {
+            name for name, _ in self._module.named_parameters(remove_duplicate=False)
+        }
         for name, value in self._module.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == EXTRA_STATE:
                 self._check_extra_state(name, value)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                yield name, value.detach()
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in own:
+                raise CheckpointError(
+                    f"{name}: state_dict() has a tensor of that name, which is no parameter or buffer of the model, so "
+                    "it could not be loaded; make it a buffer, or save it with engine.track(name, thing)"
+                )
 
     def _check_extra_state(self, name: str, value: Any) -> None:
         """Refuse what ``get_extra_state`` returns, but ignore Transformer Engine's: scales that it computes again."""
