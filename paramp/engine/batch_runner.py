@@ -124,6 +124,8 @@ class BatchRunner:
         try:
             yield before_last_backward
         except Exception as error:
+            if self.pipeline is not None and not self.pipeline.in_step:
+                raise
             self.failure.record(error)
             before_last_backward()
         self._gradients.end_last_backward()
@@ -167,6 +169,8 @@ class BatchRunner:
             try:
                 output = self.pipeline.run(x, torch.zeros(x.shape[0]), no_loss, backward=False)
             except Exception as error:
+                if not self.pipeline.in_step:
+                    raise
                 failure = error
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
         self.failure.agree(failure, group)

@@ -74,8 +74,8 @@ class Engine(Diagnosed):
         self._compute = ComputeContext.in_layout(context)
         self._criterion = CheckedCriterion(criterion, self._compute)
         self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
-        gradients, batches = StepGradients(weights.gradients, params.ties, overflow), Window(stages, device)
-        self._losses = LossWindow(self.scaler, self._runner, gradients, batches, context)
+        gradients = StepGradients(weights.gradients, params.ties, overflow, self._runner.failure)
+        self._losses = LossWindow(self.scaler, self._runner, gradients, Window(stages, device), context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
         self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
@@ -252,7 +252,7 @@ class Engine(Diagnosed):
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
-        self.scaler.update_from_flag(decision.overflow)
+        self.scaler.update_from_flag(decision.overflow, ~decision.skip)
         self._counters.add(decision.skip, decision.overflow, self.scaler.at_floor())
         result = StepResult(decision.values, with_zeros=self.precision.log_num_zeros)
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != result.loss_scale:

@@ -16,6 +16,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_gradients import FlatGradients
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.param_buffer import FlatParam
+from .shared_failure import SharedFailure
 
 
 class StepGradients:
@@ -24,10 +25,13 @@ class StepGradients:
     ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
     """
 
-    def __init__(self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
+    def __init__(
+        self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
+    ) -> None:
         self._gradients = gradients
         self._ties = ties
         self._overflow = overflow
+        self._failure = failure
 
     def begin(self) -> None:
         self._gradients.begin_window()
@@ -35,11 +39,17 @@ class StepGradients:
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
 
+        What a step would not take is a failure of this rank.
+
         Returns this rank's flag, 0-dim float32: 1 if a gradient was not finite that was then sharded, or cast to
         float8, so that the finite check cannot find it any more.
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
+        try:
+            self._gradients.check()
+        except RuntimeError as error:
+            self._failure.record(error)
         self._gradients.collect(found_inf)
         self._gradients.reduce()
         return found_inf

@@ -116,8 +116,13 @@ class FlatGradients:
                 param.local_gradient.copy_(local(given).to_dense())
             param.parameter.grad = param.gradient
 
-    def _check_in_place(self) -> None:
-        """Raise a RuntimeError for parameters and gradients that were moved out of their buffers."""
+    def check(self) -> None:
+        """Raise a RuntimeError for gradients that a step would not take.
+
+        A parameter that was frozen has one, or a parameter or gradient was moved out of its buffer.
+        """
+        check_frozen(self._frozen)
+        self.begin_window()
         for param, buffer in self._buffer_of.items():
             for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
                 if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
@@ -134,14 +139,8 @@ class FlatGradients:
         Args:
             found_inf: 0-dim float32; set to 1 if an element is not finite that this rank drops here. Those that it
                 keeps are checked by the norm.
-
-        Raises:
-            RuntimeError: a parameter that was frozen has a gradient, or a parameter or gradient was moved out of its
-                buffer.
         """
-        check_frozen(self._frozen)
         self.begin_window()
-        self._check_in_place()
         one = torch.ones_like(found_inf)
         if self._overlapped is not None:
             # Written after a buffer was reduced: outside this rank's own part nothing else would see it.

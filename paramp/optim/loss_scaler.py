@@ -186,13 +186,16 @@ class DistributedGradScaler(GradScaler):
         self.update_from_flag(torch.stack(found).amax())
         self._per_optimizer_states.clear()
 
-    def update_from_flag(self, found_inf: torch.Tensor) -> None:
-        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation."""
+    def update_from_flag(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:
+        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation.
+
+        ``counts``: 0 for a step without ``found_inf`` that is not to count for the growth.
+        """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         overflow = found_inf > 0
-        growth_tracker.add_(1).mul_(~overflow)
+        growth_tracker.add_(counts).mul_(~overflow)
         self._overflow_tracker.add_(overflow)
         grows = growth_tracker >= self._growth_interval
         backs_off = overflow & (self._overflow_tracker >= self._hysteresis)

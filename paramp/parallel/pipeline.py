@@ -137,6 +137,8 @@ class Pipeline:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
         self._failure: Exception | None = None
+        self.in_step = True
+        """False after a :meth:`run` that broke off, while other ranks wait for this one."""
 
     def run(
         self,
@@ -172,10 +174,12 @@ class Pipeline:
         inputs = (x.to(first.link_device),) if first.is_first else ()
         targets = {"target": y.to(last.device)} if last.is_last else {}
         begin_call(self.observers)
+        self.in_step = False
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
         else:
             output = schedule.eval(*inputs, **targets, losses=[] if last.is_last else None)
+        self.in_step = True
         if self._failure is not None:
             raise self._failure
         return self._linked[-1].whole(output) if last.is_last and not backward else None

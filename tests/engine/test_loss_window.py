@@ -13,7 +13,7 @@ import paramp
 
 def engine_for(model, criterion=F.mse_loss, **options):
     options = {"lr": 0.1, "weight_decay": 0.1} | options
-    return paramp.initialize(model, torch.optim.SGD(model.parameters(), **options), criterion)[0]
+    return paramp.initialize(model, torch.optim.SGD(model.parameters(), **options), criterion, plan={})[0]
 
 
 def linear():
@@ -69,7 +69,7 @@ def test_a_window_that_failed_is_dropped(precision, place):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"pipeline": 2}], ids=["one", "dp2", "pp2"])
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"pipeline": 2}], ids=["tp2", "dp2", "pp2"])
 @on_ranks(2)
 def test_a_window_in_which_nothing_counts_makes_no_step(world, parallel):
     """Its loss is 0 / 0. Weight decay would change the weights all the same."""
@@ -77,7 +77,8 @@ def test_a_window_in_which_nothing_counts_makes_no_step(world, parallel):
     def criterion(output, target):
         return (output * target).sum(), target.count_nonzero()
 
-    with paramp.launch_from_torch({"parallel": parallel or {"tensor": 2}, "precision": "16-mixed"}) as context:
+    precision = {"mode": "16-mixed", "growth_interval": 1}
+    with paramp.launch_from_torch({"parallel": parallel or {"tensor": 2}, "precision": precision}) as context:
         torch.manual_seed(5)
         engine = engine_for(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), criterion)
         before, scale = engine.full_state_dict(), engine.scaler.get_scale()

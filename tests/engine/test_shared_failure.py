@@ -133,12 +133,25 @@ def test_a_batch_of_the_wrong_size_on_one_rank(world):
     with context:
         x, y = batch(1)
         with pytest.raises(
-            paramp.ConfigError, match="got 3 samples in x and 8 in y" + "; on rank 1" * (1 - world.rank)
+            paramp.ConfigError, match="got 3 samples in x and 8 in y.*" + "; on rank 1" * (1 - world.rank)
         ):
             engine.forward_backward(x[:3] if world.rank else x, y)  # the first call of all
         engine.forward_backward(*my_part(context, *batch(2)))  # without a window to keep, it begins anew
         assert engine.step().stepped
         check_weights(engine, reference([[batch(2)]]))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2-zero1", "pp2"])
+@on_ranks(2)
+def test_a_parameter_that_a_step_cannot_take_on_one_rank(world, layout):
+    context, engine, _ = build(CASES[layout])
+    with context:
+        engine.forward_backward(*my_part(context, *batch(1)))
+        if world.rank:
+            parameter = next(engine.module.parameters())
+            parameter.data = parameter.data.clone()
+        with pytest.raises(RuntimeError, match="was moved after initialize" + ".*; on rank 1" * (1 - world.rank)):
+            engine.step()
 
 
 @on_ranks(2)
