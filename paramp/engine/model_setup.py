@@ -240,10 +240,11 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
     """This rank's modules as stages that compute in the mode's precision, with random streams of their own."""
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
+    stream = functools.partial(context.activation_stream, engine=context.num_engines)
     return Stages(
         stages,
         [
-            stage(part, is_first=index == 0, is_last=index == last, random=context.activation_stream(index))
+            stage(part, is_first=index == 0, is_last=index == last, random=stream(index))
             for index, part in zip(context.local_stages, stages.parts, strict=True)
         ],
     )

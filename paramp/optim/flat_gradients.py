@@ -8,7 +8,7 @@ that the user replaced) is copied there once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -57,8 +57,8 @@ class FlatGradients:
         self._tied = tied
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
-        self.before_window: Callable[[], None] = lambda: None
-        """Called before gradients begin to add up, and before a step takes them."""
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called before the forward of each batch."""
         self._allocated = False
         self._absent: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
@@ -88,7 +88,6 @@ class FlatGradients:
 
         A backward that finds no gradient leaves a tensor of its own, whose values :meth:`collect` copies.
         """
-        self.before_window()
         if not self._allocated:
             self._allocated = True
             for buffer in self._buffers:
@@ -161,20 +160,22 @@ class FlatGradients:
         for param in outside:
             if param.parameter.grad is not None or param.parameter in self._tied:
                 param.parameter.grad = param.gradient
-        self._absent = [
-            param for param in self._params if param.parameter not in self._tied and param.version == param.seen
-        ]
+        self._absent = [param for param in self._params if param.version == param.seen]
 
     def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""
         return self._absent
 
-    def presence(self, names: Iterable[str]) -> torch.Tensor:
-        """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
+    def presence(self, first_names: Mapping[str, str]) -> torch.Tensor:
+        """1 for each parameter of the whole model that has a gradient on this rank, else 0; 1-dim float64.
+
+        ``first_names``: for each name in the whole model the first one of the same parameter. Copies of a tied one have
+        different names.
+        """
         key = tuple(param.name for param in self._absent)
         if self._presence is None or self._presence[0] != key:  # kept: each copy to a GPU would wait for it
-            have = {param.name for param in self._params}.difference(key)
-            values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
+            have = {first_names[param.name] for param in self._params if param.name not in set(key)}
+            values = torch.tensor([float(name in have) for name in dict.fromkeys(first_names.values())]).double()
             self._presence = key, values.to(self._context.device)
         return self._presence[1]
 
