@@ -97,9 +97,9 @@ class LossWindow:
         self._device = context.device
         self._num_calls = 0  # of step() in this window
         self._ended = False  # by the last call of step(): the gradients are those of a past step
+        self._has_backward = False  # since the last call of step()
         self.failed = False
         self._incomplete = False  # the failed batch left a part of its gradients
-        self._has_backward = False  # since the last call of step()
         self.gradients, self.batches = gradients, batches
         self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
@@ -138,8 +138,7 @@ class LossWindow:
         """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
         Raises:
-            RuntimeError: a batch of the window failed, and it was not dropped; or there was no backward since the last
-                call.
+            RuntimeError: there was no backward since the last call, or a batch failed, and it was not dropped.
         """
         with self.failing():
             self._failure.check()

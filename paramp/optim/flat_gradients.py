@@ -57,8 +57,8 @@ class FlatGradients:
         self._tied = tied
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
-        self.before_window: Callable[[], None] = lambda: None
-        """Called before gradients begin to add up, and before a step takes them."""
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called before the forward of each batch."""
         self._allocated = False
         self._absent: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
@@ -88,7 +88,6 @@ class FlatGradients:
 
         A backward that finds no gradient leaves a tensor of its own, whose values :meth:`collect` copies.
         """
-        self.before_window()
         if not self._allocated:
             self._allocated = True
             for buffer in self._buffers:

@@ -96,7 +96,7 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
-        self.gradients.before_window = self.put_back
+        self.gradients.before_batch = self.put_back
 
     @property
     def device(self) -> torch.device:

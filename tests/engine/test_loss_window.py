@@ -1,4 +1,4 @@
-"""Accumulation windows: which gradients a step has, windows that fail or count nothing, what a criterion takes."""
+"""Windows that fail, windows without counts, and what a criterion takes."""
 
 import copy
 

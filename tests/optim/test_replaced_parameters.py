@@ -137,6 +137,26 @@ def test_what_does_not_agree_is_an_error(name, new, message):
             engine.forward_backward(X, Y)
 
 
+def one_step(engine, **options):
+    engine.forward_backward(X, Y, **options)
+    return engine.step()
+
+
+@on_ranks(2)
+def test_what_does_not_agree_on_one_stage_is_an_error_on_all(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
+        model = net()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        layer = engine.module.get_submodule("0" if world.rank == 0 else "2")
+        for return_loss in (True, False):
+            layer.bias = nn.Parameter(torch.zeros(len(layer.weight) + world.rank))
+            with pytest.raises(RuntimeError, match=r"'2.bias' was replaced .* shape \(5,\)"):
+                one_step(engine, return_loss=return_loss)
+            engine.zero_grad()
+        layer.bias = nn.Parameter(torch.zeros(len(layer.weight)))
+        assert one_step(engine).stepped
+
+
 def test_tied_parameters_stay_tied():
     with paramp.launch_from_torch():
         model = tied()
