@@ -5,7 +5,7 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-sample test-all chaos matrix lint format types benchmark docs clean
+.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark docs clean
 
 train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
@@ -28,6 +28,10 @@ test-all: $(VENV)/installed
 # Twenty runs with killed ranks, thousands of random configurations.
 chaos: $(VENV)/installed
 	$(RUN)/python tests/support/parts.py chaos fuzz
+
+# Small mistakes in the package, one at a time, each of which a test has to find. ARGS="--num 300 --seed 2": others.
+mutants: $(VENV)/installed
+	$(RUN)/python tests/support/mutants.py $(ARGS)
 
 matrix: $(VENV)/installed
 	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py --write-matrix
@@ -68,4 +72,4 @@ $(VENV)/installed: $(VENV)/installed-train
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .pytest-parts .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .pytest-parts .hypothesis .mutants .ruff_cache .mypy_cache

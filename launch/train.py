@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 import paramp
-from paramp.checkpoint.header import Header, read_header
+from paramp.checkpoint.header import Header
+from paramp.checkpoint.open_checkpoint import open_together
 from paramp.config.training import TrainConfig
 from paramp.data.corpus import Corpus, bigram_loss
 from paramp.distributed.launcher_env import find_place
@@ -99,7 +100,9 @@ def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Heade
     found = find(job.resume, None if job.checkpoint_dir is None else Path(job.checkpoint_dir), show)
     if found is None:
         return None, None
-    header = read_header(found)
+    assert torch.distributed.group.WORLD is not None
+    with open_together(found, torch.distributed.group.WORLD, check=False) as checkpoint:  # find has checked it
+        header = checkpoint.header
     if (change := train_data.keep_global_batch(context, header)) is not None:
         show(change)
     return found, header

@@ -71,6 +71,8 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 def _convert_to_dataclass(value: Any, cls: type, path: str) -> Any:
     if isinstance(value, cls):
         return value
+    if value is None:
+        value = {}  # a table that is left out, as in Colossal-AI's pipeline=None
     if _is_number(value, int) and "size" in keys(cls):
         value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
     if not isinstance(value, Mapping):

@@ -80,6 +80,11 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
     ]
 
 
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a dense copy if elements share memory, as after ``expand()``: then it could not be written to."""
+    return tensor.contiguous() if torch._debug_has_internal_overlap(tensor) == 1 else tensor
+
+
 def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
     """Names of the parameters and buffers of ``module`` that are not in ``paths``, and not in a module in ``paths``."""
     known = set(paths)
@@ -134,20 +139,21 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False) -> None:
-    """Store the floating-point parameters and buffers of ``module`` in ``dtype``; tied ones stay tied.
+    """Store the floating-point parameters and buffers of ``module`` in ``dtype``; those of several names stay one.
 
     With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32.
     Parameters are replaced, not changed in place, because assigning ``.data`` does not work for DTensors.
     """
+    cast: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # buffers that have several names
     with keeping_ties(module):
         for submodule in module.modules():
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 wanted = stored_dtype(submodule, name, parameter, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
                 if parameter.dtype is not wanted:
                     setattr(submodule, name, _in_dtype(parameter, wanted))
-            for name, buffer in list(submodule.named_buffers(recurse=False)):
+            for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
                 wanted = stored_dtype(submodule, name, buffer, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-                submodule._buffers[name] = buffer.to(wanted)
+                submodule._buffers[name] = cast.setdefault((buffer, wanted), buffer.to(wanted))
 
 
 def stored_dtype(

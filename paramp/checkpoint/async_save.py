@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError
+from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
 from .json_codec import encode
@@ -49,7 +50,8 @@ class Saver:
         """Write what ``collect`` returns to the folder ``path``; ``wait`` until that is done, else until it is copied.
 
         Raises:
-            CheckpointError: on every rank, if any has something that cannot be saved, or this or the last save failed.
+            CheckpointError: on every rank: one has something that cannot be saved, or this save, ``then`` or the last
+                save failed.
         """
         from . import dcp_storage  # brings torch's checkpointing and DTensor, which not every training needs
 
@@ -61,8 +63,7 @@ class Saver:
 
         def work() -> None:
             dcp_storage.write(path, chunks, values, group, failure)
-            if then is not None:
-                then()
+            self._call_together(then)
 
         if wait or failure is not None:
             work()
@@ -70,6 +71,19 @@ class Saver:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramp-save")
         self._running = self._thread.submit(work)
+
+    def _call_together(self, then: Callable[[], None] | None) -> None:
+        """Call ``then``, if there is one; what it raises on one rank is an error on every rank."""
+        failure: Exception | None = None
+        try:
+            if then is not None:
+                then()
+        except Exception as error:
+            failure = error
+        for rank, text in enumerate(gather_objects(failure and f"{type(failure).__name__}: {failure}", self.group)):
+            if text is not None:
+                where = self._context.name_of(rank)
+                raise CheckpointError(f"save: the checkpoint is written, but then: {text}; on {where}") from failure
 
     def finish(self) -> None:
         """Wait for the save that is running, if one is.

@@ -4,57 +4,87 @@ What is to become ``step-00000100`` is written to ``step-00000100.partial-...`` 
 ``manifest.json`` is written, with the size and the SHA-256 of each, and the folder gets its name: one rename, which is
 atomic. So a folder by the right name was complete once; the checksums show whether it still is. The manifest holds its
 own checksum, and is valid only if it is, byte by byte, what would be written for its content.
+
+Other processes may save to a path or load from it at the same time. A save holds a lock, ``NAME.partial-lock``, which
+the system releases when the process ends: what lies beside a path without one was left by a save that failed, and the
+next save deletes it. A folder that is replaced is called ``NAME.replaced`` between the two renames that this takes, for
+readers to find, and is not deleted while one holds it (:mod:`.open_checkpoint`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..base.errors import CheckpointError
-from ..distributed.collectives import gather_objects
 
 MANIFEST = "manifest.json"
 HEADER = "checkpoint.json"
 FORMAT = "paramp checkpoint"
 PARTIAL = ".partial-"
+LOCK = f"{PARTIAL}lock"
 REPLACED = ".replaced"
-STEP = re.compile(r"step-(\d+)")
+LEFTOVER = re.compile(rf"(.+){re.escape(PARTIAL)}(?:[0-9a-f]{{8}}|lock)")
 OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
-READ_SIZE = 2**22
-"""Bytes that are hashed at once."""
+PATIENCE = 60.0
+"""Seconds that a save waits for another process's to the same path."""
 
 
-def new_partial(path: Path) -> Path:
-    """Make the folder in which to write what will be ``path``: beside it, so that one rename gives it its name.
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder in which to write what will be ``path``: beside it, so that one rename gives it its name.
+
+    One at a time, over all processes. Unless it is published, it is deleted at the end. What earlier saves left beside
+    ``path`` when they failed is deleted first, so that there is room.
 
     Raises:
-        CheckpointError: something else than a checkpoint lies at ``path``.
+        CheckpointError: something else than a checkpoint lies at ``path``, or another process is saving there.
     """
-    if path.exists() and not _may_be_replaced(path):
-        raise CheckpointError(
-            f"{str(path)!r} is there already and no checkpoint, so it is not replaced; choose another path"
-        )
-    partial = path.with_name(f"{path.name}{PARTIAL}{os.urandom(4).hex()}")
-    partial.mkdir(parents=True)
-    return partial
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path, PATIENCE) as is_ours:
+        if not is_ours:
+            raise CheckpointError(
+                f"{str(path)!r} is being saved by another process, for {PATIENCE:g} s or longer; save to a path from "
+                "one process at a time, or choose another path"
+            )
+        if path.exists() and not _may_be_replaced(path):
+            raise CheckpointError(
+                f"{str(path)!r} is there already and no checkpoint, so it is not replaced; choose another path"
+            )
+        _delete_leftovers(path)
+        partial = unnamed(path)
+        partial.mkdir()
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # it is not there if it was published
+
+
+def unnamed(path: Path) -> Path:
+    """A new name for what has the name ``path`` not yet, or no longer."""
+    return path.with_name(f"{path.name}{PARTIAL}{os.urandom(4).hex()}")
+
+
+def replaced(path: Path) -> Path:
+    """Where a checkpoint is that is being replaced, from when it has lost its name until the new one has got it."""
+    return path.parent / f"{path.name}{REPLACED}"
 
 
 def _may_be_replaced(path: Path) -> bool:
     """Whether ``path`` is an empty folder or a checkpoint, be it damaged, with no other files in it."""
-    if not path.is_dir() or not all(OWN_FILE.fullmatch(child.name) for child in path.iterdir()):
+    if not _has_only_own_files(path):
         return False
     try:
         return bool(json.loads((path / MANIFEST).read_bytes())["format"] == FORMAT)
@@ -63,6 +93,98 @@ def _may_be_replaced(path: Path) -> bool:
     # A damaged manifest; a whole one of another format, such as a web page's, has just returned False.
     except (OSError, ValueError, KeyError, TypeError):
         return (path / HEADER).is_file()
+
+
+def _has_only_own_files(folder: Path) -> bool:
+    try:
+        return all(OWN_FILE.fullmatch(name) for name in os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
+        return False
+
+
+# ---------------------------------------------------------------------------------------------- locks and leftovers
+
+
+@contextlib.contextmanager
+def _locked(path: Path, patience: float = 0.0) -> Iterator[bool]:
+    """Hold the lock on saving to ``path``, over all processes. False if another has it for ``patience`` seconds."""
+    file = path.with_name(path.name + LOCK)
+    deadline = time.monotonic() + patience
+    while (descriptor := _lock_file(file)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            file.unlink(missing_ok=True)
+            lock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
+            os.close(descriptor)
+
+
+def _lock_file(file: Path) -> int | None:
+    """Make ``file`` and lock it; its descriptor, or None if another process has locked it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    with contextlib.suppress(FileNotFoundError):
+        # The one who had it before deletes it: what counts is a lock on the file that has the name.
+        if lock(descriptor, fcntl.LOCK_EX) and os.path.samestat(file.stat(), os.fstat(descriptor)):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file as ``fcntl.flock`` does. False if another process has a lock that excludes this one.
+
+    File systems without locks grant all of them: there, one process at a time has to save to a path.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _delete_leftovers(path: Path) -> None:
+    """Delete what failed saves and removals left in the folder of ``path``, whose lock is held."""
+    if path.exists():
+        _discard(replaced(path), path)
+    for left in path.parent.iterdir():
+        if not (match := LEFTOVER.fullmatch(left.name)):
+            continue
+        owner = path.with_name(match[1])
+        with contextlib.nullcontext(True) if owner == path else _locked(owner) as is_ours:
+            if is_ours and _has_only_own_files(left):
+                _delete(left)
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint at ``path``, and what it was about to replace."""
+    _discard(path, path)
+    _discard(replaced(path), path)
+
+
+def _discard(folder: Path, path: Path) -> None:
+    """Delete ``folder``, if it is there: first it loses its name, so that nobody takes half of it for whole."""
+    with contextlib.suppress(FileNotFoundError):
+        doomed = unnamed(path)
+        folder.rename(doomed)
+        _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder that has no name any more; if a reader holds it, a later save does."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # without a manifest it has no readers
+            descriptor = os.open(folder / MANIFEST, os.O_RDWR)
+            opened.callback(os.close, descriptor)
+            if not lock(descriptor, fcntl.LOCK_EX):
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- files
 
 
 @dataclass(frozen=True)
@@ -105,23 +227,11 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
             )
     write_file(partial / MANIFEST, [_manifest(files)])
     _sync(partial)
-    replaced = path.with_name(path.name + REPLACED)
     if path.exists():  # a folder that has files cannot be renamed over: the old one moves away first
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
+        path.rename(replaced(path))
     partial.rename(path)
     _sync(path.parent)
-    for left in (replaced, *path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}*")):  # and of unfinished attempts
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def finish_replacing(path: Path) -> None:
-    """If replacing ``path`` was interrupted after the old one had moved away, move it back."""
-    if path.name:
-        with contextlib.suppress(OSError):  # there is nothing to move back, or another rank did it first
-            replaced = path.with_name(path.name + REPLACED)
-            if replaced.is_dir() and not path.exists():
-                replaced.rename(path)
+    _discard(replaced(path), path)
 
 
 def _sync(folder: Path) -> None:
@@ -143,18 +253,12 @@ def _manifest(files: Mapping[str, Written]) -> bytes:
     return (json.dumps(body, indent=1) + "\n").encode()
 
 
-def listed(path: Path) -> dict[str, Written]:
-    """The files of the checkpoint at ``path``, as its manifest has them.
+def parse_manifest(data: bytes, file: Path) -> dict[str, Written]:
+    """The files that a manifest lists, by name; ``data`` is what ``file`` holds.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged.
+        CheckpointError: it is damaged.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{str(path)!r}: no such checkpoint; expected the path of a folder with {MANIFEST}")
-    file = path / MANIFEST
-    if not file.is_file():
-        raise CheckpointError(f"{str(file)!r} is missing: this is no checkpoint, or a damaged one; take another one")
-    data = file.read_bytes()
     try:
         body = json.loads(data)
         if body.get("format") == FORMAT and body.get("version", 1) > 1:
@@ -167,98 +271,6 @@ def listed(path: Path) -> dict[str, Written]:
         whole = False
     if not whole:
         raise CheckpointError(f"{str(file)!r} is damaged: it is not what was written; take another checkpoint")
+    if HEADER not in files:
+        raise CheckpointError(f"{str(file.with_name(HEADER))!r} is not in the manifest: this is no checkpoint of a run")
     return files
-
-
-def _damage(path: Path, name: str, written: Written) -> str | None:
-    """What is wrong with the file ``name`` of the checkpoint at ``path``; None if it is what was ``written``."""
-    file = path / name
-    try:
-        size = file.stat().st_size
-        if not file.is_file():
-            return f"{str(file)!r} is no file"
-        if size != written.size:
-            return f"{str(file)!r} has {size} bytes, of {written.size} that were written"
-        digest = hashlib.sha256()
-        with file.open("rb") as opened:
-            while data := opened.read(READ_SIZE):
-                digest.update(data)
-    except FileNotFoundError:
-        return f"{str(file)!r} is missing"
-    except OSError as error:
-        return f"{str(file)!r} cannot be read: {error.strerror}"
-    if digest.hexdigest() != written.sha256:
-        return f"{str(file)!r} is damaged: its checksum is not that of what was written"
-    return None
-
-
-def problems(path: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is damaged in every ``num_parts``-th file of the checkpoint at ``path``, from the ``part``-th on."""
-    path = Path(path)
-    try:
-        files = sorted(listed(path).items())
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-    if HEADER not in dict(files):
-        return [f"{str(path / HEADER)!r} is not in the manifest: this is no checkpoint of a run"]
-    return [found for name, written in files[part::num_parts] if (found := _damage(path, name, written))]
-
-
-def problems_together(path: str | Path, group: dist.ProcessGroup) -> list[str]:
-    """As :func:`problems`, the same on every rank of ``group``. All of them call it; each reads a part of the files."""
-    finish_replacing(Path(path))
-    size = dist.get_world_size(group)
-    everyone = gather_objects(problems(path, dist.get_rank(group), size), group)
-    return list(dict.fromkeys(found for own in everyone for found in own))
-
-
-# ------------------------------------------------------------------------------------------ the checkpoints of a run
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Where in ``folder`` the checkpoint of ``step`` lies."""
-    return folder / f"step-{step:08d}"
-
-
-def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint in ``folder``, the newest first; whole or not."""
-    if not folder.is_dir():
-        return []
-    for replaced in folder.glob(f"step-*{REPLACED}"):
-        finish_replacing(replaced.with_name(replaced.name.removesuffix(REPLACED)))
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
-    return sorted(found, reverse=True)
-
-
-def newest_whole(folder: str | Path, group: dist.ProcessGroup) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and what is wrong with the newer ones.
-
-    The same on every rank of ``group``; all of them call it.
-    """
-    folder = Path(folder)
-    listing: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:  # file systems of several machines may list a new folder at different times
-        listing = [[path for _, path in checkpoints_in(folder)], _unfinished_in(folder)]
-    dist.broadcast_object_list(listing, group=group, group_src=0)
-    paths, unfinished = listing
-    skipped = [f"{str(path)!r} is unfinished: saving it was interrupted" for path in unfinished]
-    for path in paths:
-        found = problems_together(path, group)
-        if not found:
-            return path, skipped
-        skipped.append(found[0])
-    return None, skipped
-
-
-def _unfinished_in(folder: Path) -> list[Path]:
-    """What was begun to be written in ``folder`` after the newest checkpoint there, and never finished."""
-    newest = max((path.stat().st_mtime for _, path in checkpoints_in(folder)), default=0.0)
-    return sorted(path for path in folder.glob(f"step-*{PARTIAL}*") if path.stat().st_mtime >= newest)
-
-
-def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``: first it loses its name, so that nobody takes half of it for whole."""
-    doomed = path.with_name(f"{path.name}{PARTIAL}removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

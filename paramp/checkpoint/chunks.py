@@ -117,6 +117,8 @@ def chunk_of(
         part, base = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     else:
         part, base = tuple(like.shape), (0,) * like.ndim
+    if not math.prod(whole):  # it has no elements, but is there: in the checkpoint, too
+        return Chunk(name, values.dtype, whole, (TensorSlice((0,) * len(whole), values.reshape(whole)),), written)
     flat = values.reshape(-1)
     slices: list[TensorSlice] = []
     done = 0

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
-from .atomic_dir import HEADER, MANIFEST, listed, new_partial, problems, publish
+from .atomic_dir import HEADER, new_folder, publish, unnamed
 from .dcp_storage import rank_file, read_tensor
-from .header import MODEL, StoredSlice, StoredTensor, read_header, write_header
+from .header import MODEL, StoredSlice, StoredTensor, write_header
+from .open_checkpoint import OpenCheckpoint
 from .safetensors_io import TensorFile, write_tensors
 
 
@@ -29,25 +30,28 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
     checkpoint, to = Path(checkpoint), Path(to)
     if to.exists():
         raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
-    if damage := problems(checkpoint):
-        raise CheckpointError(damage[0])
-    header = read_header(checkpoint)
-    names = {name.removeprefix(MODEL): name for name in header.tensors if name.startswith(MODEL)}
+    with OpenCheckpoint(checkpoint) as source:
+        if damage := source.problems():
+            raise CheckpointError(damage[0])
+        tensors = source.header.tensors
+        names = {name.removeprefix(MODEL): name for name in tensors if name.startswith(MODEL)}
 
-    def stored(name: str) -> torch.dtype:
-        own = header.tensors[names[name]].dtype
-        return dtype if dtype is not None and own.is_floating_point else own
+        def stored(name: str) -> torch.dtype:
+            own = tensors[names[name]].dtype
+            return dtype if dtype is not None and own.is_floating_point else own
 
-    shapes = {name: (stored(name), header.tensors[names[name]].shape) for name in names}
-    partial = to.with_name(f"{to.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(
-        partial,
-        shapes,
-        lambda name: read_tensor(checkpoint, header, names[name]).to(stored(name)),
-        metadata={"format": "pt"},  # Hugging Face's loaders ask for it
-    )
-    os.replace(partial, to)
+        partial = unnamed(to)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_tensors(
+                partial,
+                {name: (stored(name), tensors[names[name]].shape) for name in names},
+                lambda name: read_tensor(source, names[name]).to(stored(name)),
+                metadata={"format": "pt"},  # Hugging Face's loaders ask for it
+            )
+            os.replace(partial, to)
+        finally:
+            partial.unlink(missing_ok=True)  # it is not there if all went well
     return to
 
 
@@ -64,14 +68,14 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
         raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
     source, stored_in = TensorFile(file), rank_file(0)
     shapes = {f"{MODEL}{name}": shape for name, shape in source.shapes.items()}
-    partial = new_partial(to)
-    written = write_tensors(partial / stored_in, shapes, lambda name: source.read(name.removeprefix(MODEL)))
     tensors = [
         StoredTensor(name, dtype, shape, (StoredSlice((0,) * len(shape), shape, stored_in),))
         for name, (dtype, shape) in shapes.items()
     ]
-    header = write_header(partial, {"imported": file.name}, tensors)
-    publish(partial, to, {stored_in: written, HEADER: header})
+    with new_folder(to) as partial:
+        written = write_tensors(partial / stored_in, shapes, lambda name: source.read(name.removeprefix(MODEL)))
+        header = write_header(partial, {"imported": file.name}, tensors)
+        publish(partial, to, {stored_in: written, HEADER: header})
     return to
 
 
@@ -80,22 +84,27 @@ def inspect(checkpoint: str | Path) -> dict[str, Any]:
 
     Of one whose manifest or header cannot be read, ``damage`` alone.
     """
-    checkpoint = Path(checkpoint)
-    found: dict[str, Any] = {"path": str(checkpoint), "damage": problems(checkpoint)}
+    found: dict[str, Any] = {"path": str(checkpoint)}
     try:
-        header, files = read_header(checkpoint), listed(checkpoint)
-    except (CheckpointError, OSError):
-        return found
-    return found | {
-        "bytes": sum(file.size for file in files.values()),
-        "files": len(files),
-        "unknown_files": sorted(path.name for path in checkpoint.iterdir() if path.name not in {MANIFEST, *files}),
-        "values": header.values,
-        "tensors": {
-            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            for name, tensor in header.tensors.items()
-        },
-    }
+        opened = OpenCheckpoint(checkpoint)
+    except CheckpointError as error:
+        return found | {"damage": [str(error)]}
+    with opened:
+        found["damage"] = opened.problems()
+        try:
+            header = opened.header
+        except (CheckpointError, OSError):
+            return found
+        return found | {
+            "bytes": sum(file.size for file in opened.files.values()),
+            "files": len(opened.files),
+            "unknown_files": opened.other_files(),
+            "values": header.values,
+            "tensors": {
+                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+                for name, tensor in header.tensors.items()
+            },
+        }
 
 
 def describe(found: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ..base.errors import CheckpointError
-from .atomic_dir import HEADER, Written, finish_replacing, new_partial, publish
+from .atomic_dir import HEADER, Written, new_folder, publish
 from .chunks import Chunk, ranges
 from .dcp_planners import ChunkLoadPlanner, ChunkSavePlanner, rectangle
 from .header import Header, StoredSlice, StoredTensor, key_in_file, write_header
+from .open_checkpoint import OpenCheckpoint
 from .safetensors_io import TensorFile, write_tensors
 
 
@@ -71,8 +72,9 @@ def write(
         CheckpointError: on every rank, naming the first problem of any.
     """
     planner = ChunkSavePlanner(chunks, failure, str(path))
-    with _one_error("written", path):
-        state_dict_saver.save({}, storage_writer=_Writer(path, values), planner=planner, process_group=group)
+    with _one_error("written", path), ExitStack() as unpublished:
+        writer = _Writer(path, values, unpublished)
+        state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
 def rank_file(rank: int) -> str:
@@ -95,11 +97,15 @@ class _Storage:
 
 
 class _Writer(_Storage, StorageWriter):
-    """Writes one file of tensors for each rank that has any, in a folder that gets its name in the end."""
+    """Writes one file of tensors for each rank that has any, in a folder that gets its name in the end.
 
-    def __init__(self, path: Path, values: Any) -> None:
+    ``unpublished``: at its end, the folder is deleted if it has not got its name.
+    """
+
+    def __init__(self, path: Path, values: Any, unpublished: ExitStack) -> None:
         self._path = path
         self._values = values
+        self._unpublished = unpublished
         self._partial = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -107,8 +113,7 @@ class _Writer(_Storage, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # On the first rank only; the others learn the folder's name, in which a random number is, with their plan.
-        finish_replacing(self._path)
-        self._partial = new_partial(self._path)
+        self._partial = self._unpublished.enter_context(new_folder(self._path))
         return [replace(plan, storage_data=(self._partial.name, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -147,25 +152,28 @@ def _stored(name: str, tensor: TensorStorageMetadata, placed: Mapping[MetadataIn
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def read(path: str | Path, chunks: Sequence[Chunk], header: Header, group: dist.ProcessGroup) -> None:
-    """Fill the slices of ``chunks`` from the checkpoint at ``path``. Every rank of ``group`` calls this.
+def read(checkpoint: OpenCheckpoint, chunks: Sequence[Chunk], header: Header, group: dist.ProcessGroup) -> None:
+    """Fill the slices of ``chunks`` from a checkpoint. Every rank of ``group`` calls this.
 
     What is read is converted to the dtype of the slice's values and copied to their device.
+
+    Args:
+        header: the checkpoint's, with tensors under the names that ``chunks`` have.
 
     Raises:
         CheckpointError: on every rank, if a tensor of any has another shape in the checkpoint or is missing there.
     """
-    reader, planner = _Reader(Path(path), header), ChunkLoadPlanner(chunks)
-    with _one_error("read", path):
+    reader, planner = _Reader(checkpoint, header), ChunkLoadPlanner(chunks)
+    with _one_error("read", checkpoint.path):
         state_dict_loader.load({}, storage_reader=reader, planner=planner, process_group=group)
 
 
 class _Reader(_Storage, StorageReader):
     """Reads slices of the files that :class:`_Writer` wrote."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, header: Header) -> None:
+        self._checkpoint = checkpoint
         self._header = header
-        self._open = functools.cache(lambda file: TensorFile(path / file))
         self._slices = functools.cache(lambda name: {each.offsets: each for each in header.tensors[name].slices})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -191,7 +199,7 @@ class _Reader(_Storage, StorageReader):
             name, offsets = item.storage_index.fqn, tuple(item.storage_index.offset or ())
             slice_ = self._slices(name)[offsets]
             wanted = ranges(item.storage_offsets, item.lengths)
-            value = _read(self._open(slice_.file), self._header.tensors[name], slice_, wanted)
+            value = _read(self._checkpoint.tensor_file(slice_.file), self._header.tensors[name], slice_, wanted)
             planner.resolve_tensor(item).copy_(value)
         done: Future[None] = Future()
         done.set_result(None)
@@ -208,14 +216,14 @@ def _read(file: TensorFile, stored: StoredTensor, slice_: StoredSlice, wanted: t
     return file.read(key, wanted)
 
 
-def read_tensor(path: Path, header: Header, name: str) -> torch.Tensor:
+def read_tensor(checkpoint: OpenCheckpoint, name: str) -> torch.Tensor:
     """The whole of one tensor, in the dtype in which it is stored, on the CPU.
 
     Raises:
-        CheckpointError: it is not in its files as ``header`` describes it.
+        CheckpointError: it is not in its files as the header describes it.
     """
-    stored = header.tensors[name]
+    stored = checkpoint.header.tensors[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for slice_ in stored.slices:
-        whole[ranges(slice_.offsets, slice_.sizes)] = _read(TensorFile(path / slice_.file), stored, slice_)
+        whole[ranges(slice_.offsets, slice_.sizes)] = _read(checkpoint.tensor_file(slice_.file), stored, slice_)
     return whole

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.errors import CheckpointError
-from .atomic_dir import HEADER, Written, listed, write_json
+from .atomic_dir import HEADER, Written, write_json
 from .json_codec import decode
 from .safetensors_io import DTYPES
 
@@ -101,18 +101,15 @@ def write_header(folder: Path, values: Any, tensors: Sequence[StoredTensor]) -> 
     return write_json(folder / HEADER, {"values": values, "tensors": described})
 
 
-def read_header(path: str | Path) -> Header:
-    """The header of the checkpoint at ``path``, which is known to be whole.
+def parse_header(data: bytes, file: Path, files: Collection[str]) -> Header:
+    """The header that ``file`` holds, of a checkpoint of ``files``; ``data`` is its content.
 
     Raises:
         CheckpointError: it is not what :func:`write_header` writes.
-        OSError: it cannot be read.
     """
-    file = Path(path) / HEADER
-    files = listed(Path(path))
     # Checksums show damage, not who wrote the file: nothing in it is trusted to be of its type.
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(data)
         tensors = {name: StoredTensor.from_json(name, item, files) for name, item in content["tensors"].items()}
         values = decode(content["values"])
         for name, kind in VALUES.items() if "layout" in values else ():

@@ -90,11 +90,13 @@ class TensorFile:
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        """``descriptor``: of the file, if it is open already; then ``path`` is for messages only."""
         self.path = path
-        path.open("rb").close()  # an OSError of Python's names the file and what is wrong; the package's does not
+        if descriptor is None:
+            path.open("rb").close()  # an OSError of Python's names the file and what is wrong; the package's does not
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file = safe_open(path if descriptor is None else f"/dev/fd/{descriptor}", framework="pt")
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
             self.shapes = {name: (DTYPES[item.get_dtype()], tuple(item.get_shape())) for name, item in slices.items()}
             """Dtype and shape of each tensor, by name."""

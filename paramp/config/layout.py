@@ -15,11 +15,12 @@ class TensorConfig:
 
     size: int = 1
     """The number of ranks that shard each layer."""
-    mode: Literal["1d"] = "1d"
-    """How weight matrices are sharded: ``1d`` is Megatron's column and row parallelism."""
+    mode: Literal["1d"] | None = "1d"
+    """How weight matrices are sharded: ``1d`` is Megatron's column and row parallelism. None: they are not."""
 
     def __post_init__(self) -> None:
         require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+        require(self.size == 1 or self.mode is not None, "mode", None, f"'1d', because size is {self.size}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, local
+from .collectives import broadcast_
 from .context import PIPELINE_AXIS, ROLES, ParallelContext
 
 if TYPE_CHECKING:
@@ -19,50 +20,64 @@ if TYPE_CHECKING:
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     """How many ranks of the world hold each element of ``tensor``.
 
-    A DTensor's placements say which axes of its mesh replicate it; over the context's other axes it is replicated too,
-    except over ``pp``, where each rank has parameters of its own. A plain tensor has no mesh of its own.
+    On the ranks of its mesh, whatever its axes are called, a DTensor's placements say so. Other ranks hold copies, on
+    meshes of their own; but not those of other pipeline ranks, which have parameters of their own. All ranks of its
+    pipeline rank hold a plain tensor.
 
     Raises:
         ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
             from which it is known what the other ranks hold.
     """
-    axes, replicas = {}, 1
-    if context is not None:
-        axes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.mesh.shape, strict=True))
     if is_dtensor(tensor):
-        mesh, world_size = tensor.device_mesh, dist.get_world_size()
-        if context is None:
-            root = mesh._get_root_mesh()
-            if root.size() != world_size:
-                raise ValueError(
-                    f"a parameter lives on a mesh of {root.size()} ranks in a world of {world_size}; pass context=..., "
-                    "so that it is known what the other ranks hold"
-                )
-            axes = dict(zip(root.mesh_dim_names or (), root.mesh.shape, strict=False))
-        for size, placement in zip(mesh.mesh.shape, tensor.placements, strict=True):
-            replicas *= size if placement.is_replicate() else 1
-        for name in mesh.mesh_dim_names or ():
-            axes.pop(name, None)
-    elif context is None and dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = tensor.device_mesh
+        copies = math.prod(mesh.size(axis) for axis, kind in enumerate(tensor.placements) if kind.is_replicate())
+        return copies * (_num_peers(mesh, _root(mesh) if context is None else context.mesh) // mesh.size())
+    if context is not None:
+        return context.world_size // context.stage_axis.size
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"a plain parameter in a world of {dist.get_world_size()} ranks: it is not known whether the other ranks "
             "hold copies or other parameters; call paramp.launch_from_torch(config) first, or pass context=..."
         )
-    for name, size in axes.items():
-        replicas *= 1 if name == PIPELINE_AXIS else size
-    return replicas
+    return 1
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` is a part of, which has to be the whole world."""
+    root, world_size = mesh._get_root_mesh(), dist.get_world_size()
+    if root.size() != world_size:
+        raise ValueError(
+            f"a parameter lives on a mesh of {root.size()} ranks in a world of {world_size}; pass context=..., "
+            "so that it is known what the other ranks hold"
+        )
+    return root
+
+
+def _num_peers(mesh: DeviceMesh, world: DeviceMesh) -> int:
+    """How many ranks of ``world`` are on a pipeline rank that has one of ``mesh``."""
+    names = world.mesh_dim_names or ()
+    if PIPELINE_AXIS not in names or world.size(names.index(PIPELINE_AXIS)) == 1:
+        return world.size()
+    by_stage = world.mesh.movedim(names.index(PIPELINE_AXIS), 0).flatten(1)
+    return int(torch.isin(by_stage, mesh.mesh).any(dim=1).sum()) * by_stage.shape[1]
 
 
 def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
     """The axes of the context's mesh along which ranks hold the same part of ``tensor``.
 
-    Those along which a DTensor is not sharded; but for ``pp``, where each rank has parameters of its own.
+    Those along which no rank has another shard of a DTensor; but for ``pp``, where each rank has parameters of its own.
     """
-    sharded = {PIPELINE_AXIS}
-    if is_dtensor(tensor):
-        placements = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
-        sharded.update(name for name, placement in placements if not placement.is_replicate())
-    return [name for name in context.mesh.mesh_dim_names or () if name not in sharded]
+    names = [name for name in context.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
+    if not is_dtensor(tensor):
+        return names
+    ranks = tensor.device_mesh.mesh
+    shards = torch.arange(ranks.numel()).view_as(ranks)
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            shards = shards.narrow(axis, 0, 1).expand_as(ranks)
+    shard_of = dict(zip(ranks.flatten().tolist(), shards.flatten().tolist(), strict=True))
+    groups = {name: dist.get_process_group_ranks(context.mesh.get_group(name)) for name in names}
+    return [name for name in names if len({shard_of[rank] for rank in groups[name] if rank in shard_of}) < 2]
 
 
 def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
@@ -87,9 +102,7 @@ def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext
     """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
     for tensor in tensors:
         for axis in replicated_axes(tensor, context):
-            group = context.mesh.get_group(axis)
-            if dist.get_world_size(group) > 1:
-                dist.broadcast(local(tensor).detach(), group=group, group_src=0)
+            broadcast_(local(tensor), context.mesh.get_group(axis))
 
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:

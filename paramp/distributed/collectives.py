@@ -14,6 +14,25 @@ import torch
 import torch.distributed as dist
 
 
+@torch.no_grad()
+def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> None:
+    """Give ``tensor`` the bits that the rank ``src`` of ``group`` has in it, in place; one broadcast.
+
+    gloo moves as many elements as there are from where the first lies, whatever the strides; so a contiguous copy is
+    sent. Neither gloo nor NCCL moves every dtype; so bytes are sent.
+
+    Args:
+        tensor: plain, any dims and dtype, the same on every rank; any strides but those of ``expand()``, after which
+            a tensor cannot be written to.
+    """
+    if dist.get_world_size(group) == 1 or tensor.numel() == 0:
+        return
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=src)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
     """Replace ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
 

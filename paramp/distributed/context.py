@@ -77,6 +77,8 @@ class ParallelContext:
         config: the resolved configuration.
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
         rank, world_size, local_rank: this process among all, and on its machine.
+        serial: the number of this context in the process, equal on every rank.
+        num_engines: how many engines ``initialize`` has made in it.
         device: where this rank computes.
         pp, dp, tp: an :class:`Axis` each, by its name; ``stage_axis``, ``batch_axis`` and ``tensor_axis``: by its role.
         model_group: the ranks that together hold one replica of the model (pp x tp).
@@ -102,7 +104,8 @@ class ParallelContext:
         self.device = device
         self.ties: list[TiedParameter] = []
         self._owns_world = owns_world
-        self._serial = next(_serials)
+        self.serial = next(_serials)
+        self.num_engines = 0
         self._extra_groups: list[dist.ProcessGroup] = []
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is left, while its process groups are still there."""
@@ -171,13 +174,20 @@ class ParallelContext:
         """
         return nullcontext() if self.heartbeat is None else self.heartbeat.span(name)
 
-    def activation_stream(self, stage: int | None = None) -> RandomStream:
-        """The stream that dropout draws from: another in each stage and on each data rank, equal over ``tp``.
+    def activation_stream(
+        self, stage: int | None = None, *, engine: int = 0, num_steps: int | None = None
+    ) -> RandomStream:
+        """The stream that dropout draws from: another in each stage, engine and data rank, equal over ``tp``.
 
-        ``stage`` is the index of a pipeline stage. None: this rank's first.
+        Args:
+            stage: the index of a pipeline stage. None: this rank's first.
+            engine: the number of the engine in this context.
+            num_steps: for a stream that begins after so many steps. None: before the first.
         """
-        stage = self.stage_axis.rank if stage is None else stage
-        return RandomStream(derive_seed(self.config.seed, "activations", stage, self.batch_axis.rank), self.device)
+        place = [self.stage_axis.rank if stage is None else stage, self.batch_axis.rank]
+        later = [] if num_steps is None else [num_steps]
+        other = ["engine", engine] if engine else []
+        return RandomStream(derive_seed(self.config.seed, "activations", *place, *later, *other), self.device)
 
     def close(self) -> None:
         """Destroy the process groups of this context. Closing twice is harmless."""
@@ -213,7 +223,7 @@ class ParallelContext:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         failed = isinstance(error, Exception) and self.world_size > 1
         store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
-        key = f"paramp/failed/{self._serial}"
+        key = f"paramp/failed/{self.serial}"
         quiet = store is not None and error is not None and failed_after_another(store, key, error)
         quiet = self._stop_heartbeat(error) or quiet
         if quiet and error is not None:

@@ -53,7 +53,7 @@ def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
     try:
         return store.add(key, 1) > 1
     except RuntimeError:  # the process that hosted the store has ended
-        return _is_lost_connection(error)
+        return is_lost_connection(error)
 
 
 def wait_for_failures(store: Store, key: str, world_size: int) -> None:
@@ -66,7 +66,8 @@ def wait_for_failures(store: Store, key: str, world_size: int) -> None:
         return
 
 
-def _is_lost_connection(error: BaseException | None) -> bool:
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether ``error`` comes from a process group of which a rank is gone."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError) or (

@@ -13,11 +13,13 @@ from torch import nn
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
+from ..distributed.collectives import broadcast_
 from ..distributed.context import ParallelContext
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
+from .shared_failure import SharedFailure
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a microbatch's output and target to the 0-dim tensor at which its backward begins."""
@@ -29,6 +31,7 @@ class BatchRunner:
     Attributes:
         pipeline: None where there is one stage only.
         num_microbatches: how many parts each batch is split into.
+        failure: what fails in a batch on this rank.
     """
 
     def __init__(
@@ -46,20 +49,16 @@ class BatchRunner:
         self._stages = stages
         self._gradients = gradients
         self._compute = compute
+        self.failure = SharedFailure(context)
         self._context = context
 
-    @property
-    def failure(self) -> ValueError | None:
-        """What to raise after the criterion failed in the last batch of a pipeline, whose last stage went on."""
-        error = None if self.pipeline is None else self.pipeline.failure
-        if error is None:
-            return None
-        text = str(error)
-        if not isinstance(error, ValueError) or not text.startswith("criterion: "):
-            text = f"criterion: it failed on the last stage: {type(error).__name__}: {text}"
-        failure = ValueError(text)
-        failure.__cause__ = error
-        return failure
+    def begin(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Before a batch: check it, and record what is wrong; how many elements a microbatch's target has."""
+        try:
+            self.check(x, y)
+        except ValueError as error:
+            self.failure.record(error)
+        return y.numel() / self.num_microbatches if isinstance(y, torch.Tensor) else 1.0
 
     def check(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Check that a batch can be split into microbatches along dim 0.
@@ -87,16 +86,50 @@ class BatchRunner:
     ) -> None:
         """Run each microbatch forward, through ``loss`` on the last stage and, if asked, backward.
 
+        What fails is recorded in :attr:`failure`.
+
         Args:
             overlap: begin the reductions over data ranks beside the last backward.
         """
-        before_last_backward = self._gradients.begin_last_backward if overlap else lambda: None
-        with self._compute.enter():
+        overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
+        with self._taking_part(overlap) as before_last_backward, self._compute.enter():
+            self.check(x, y)
+            self._gradients.before_batch()
             if self.pipeline is None:
                 self._run_plain(x, y, loss, before_last_backward if backward else None)
             else:
                 self.pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
-            self._gradients.end_last_backward()
+
+    def run_backward(self, begin: Callable[[], torch.Tensor], *, overlap: bool) -> None:
+        """Run the backward of the 0-dim tensor that ``begin`` returns; otherwise as :meth:`run`."""
+        with self._taking_part(overlap) as before_last_backward, self._compute.enter():
+            value = begin()
+            before_last_backward()
+            value.backward()
+
+    @contextmanager
+    def _taking_part(self, overlap: bool) -> Iterator[Callable[[], None]]:
+        """Record what fails inside, and take part in the reductions over data ranks whatever happens.
+
+        Yields what is to be called before the last backward; with ``overlap`` it begins them.
+        """
+        self.failure.begin_batch()
+        begun = not overlap
+
+        def before_last_backward() -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._gradients.begin_last_backward()
+
+        try:
+            yield before_last_backward
+        except Exception as error:
+            if self.pipeline is not None and not self.pipeline.in_step:
+                raise
+            self.failure.record(error)
+            before_last_backward()
+        self._gradients.end_last_backward()
 
     def _run_plain(
         self, x: torch.Tensor, y: torch.Tensor, loss: LossFunction, before_last_backward: Callable[[], None] | None
@@ -133,25 +166,44 @@ class BatchRunner:
         (x,) = args
         self._check_divides(x.shape[0])
         with self._compute.enter():
-            output = self.pipeline.run(x, torch.zeros(x.shape[0]), no_loss, backward=False)
-        output = full_tensor(output)
+            output, failure = None, None
+            try:
+                output = self.pipeline.run(x, torch.zeros(x.shape[0]), no_loss, backward=False)
+            except Exception as error:
+                if not self.pipeline.in_step:
+                    raise
+                failure = error
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
+        self.failure.agree(failure, group)
+        output = full_tensor(output)
         description: list[Any] = [None if output is None else (output.shape, output.dtype)]
         dist.broadcast_object_list(description, group=group, group_src=last_rank)
         if output is None:
             shape, dtype = description[0]
             output = torch.empty(shape, dtype=dtype, device=self._context.device)
-        dist.broadcast(output, group=group, group_src=last_rank)
+        broadcast_(output, group, last_rank)
         return output
 
 
-def next_batch(data_iter: Iterator[Any]) -> tuple[Any, Any]:
-    """The next pair ``(data, label)`` of ``data_iter``.
+def next_batch(data_iter: Iterator[Any], failure: SharedFailure) -> tuple[Any, Any]:
+    """The next pair ``(data, label)`` of ``data_iter``. A collective of the world.
 
     Raises:
-        StopIteration: there is no further batch.
-        ValueError: ``data_iter`` is not an iterator, or does not yield pairs.
+        StopIteration: there is no further batch; on every rank.
+        ValueError: on every rank: one has no further batch, or its ``data_iter`` is no iterator or yields no pairs.
+        Exception: on every rank: what ``data_iter`` raised on one.
     """
+    batch, problem = None, None
+    try:
+        batch = _next_pair(data_iter)
+    except Exception as error:
+        problem = error
+    failure.agree(problem)
+    assert batch is not None
+    return batch
+
+
+def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
     if not hasattr(data_iter, "__next__"):
         raise ValueError(f"data_iter: got {type(data_iter).__name__}, expected an iterator, such as iter(loader)")
     batch = next(data_iter)

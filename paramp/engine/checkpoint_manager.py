@@ -27,7 +27,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint.atomic_dir import checkpoints_in, newest_whole, problems_together, remove, step_folder
+from ..checkpoint.atomic_dir import remove
+from ..checkpoint.open_checkpoint import problem_together
+from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder
 from .engine import Engine
 
 
@@ -35,7 +37,7 @@ from .engine import Engine
 class Checkpoints:
     """The checkpoints of one run: folders ``step-00000100`` and so on in one folder. Old ones are deleted."""
 
-    folder: Path
+    folder: str | Path
     every: int | None = None
     """Steps between checkpoints. None: :meth:`due` is never True."""
     keep_last: int = 3
@@ -52,13 +54,13 @@ class Checkpoints:
 
         When it is written, the checkpoints that are not kept are deleted.
         """
-        path = step_folder(self.folder, step)
+        path = step_folder(Path(self.folder), step)
         then = functools.partial(self._delete_old, step) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
 
     def _delete_old(self, saved: int) -> None:
-        before = [(step, path) for step, path in checkpoints_in(self.folder) if step <= saved]
+        before = [(step, path) for step, path in checkpoints_in(Path(self.folder)) if step <= saved]
         for step, path in before[self.keep_last :]:
             if self.keep_every is None or step % self.keep_every:
                 try:
@@ -67,7 +69,7 @@ class Checkpoints:
                     warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
 
-def find(resume: str | None, folder: Path | None, report: Callable[[str], None] = print) -> Path | None:
+def find(resume: str | Path | None, folder: str | Path | None, report: Callable[[str], None] = print) -> Path | None:
     """The checkpoint to resume from; the same on every rank. A collective.
 
     Args:
@@ -85,6 +87,7 @@ def find(resume: str | None, folder: Path | None, report: Callable[[str], None] 
     """
     group = dist.group.WORLD
     assert group is not None
+    folder = None if folder is None else Path(folder)
     if folder is not None:
         _check_writable(folder, group)
     if resume == "auto":
@@ -92,8 +95,8 @@ def find(resume: str | None, folder: Path | None, report: Callable[[str], None] 
             raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
         return _newest(folder, group, report)
     found = None if resume is None else Path(resume)
-    if found is not None and (damage := problems_together(found, group)):
-        raise CheckpointError(damage[0])
+    if found is not None and (damage := problem_together(found, group)):
+        raise CheckpointError(damage)
     if folder is not None and (later := _later_than(found, folder, group)):
         raise ConfigError(
             f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; continue from there "

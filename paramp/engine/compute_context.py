@@ -69,10 +69,13 @@ class ComputeContext:
         with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.sharded_loss():
             yield
 
-    def sharded_loss(self) -> AbstractContextManager[None]:
-        """The part of :meth:`enter` that a criterion of fp32 outputs needs: cross-entropy over a sharded vocabulary."""
+    def sharded_loss(self, *, smoothing: bool = False) -> AbstractContextManager[None]:
+        """The part of :meth:`enter` that a criterion of fp32 outputs needs: cross-entropy over a sharded vocabulary.
+
+        With ``smoothing`` it may smooth labels.
+        """
         if not self.sharded:
             return nullcontext()
         from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do without
 
-        return vocab_parallel_loss()
+        return vocab_parallel_loss(smoothing=smoothing)

@@ -125,8 +125,8 @@ def _run_again(engine: Diagnosed, scale: torch.Tensor) -> Tracer:
             for call in calls:
                 tracer.see_batch(call.x)
                 runner.run(call.x, call.y, loss, backward=True)
-                if runner.failure is not None:
-                    tracer.failure = str(runner.failure)
+                if (failure := runner.failure.take()) is not None:
+                    tracer.failure = str(failure)
     finally:
         engine.observers.remove(tracer)
     return tracer

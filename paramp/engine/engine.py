@@ -9,6 +9,7 @@ and the whole model (``state.full_state``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -23,7 +24,7 @@ from ..observe.replay import Window
 from ..observe.replica_check import Replicas
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.user_optimizer import StepGuard
+from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner, evaluation_mode, next_batch, no_loss
@@ -70,21 +71,18 @@ class Engine(Diagnosed):
         self._stages = stages
         self._params = params
         self._weights = weights
-        self._names = list(params.first_names)
         self._compute = ComputeContext.in_layout(context)
         self._criterion = CheckedCriterion(criterion, self._compute)
         self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
-        gradients, batches = StepGradients(weights.gradients, params.ties, overflow), Window(stages, device)
-        self._losses = LossWindow(self.scaler, self._runner, gradients, batches, context)
+        gradients = StepGradients(weights.gradients, params.ties, overflow, self._runner.failure)
+        self._losses = LossWindow(self.scaler, self._runner, gradients, Window(stages, device), context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
-        self._guard = StepGuard(  # after choose_step, which looks for hooks of the user's
-            optimizer,
-            "optimizer.step(): the optimizer belongs to an engine; call engine.step(), which first completes, "
-            "unscales and checks the gradients",
-        )
+        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
+        replace_zero_grad(optimizer, self._losses.drop)
         self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
+        context.num_engines += 1
 
     @overload
     def forward_backward(
@@ -107,15 +105,12 @@ class Engine(Diagnosed):
             the calls of this accumulation window so far.
 
         Raises:
-            ValueError: the batch does not divide into the microbatches, there is no criterion, or it failed; under a
-                pipeline on every rank, and the gradients of this window are to be dropped.
+            ValueError: the batch does not divide into the microbatches, or there is no criterion.
+            Exception: what model or criterion raised. A failure on one rank is raised on every rank, by this call or,
+                without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
         self._run(x, y, backward=True)
-        if return_loss:
-            return self._losses.mean()
-        if failure := self._runner.failure:
-            raise failure
-        return None
+        return self._losses.mean() if return_loss else None
 
     def _run(
         self,
@@ -130,7 +125,7 @@ class Engine(Diagnosed):
         losses = self._losses
         if backward or totals is not None:
             self._criterion.require()
-        self._runner.check(x, y)
+        count = self._runner.begin(x, y)
 
         def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             if seen is not None:
@@ -144,8 +139,9 @@ class Engine(Diagnosed):
             return value
 
         if backward:
-            losses.begin_backward(y.numel() / self._runner.num_microbatches, (x, y))
-        self._runner.run(x, y, loss, backward=backward, overlap=backward and losses.in_last_call)
+            losses.begin_backward(count, (x, y))
+        with losses.failing() if backward else nullcontext():
+            self._runner.run(x, y, loss, backward=backward, overlap=backward and losses.in_last_call)
 
     def execute_schedule(
         self,
@@ -169,15 +165,17 @@ class Engine(Diagnosed):
 
         Raises:
             StopIteration: there is no further batch.
-            ValueError: as :meth:`forward_backward`; or ``data_iter`` is no iterator or yields no pairs.
+            Exception: as :meth:`forward_backward`; or what ``data_iter`` raised on a rank, on every rank.
         """
-        x, y = next_batch(data_iter)
+        x, y = next_batch(data_iter, self._runner.failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = self._losses.no_losses() if forward_only and return_loss else None
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
             self._run(x, y, backward=not forward_only, totals=totals, seen=seen)
+        if not return_loss:
+            self._runner.failure.agree(self._runner.failure.take())
         mean = self._losses.mean(totals) if return_loss else None
         if not seen:
             return None, None, mean
@@ -191,33 +189,32 @@ class Engine(Diagnosed):
         takes; in evaluation it is gathered.
         """
         if self._runner.pipeline is None:
-            with self.context.phase("forward"), self._compute.enter():
+            self._weights.put_back()
+            failing = self._losses.failing(incomplete=False) if self.module.training else nullcontext()
+            with failing, self.context.phase("forward"), self._compute.enter():
                 output = self._stages(*args, **kwargs)
-            return output if self._stages.training else tree_map(full_tensor, output)
-        if self._stages.training:
+            return output if self.module.training else tree_map(full_tensor, output)
+        if self.module.training:
             raise RuntimeError(
                 "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "
                 "interleave; call engine.forward_backward(x, y), or engine.eval() first to look at outputs"
             )
         return self._runner.pipelined_output(*args, **kwargs)
 
-    def criterion(self, output: torch.Tensor, target: torch.Tensor) -> Loss:
-        """The criterion given to ``initialize``, of this rank's output and target; not reduced over ranks.
+    def criterion(self, *args: Any, **kwargs: Any) -> Loss:
+        """The criterion given to ``initialize``, of this rank's output and whatever else it takes; not reduced.
 
         Raises:
             ValueError: ``initialize`` got none, or it returned neither one element nor two.
         """
-        return self._criterion(output, target)
+        with self._losses.failing(incomplete=False):
+            return self._criterion(*args, **kwargs)
 
     def backward(self, loss: Loss) -> torch.Tensor:
         """Run the backward of ``loss``, as :meth:`criterion` returned it; the true loss as :meth:`forward_backward`."""
         self._losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
-        scaled = self._losses.scaled(loss)
-        if self._losses.in_last_call:
-            self._weights.gradients.begin_last_backward()
-        with self.context.phase("backward"), self._compute.enter():
-            scaled.backward()
-        self._weights.gradients.end_last_backward()
+        with self.context.phase("backward"), self._losses.failing():
+            self._runner.run_backward(lambda: self._losses.scaled(loss), overlap=self._losses.in_last_call)
         return self._losses.mean()
 
     @torch.no_grad()
@@ -236,6 +233,7 @@ class Engine(Diagnosed):
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
 
         Raises:
+            RuntimeError: there was no backward since the last call.
             ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
             TrainingDiverged: too many steps in a row were skipped (``max_skipped_in_a_row``); on every rank.
         """
@@ -246,15 +244,16 @@ class Engine(Diagnosed):
         for prepare in self.before_step:
             prepare()
         found_inf = self._losses.gradients.complete()
-        losses = self._losses.counted(self._losses.totals)
+        losses, names = self._losses, self._params.first_names
         decision = decide_step(
-            found_inf, scale, self._weights.gradients, losses, self._losses.size, self._names, self.context
+            found_inf, scale, self._weights.gradients, losses.findings(), losses.size, names, self.context
         )
+        self._runner.failure.publish(decision.num_failed)
         with self._guard:
-            self._update(decision.divisor, decision.overflow.float(), decision.absent)
+            self._update(decision.divisor, decision.skip.float(), decision.absent)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
-        self.scaler.update_from_flag(decision.overflow)
-        self._counters.add(decision.overflow, self.scaler.at_floor())
+        self.scaler.update_from_flag(decision.overflow, ~decision.skip)
+        self._counters.add(decision.skip, decision.overflow, self.scaler.at_floor())
         result = StepResult(decision.values, with_zeros=self.precision.log_num_zeros)
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != result.loss_scale:
             print(f"paramp: the loss scale goes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
@@ -264,7 +263,7 @@ class Engine(Diagnosed):
         return result
 
     def zero_grad(self) -> None:
-        """Make all gradients zero; within an accumulation window this changes nothing, so a plain loop accumulates."""
+        """Make all gradients zero. Within an accumulation window only if a batch failed: plain loops accumulate."""
         self._losses.drop()
 
     def train(self, mode: bool = True) -> Engine:
@@ -312,8 +311,8 @@ class Engine(Diagnosed):
             then: called on every rank when it is written; from another thread without ``wait``.
 
         Raises:
-            CheckpointError: on every rank: something cannot be saved or written, or gradients are being accumulated;
-                without ``wait`` by the next call.
+            CheckpointError: on every rank: something cannot be saved or written, ``then`` failed, or gradients are
+                being accumulated; without ``wait`` by the next call.
         """
         self._state.save(path, wait=wait, then=then)
 

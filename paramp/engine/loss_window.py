@@ -9,14 +9,16 @@ count: gradient = sum of gradients / sum of counts, whatever the counts of the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
@@ -26,7 +28,7 @@ from .step_decision import StepGradients
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
-Criterion = Callable[[torch.Tensor, torch.Tensor], Loss]
+Criterion = Callable[..., Loss]
 
 
 class CheckedCriterion:
@@ -42,15 +44,18 @@ class CheckedCriterion:
             raise ValueError("criterion: initialize got none; pass one as its third argument")
         return self._criterion
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> Loss:
+    def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
+
+        Tensors in ``args`` and ``kwargs`` are moved to the device.
 
         Raises:
             ValueError: there is no criterion, or it returned neither one element nor two.
         """
         criterion = self.require()
-        with self._compute.sharded_loss():
-            loss = criterion(output, target.to(self._compute.device))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._compute.device), (args, kwargs))
+        with self._compute.sharded_loss(smoothing=True):
+            loss = criterion(*args, **kwargs)
         parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
         if len(parts) == 2:
             parts[1] = torch.as_tensor(parts[1])  # a count may be a number of Python's
@@ -68,11 +73,12 @@ class LossWindow:
 
     Attributes:
         size: microbatches in a window, over all data ranks.
-        totals: 1-dim float64, on the device: the sum of the losses, of their weights, and of those weights that are
-            counts. A mean over a microbatch has weight 1.
+        totals: 1-dim float64, on the device: the sum of the losses, of their weights, of those weights that are counts,
+            and the number of losses. A mean over a microbatch has weight 1.
         count_unit: sums and counts are divided by it. None before the first backward.
         gradients: those of the window's losses.
         batches: those of the window, to find out why its step was skipped.
+        failed: a batch of it failed, so that :meth:`drop` drops it.
     """
 
     def __init__(
@@ -86,10 +92,14 @@ class LossWindow:
         self._accumulation = context.config.gradient_accumulation
         self._scaler = scaler
         self._runner = runner
+        self._failure = runner.failure
         self._context = context
         self._device = context.device
         self._num_calls = 0  # of step() in this window
         self._ended = False  # by the last call of step(): the gradients are those of a past step
+        self._has_backward = False  # since the last call of step()
+        self.failed = False
+        self._incomplete = False  # the failed batch left a part of its gradients
         self.gradients, self.batches = gradients, batches
         self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
@@ -97,7 +107,7 @@ class LossWindow:
 
     def no_losses(self) -> torch.Tensor:
         """What :attr:`totals` begins as; for losses that do not belong to the window."""
-        return torch.zeros(3, dtype=torch.float64, device=self._device)
+        return torch.zeros(4, dtype=torch.float64, device=self._device)
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -106,8 +116,11 @@ class LossWindow:
 
         ``count`` is how many elements a microbatch's target has; ``batch`` is None if it is not known.
         """
-        if self._ended:
+        if self._num_calls:
+            self._check_complete()
+        if self._ended or self._incomplete:
             self.drop()
+        self._has_backward = True
         self.batches.add(batch)
         self.gradients.begin()
         if self.count_unit is None:
@@ -122,7 +135,20 @@ class LossWindow:
         return self._num_calls == self._accumulation - 1
 
     def end_call(self, scale: torch.Tensor) -> bool:
-        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim)."""
+        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim).
+
+        Raises:
+            RuntimeError: there was no backward since the last call, or a batch failed, and it was not dropped.
+        """
+        with self.failing():
+            self._failure.check()
+        self._check_complete()
+        if not self._has_backward:
+            raise RuntimeError(
+                "step(): no backward since the last step, so there are no gradients to step with; call "
+                "engine.forward_backward(x, y), or engine.backward(loss) in place of loss.backward(), before each step"
+            )
+        self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
             return False
@@ -131,17 +157,34 @@ class LossWindow:
         return True
 
     def drop(self) -> None:
-        """Drop losses and gradients, but not those of an unfinished window, which a plain loop accumulates."""
-        if self._num_calls == 0:
+        """Drop losses and gradients; those of an unfinished window, which a plain loop accumulates, if it failed."""
+        if self._num_calls == 0 or self.failed:
             self.gradients.drop()
             self.totals.zero_()
             self.batches.drop()
-            self._ended = False
+            self._num_calls = 0
+            self._ended = self._has_backward = self.failed = self._incomplete = False
 
     def restart(self) -> None:
         """Drop losses and gradients, those of an unfinished window too."""
         self._num_calls = 0
         self.drop()
+
+    @contextmanager
+    def failing(self, *, incomplete: bool = True) -> Iterator[None]:
+        """Note that the window has failed, if what is inside fails; ``incomplete``: with a part of its gradients."""
+        try:
+            yield
+        except Exception:
+            self.failed, self._incomplete = True, self._incomplete or incomplete
+            raise
+
+    def _check_complete(self) -> None:
+        if self._incomplete:
+            raise RuntimeError(
+                "a batch of this step has failed and left a part of its gradients; call engine.zero_grad(), which "
+                "drops them, those of the whole accumulation window, and begin the window again"
+            )
 
     def check_ended(self) -> None:
         """Raise a CheckpointError if gradients wait for a step."""
@@ -174,26 +217,28 @@ class LossWindow:
         """What of ``loss`` is differentiated, 0-dim, and what it adds to totals. Sums and counts are over the unit."""
         if not isinstance(loss, tuple):
             one = torch.ones((), dtype=torch.float64, device=self._device)
-            return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one)])
+            return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one), one])
         unit = self.count_unit or 1.0
         value, count = loss[0] / unit, loss[1].detach().double().to(self._device) / unit
-        return value, torch.stack([value.detach().double(), count, count])
+        return value, torch.stack([value.detach().double(), count, count, torch.ones_like(count)])
 
-    def counted(self, totals: torch.Tensor) -> torch.Tensor:
-        """``totals`` on the one rank of each model group whose losses count; zeros on the others."""
-        return totals if self._context.counts_loss else torch.zeros_like(totals)
+    def findings(self, totals: torch.Tensor | None = None) -> torch.Tensor:
+        """What all ranks add up, 1-dim float64: ``totals`` (None: the window's) and whether this rank has failed.
+
+        The totals are zeros but on the one rank of each model group whose losses count.
+        """
+        totals = self.totals if totals is None else totals
+        counted = totals if self._context.counts_loss else torch.zeros_like(totals)
+        return torch.cat([counted, self._failure.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
         """The mean loss in ``totals`` of all ranks, 0-dim float32; by default that of the window so far.
 
         Raises:
-            ValueError: the criterion failed on the last stage of a pipeline; on every rank.
+            Exception: a batch failed on a rank; on every rank (:mod:`paramp.engine.shared_failure`).
         """
-        failure = self._runner.failure
-        totals = self.totals if totals is None else totals
-        summed = torch.cat([self.counted(totals), totals.new_full((1,), float(failure is not None))])
+        summed = self.findings(totals)
         dist.all_reduce(summed)
-        if self._runner.pipeline is not None and summed[3]:
-            messages = gather_objects(failure and str(failure))
-            raise ValueError(next(filter(None, messages))) from (failure and failure.__cause__)
+        with self.failing() if totals is None else nullcontext():
+            self._failure.publish(summed[4], wait=self._runner.pipeline is not None)
         return (summed[0] / summed[1]).float()

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.errors import ConfigError
 from .engine import Engine
 
+HAS_STEPPED = "engine_has_stepped"
+
 
 class Scheduler:
     """A learning-rate scheduler whose ``step()`` advances only if the engine has stepped since the last call.
@@ -42,11 +44,19 @@ class Scheduler:
             self._seen = steps
             self._scheduler.step(*args, **kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped scheduler, and ``engine_has_stepped``: since the last call of :meth:`step`."""
+        self._advance()
+        return self._scheduler.state_dict() | {HAS_STEPPED: self._engine.num_steps > self._seen}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict()`` of the wrapped scheduler, at the engine's present step."""
+        """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's present step."""
         self._due = None
-        self._seen = self._engine.num_steps
-        self._scheduler.load_state_dict(state_dict)
+        has_stepped = bool(state_dict.get(HAS_STEPPED))
+        self._seen = self._engine.num_steps - has_stepped
+        if has_stepped:  # in a process that has ended, perhaps: torch's schedulers warn where no step came before
+            self._engine.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != HAS_STEPPED})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # a copy being made has no attributes yet

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import named_tensors
+from ..base.module_surgery import named_tensors, without_overlap
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -109,8 +109,12 @@ def read_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Pa
 
 
 def _check_same_model(model: nn.Module) -> None:
-    """Check that every rank has built the same parameters; else raise, on every rank, with the first difference."""
-    own = [(name, tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()]
+    """Check that every rank has built the same parameters and buffers; else raise, on every rank, with the first that
+    differs: the values of one rank are written into the memory of others."""
+    own = [
+        (name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else []))
+        for name, value in named_tensors(model)
+    ]
     # In a world of thousands it takes seconds to read the lists of all ranks: only if their digests differ.
     digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -118,7 +122,7 @@ def _check_same_model(model: nn.Module) -> None:
     models = gather_objects(own)
     for rank, theirs in enumerate(models):
         if theirs != models[0]:
-            pairs = itertools.zip_longest(models[0], theirs, fillvalue="no parameter")
+            pairs = itertools.zip_longest(models[0], theirs, fillvalue="nothing more")
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ConfigError(f"model: rank 0 has {first}, where rank {rank} has {other}; build the same on every rank")
 
@@ -196,7 +200,16 @@ def shard(
     Every rank that has a replica gets the values of the first such rank, whatever it was built with.
     """
     precision, module = context.config.precision, stages.module
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))
+    placed: dict[torch.Tensor, torch.Tensor] = {}
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in placed:  # by another name of it
+            moved = tensor if tensor.is_meta else tensor.to(context.device)
+            # A DTensor takes over the strides of the whole parameter, which its local part does not have.
+            placed[tensor] = moved.contiguous() if isinstance(tensor, nn.Parameter) else without_overlap(moved)
+        return placed[tensor]
+
+    module._apply(place)
     broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
     whole = outline(module)  # with the layers' own classes, which know how they are filled
     module = to_float8(module)
@@ -240,10 +253,11 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
     """This rank's modules as stages that compute in the mode's precision, with random streams of their own."""
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
+    stream = functools.partial(context.activation_stream, engine=context.num_engines)
     return Stages(
         stages,
         [
-            stage(part, is_first=index == 0, is_last=index == last, random=context.activation_stream(index))
+            stage(part, is_first=index == 0, is_last=index == last, random=stream(index))
             for index, part in zip(context.local_stages, stages.parts, strict=True)
         ],
     )

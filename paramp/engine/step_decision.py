@@ -6,7 +6,7 @@ that follows from it stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_gradients import FlatGradients
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.param_buffer import FlatParam
+from .shared_failure import SharedFailure
 
 
 class StepGradients:
@@ -24,10 +25,13 @@ class StepGradients:
     ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
     """
 
-    def __init__(self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor) -> None:
+    def __init__(
+        self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
+    ) -> None:
         self._gradients = gradients
         self._ties = ties
         self._overflow = overflow
+        self._failure = failure
 
     def begin(self) -> None:
         self._gradients.begin_window()
@@ -35,11 +39,17 @@ class StepGradients:
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
 
+        What a step would not take is a failure of this rank.
+
         Returns this rank's flag, 0-dim float32: 1 if a gradient was not finite that was then sharded, or cast to
         float8, so that the finite check cannot find it any more.
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
+        try:
+            self._gradients.check()
+        except RuntimeError as error:
+            self._failure.record(error)
         self._gradients.collect(found_inf)
         self._gradients.reduce()
         return found_inf
@@ -58,6 +68,10 @@ class StepDecision:
 
     overflow: torch.Tensor
     """0-dim bool: a gradient is not finite on some rank, so the step is skipped on all."""
+    skip: torch.Tensor
+    """0-dim bool: the step is skipped on all ranks, for an overflow or because nothing was counted or a rank failed."""
+    num_failed: torch.Tensor
+    """0-dim float64: ranks on which a batch failed."""
     divisor: torch.Tensor
     """0-dim float64: the gradients are divided by it: unscaled, averaged and clipped in one."""
     absent: list[FlatParam]
@@ -72,7 +86,7 @@ def decide_step(
     gradients: FlatGradients,
     losses: torch.Tensor,
     window_size: int,
-    names: Sequence[str],
+    first_names: Mapping[str, str],
     context: ParallelContext,
 ) -> StepDecision:
     """Decide with all ranks on the step that ``gradients`` are for; a collective of the world.
@@ -80,20 +94,21 @@ def decide_step(
     Args:
         found_inf: 0-dim float32, what :meth:`StepGradients.complete` returned.
         scale: 0-dim float32, the loss scale that the gradients carry.
-        losses: 1-dim float64, of the losses that count on this rank: their sum, the sum of their weights, and of those
-            weights that are counts.
+        losses: 1-dim float64, what :meth:`~paramp.engine.loss_window.LossWindow.findings` returned.
         window_size: microbatches in the accumulation window, over all data ranks.
-        names: of all parameters of the whole model.
+        first_names: for each name of a parameter in the whole model its first one there.
     """
-    # Ranks differ in which parameters have gradients only where they have parts of the batch.
-    differ = context.batch_axis.size > 1
-    presence = [gradients.presence(names)] if differ else []
+    # Ranks may differ in which parameters have gradients where they have parts of the batch or of the model.
+    differ = context.batch_axis.size * context.stage_axis.size > 1
+    presence = [gradients.presence(first_names)] if differ else []
     control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
     if context.world_size > 1:
         dist.all_reduce(control)
-    found_any, squares, zeros, loss, weight, count = control[:6].unbind()
+    found_any, squares, zeros, loss, weight, count, num_losses, num_failed = control[:8].unbind()
     scale = scale.double()
     overflow = (found_any > 0) | ~squares.isfinite()
+    uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0: there is no mean to step with
+    skip = overflow | uncounted | (num_failed > 0)
     # Means were divided by their number beforehand; sums are divided by their counts only here.
     factor = torch.where(count > 0, window_size / count, 1.0)
     norm = squares.sqrt() / scale * factor
@@ -101,9 +116,11 @@ def decide_step(
         factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
     return StepDecision(
         overflow,
+        skip,
+        num_failed,
         divisor=scale / torch.where(overflow, 1.0, factor),
-        absent=_absent(gradients, names, control[6:] if differ else None),
-        values=torch.stack([scale, overflow.double(), norm, zeros, loss / weight]),
+        absent=_absent(gradients, first_names, control[8:] if differ else None),
+        values=torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight]),
     )
 
 
@@ -115,13 +132,15 @@ def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: 
     return torch.stack([found_inf.double(), norm_power(*gradients.for_norm(), 2.0, context.device), zeros])
 
 
-def _absent(gradients: FlatGradients, names: Sequence[str], num_present: torch.Tensor | None) -> list[FlatParam]:
+def _absent(
+    gradients: FlatGradients, first_names: Mapping[str, str], num_present: torch.Tensor | None
+) -> list[FlatParam]:
     """The parameters for which no rank has a gradient.
 
-    ``num_present``, 1-dim float64, is how many ranks have one for each of ``names``; None where all have the same.
+    ``num_present``, 1-dim float64, is how many ranks have one for each parameter; None where all have the same.
     """
     absent = gradients.absent()
     if not absent or num_present is None:  # the host waits for the numbers only where they matter
         return absent
-    present = dict(zip(names, num_present.tolist(), strict=True))
-    return [param for param in absent if not present[param.name]]
+    present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
+    return [param for param in absent if not present[first_names[param.name]]]

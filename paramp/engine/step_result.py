@@ -18,8 +18,11 @@ class StepResult:
     def __init__(
         self, values: torch.Tensor | Sequence[float | None], *, stepping: bool = True, with_zeros: bool = False
     ) -> None:
-        """``values``: the loss scale and, at the end of a window, overflow (0 or 1), gradient norm, number of zeros and
-        loss; 1-dim float64, or numbers, None for what is not known. ``stepping`` is False while gradients accumulate.
+        """``stepping`` is False while gradients accumulate.
+
+        ``values``: the loss scale and, at the end of a window, 0 for a step that was made, 1 for an overflow or 2 for
+        another reason to skip it, gradient norm, number of zeros and loss; 1-dim float64, or numbers, None for what is
+        not known.
         """
         self._values: torch.Tensor | Sequence[float | None] = values
         self._stepping = stepping
@@ -32,13 +35,13 @@ class StepResult:
 
     @property
     def stepped(self) -> bool:
-        """The weights changed."""
-        return self._stepping and not self.overflow
+        """The weights changed. Not while gradients accumulate, after an overflow, or if all counts were 0."""
+        return self._stepping and not self._read(1)
 
     @property
     def overflow(self) -> bool:
         """A gradient was not finite somewhere, so the step was skipped everywhere."""
-        return self._stepping and bool(self._read(1))
+        return self._stepping and self._read(1) == 1
 
     @property
     def loss_scale(self) -> float:
@@ -80,10 +83,10 @@ class StepCounters:
         self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def add(self, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
-        """Count a step: whether it was skipped, and whether the loss scale is at its floor now; 0-dim bool."""
+    def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
+        """Count a step: whether it was skipped, for an overflow, and the loss scale is at its floor now; 0-dim bool."""
         self._counts[2:].mul_(overflow)
-        self._counts += torch.stack([~overflow, overflow, overflow, overflow & at_floor])
+        self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor])
         self._publish()
 
     def load(self, counts: Sequence[int]) -> None:

@@ -25,9 +25,9 @@ import torch
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint.async_save import Saver
-from ..checkpoint.atomic_dir import problems_together
 from ..checkpoint.chunks import Chunk
-from ..checkpoint.header import MODEL, Header, read_header
+from ..checkpoint.header import MODEL, Header
+from ..checkpoint.open_checkpoint import open_together
 from ..config.schema import flatten
 from ..distributed.collectives import gather_objects
 from ..optim.fused_step import FusedStep, Step
@@ -96,22 +96,23 @@ class TrainingState:
         with self._context.phase("checkpoint"):
             self._saver.finish()
             group = self._saver.group
-            damage = problems_together(path, group) if check else []
-            if damage:
-                raise CheckpointError(damage[0])
-            header = self._by_first_names(read_header(path))
-            fill = functools.partial(read, path, header=header, group=group)
-            everything = not weights_only and not header.only_weights
-            self._model.check(header)
-            if everything:
-                self._optimizer.check(header)
-            self._model.load(fill, header)
-            if everything:
-                self._optimizer.load(fill, header, begins_at_zero=isinstance(self._update, FusedStep))
-                self._update.state_loaded()
-                self._load_values(header.values)
-                self._random.load(fill, header, self._counters.read()[0])
-            self._losses.restart()
+            with open_together(path, group, check=check) as checkpoint:
+                header = self._by_first_names(checkpoint.header)
+                fill = functools.partial(read, checkpoint, header=header, group=group)
+                self._load(fill, header, everything=not weights_only and not header.only_weights)
+
+    def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
+        """``fill`` fills chunks from the checkpoint; not ``everything``: the weights alone."""
+        self._model.check(header)
+        if everything:
+            self._optimizer.check(header)
+        self._model.load(fill, header)
+        if everything:
+            self._optimizer.load(fill, header, begins_at_zero=isinstance(self._update, FusedStep))
+            self._update.state_loaded()
+            self._load_values(header.values)
+            self._random.load(fill, header, self._counters.read()[0])
+        self._losses.restart()
 
     def _contents(self) -> tuple[list[Chunk], dict[str, Any]]:
         """The chunks that this rank holds, and the values that are equal on all ranks."""

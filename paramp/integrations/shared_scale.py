@@ -23,6 +23,14 @@ def device_types(models: Collection[nn.Module]) -> list[str]:
     return sorted(found or {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}, reverse=True)
 
 
+class _FiniteCheck(DistributedGradScaler):
+    """For modes that do not scale, where stock Fabric steps an optimizer without gradients too."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        found_inf = args[2]
+        return super()._unscale_grads_(*args) or {found_inf.device: found_inf}
+
+
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
@@ -37,16 +45,17 @@ class SharedScale:
         self._scaler: DistributedGradScaler | None = None
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also before their step
-        self.num_skipped = torch.zeros((), dtype=torch.int64)
-        """Steps skipped so far, on the CPU."""
+        self.num_skipped = 0
+        """Steps skipped so far."""
 
     @property
     def scaler(self) -> DistributedGradScaler:
         """Made at the first use, when the models' device is known. In modes that do not scale, its scale stays 1."""
         if self._scaler is None:
+            kind = _FiniteCheck if self._mode.scaling is None else DistributedGradScaler
             scaling = self._mode.scaling or LossScaling.static(1.0)
             device = torch.device(device_types(self._models)[0])
-            self._scaler = DistributedGradScaler(device, **asdict(scaling), group=self._group)
+            self._scaler = kind(device, **asdict(scaling), group=self._group)
         return self._scaler
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
@@ -55,8 +64,7 @@ class SharedScale:
             self.update()
         result = self.scaler.step(optimizer, **kwargs)
         self._stepped[id(optimizer)] = self._unscaled[id(optimizer)] = optimizer
-        flags = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        self.num_skipped = self.num_skipped + sum(flag.to(torch.int64).cpu() for flag in flags)
+        self.num_skipped += self.scaler.has_overflowed(optimizer)
         return result
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import ranks_along, replicated_axes
-from ..distributed.collectives import all_gather_shards, gather_objects
+from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
 from ..distributed.context import ROLES, ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
@@ -272,20 +272,16 @@ class Replicas:
         # Stages may have tied parameters in different orders; sorting makes the order of broadcasts equal.
         for part in sorted(self._parts, key=lambda part: part.column):
             if (stage, part.name) in affected:
-                for tensor in filter(torch.Tensor.numel, part.tensors()):
+                for tensor in part.tensors():
                     self._copy_from_lowest(tensor, part)
         self._weights.write_back()
 
     def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
         """Broadcast along each axis in turn, from its first rank."""
-        whole = tensor.contiguous()
-        bits = whole.view(-1).view(torch.uint8)  # gloo and NCCL do not support the int16 of remainders
         for name in part.group.axes:
             tied = part.tie is not None and name in ROLES["stage"]
             group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
-            dist.broadcast(bits, group=group, group_src=0)
-        if whole is not tensor:
-            tensor.copy_(whole)
+            broadcast_(tensor, group)
 
 
 def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:

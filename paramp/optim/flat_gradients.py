@@ -8,7 +8,7 @@ that the user replaced) is copied there once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -57,6 +57,8 @@ class FlatGradients:
         self._tied = tied
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called before the forward of each batch."""
         self._allocated = False
         self._absent: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
@@ -113,8 +115,13 @@ class FlatGradients:
                 param.local_gradient.copy_(local(given).to_dense())
             param.parameter.grad = param.gradient
 
-    def _check_in_place(self) -> None:
-        """Raise a RuntimeError for parameters and gradients that were moved out of their buffers."""
+    def check(self) -> None:
+        """Raise a RuntimeError for gradients that a step would not take.
+
+        A parameter that was frozen has one, or a parameter or gradient was moved out of its buffer.
+        """
+        check_frozen(self._frozen)
+        self.begin_window()
         for param, buffer in self._buffer_of.items():
             for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
                 if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
@@ -131,14 +138,8 @@ class FlatGradients:
         Args:
             found_inf: 0-dim float32; set to 1 if an element is not finite that this rank drops here. Those that it
                 keeps are checked by the norm.
-
-        Raises:
-            RuntimeError: a parameter that was frozen has a gradient, or a parameter or gradient was moved out of its
-                buffer.
         """
-        check_frozen(self._frozen)
         self.begin_window()
-        self._check_in_place()
         one = torch.ones_like(found_inf)
         if self._overlapped is not None:
             # Written after a buffer was reduced: outside this rank's own part nothing else would see it.
@@ -158,20 +159,22 @@ class FlatGradients:
         for param in outside:
             if param.parameter.grad is not None or param.parameter in self._tied:
                 param.parameter.grad = param.gradient
-        self._absent = [
-            param for param in self._params if param.parameter not in self._tied and param.version == param.seen
-        ]
+        self._absent = [param for param in self._params if param.version == param.seen]
 
     def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""
         return self._absent
 
-    def presence(self, names: Iterable[str]) -> torch.Tensor:
-        """1 for each of ``names`` that is a parameter with a gradient on this rank, else 0; 1-dim float64."""
+    def presence(self, first_names: Mapping[str, str]) -> torch.Tensor:
+        """1 for each parameter of the whole model that has a gradient on this rank, else 0; 1-dim float64.
+
+        ``first_names``: for each name in the whole model the first one of the same parameter. Copies of a tied one have
+        different names.
+        """
         key = tuple(param.name for param in self._absent)
         if self._presence is None or self._presence[0] != key:  # kept: each copy to a GPU would wait for it
-            have = {param.name for param in self._params}.difference(key)
-            values = torch.tensor([float(name in have) for name in names], dtype=torch.float64)
+            have = {first_names[param.name] for param in self._params if param.name not in set(key)}
+            values = torch.tensor([float(name in have) for name in dict.fromkeys(first_names.values())]).double()
             self._presence = key, values.to(self._context.device)
         return self._presence[1]
 

@@ -32,6 +32,7 @@ from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, install_follower, trained_and_frozen
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
+from .replaced_parameters import ModelParameters
 from .zero import gather_weights
 
 NO_GROUP = -1
@@ -44,8 +45,8 @@ class FlatWeights:
     Attributes:
         params: one for each parameter, in the model's order.
         names, parameters: the model's own, under the whole model's names.
-        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional: the
-            part of a parameter that this rank steps, None where it has no part of it.
+        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional
+            (without dims where the parameter is): the part that this rank steps, None where it has no part of it.
         buffers: where they lie.
         gradients: theirs, from the backward to the step.
         step_ranges: what of the buffers is stepped alike.
@@ -92,8 +93,10 @@ class FlatWeights:
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
         self._param_of = {param.parameter: param for param in self.params}
         self.step_ranges = StepRanges(self.buffers)
+        self._model_parameters = ModelParameters(module)
         tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
+        self.gradients.before_batch = self.put_back
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +130,7 @@ class FlatWeights:
         It shares storage with what is stepped, but for masters that are stored as remainders, which are joined anew.
         """
         buffer = self._buffer_of[param]
-        return buffer.masters.exact(buffer.own_range(param))
+        return buffer.masters.read(buffer.own_range(param))
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
@@ -152,6 +155,14 @@ class FlatWeights:
             if param is not None:
                 buffer = self._buffer_of[param]
                 buffer.masters.follow(buffer.own_range(param))
+
+    def put_back(self) -> None:
+        """Take the values of parameters that were put in place of the model's own, and put these back.
+
+        Raises:
+            RuntimeError: they do not agree in shape, dtype or placements, or untie what is tied.
+        """
+        self.follow_weights(self._model_parameters.put_back())
 
     @torch.no_grad()
     def full_precision(self) -> dict[str, torch.Tensor]:
@@ -207,7 +218,10 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
     if buffer.num_parts > 1:
-        return None if param.own[0] == param.own[1] else nn.Parameter(masters.stepped[own])
+        if param.own[0] == param.own[1]:
+            return None
+        # What a weight without dims has in an optimizer's state is without dims too, also in its checkpoints.
+        return nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
     if masters.stepped is not masters.weights:
         return nn.Parameter(buffer.view(masters.stepped, param))
     # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.

@@ -301,11 +301,19 @@ class PlainStep:
                 stepped.grad = None
             elif stepped is not param.parameter:
                 stepped.grad = gradient
+        self._follow_changes()
         self._optimizer.step()
         for param, stepped, _ in self._weights.pairs():
             if stepped is not param.parameter:
                 stepped.grad = None
         self._weights.write_back()
+
+    def _follow_changes(self) -> None:
+        """Let masters follow weights that were changed in place, block by block."""
+        size = CACHE_BLOCK[self._weights.device.type]
+        for buffer in self._weights.buffers:
+            for start in range(0, buffer.own_size, size):
+                buffer.masters.read(slice(start, start + size))
 
     def state_loaded(self) -> None:
         """Nothing follows from the state."""

@@ -9,6 +9,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,15 @@ import torch.distributed as dist
 from ..base.dtensor import local
 from ..base.errors import require
 from ..distributed.axes import num_replicas
+from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, current_context
-from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients
+from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable
 
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
@@ -38,7 +40,8 @@ def clip_grad_norm_(
     Args:
         parameters: this rank's parameters; those without a gradient are passed over.
         max_norm: the largest norm allowed, above 0.
-        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude.
+        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude. A string that ``float()`` takes,
+            such as ``"inf"``, counts as that number.
         error_if_nonfinite: raise, on every rank, if the norm is not finite.
         foreach: accepted for torch's signature; the grouped path is always taken.
         context: None: the current one.
@@ -47,19 +50,18 @@ def clip_grad_norm_(
         The norm before clipping, 0-dim, float32 (float64 for float64 gradients), equal on every rank.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` not above 0; plain parameters in a world of several ranks and no
-            context; sparse gradients.
+        ValueError: ``max_norm`` or ``norm_type`` not above 0; on every rank, if one has plain parameters in a world of
+            several ranks and no context, or a sparse gradient.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
-    require(max_norm > 0, "max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
-    require(norm_type > 0, "norm_type", norm_type, "a number above 0, or math.inf")
+    max_norm = positive("max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
+    norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
     context = context or current_context()
     owned = _with_complete_gradients(parameters, context)
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
     wide = any(gradient.dtype is torch.float64 for gradient in gradients)
-    norm_weights = [norm_weight(parameter, context) for parameter in owned]
-    total = total_norm(gradients, norm_weights, norm_type, device).to(torch.float64 if wide else torch.float32)
+    total = _agreed_norm(owned, gradients, norm_type, device, context).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped; "
@@ -81,9 +83,50 @@ def _with_complete_gradients(
     align_gradients(given)
     if context is not None:
         sum_tied_gradients(context, given)
-    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in given):
-        raise ValueError("a sparse gradient has no norm here; call .to_dense() on it first")
-    return [parameter for parameter in given if parameter.grad is not None]
+    owned = [parameter for parameter in given if parameter.grad is not None]
+    for parameter in owned:
+        gradient = writable(cast(torch.Tensor, parameter.grad))
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+    return owned
+
+
+def _agreed_norm(
+    owned: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    device: torch.device,
+    context: ParallelContext | None,
+) -> torch.Tensor:
+    """:func:`total_norm` of the local ``gradients`` of ``owned``; a ValueError on every rank if it is one on any."""
+    problem, part = None, torch.zeros((), dtype=torch.float64, device=device)
+    try:
+        for gradient in gradients:
+            if gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"a gradient of the shape {tuple(gradient.shape)} is sparse, which has no norm here; call "
+                    ".to_dense() on it first"
+                )
+        norm_weights = [norm_weight(parameter, context) for parameter in owned]
+        part = norm_power(gradients, norm_weights, norm_type, device)
+    except ValueError as error:
+        problem = error
+    total, num_problems = _reduce(part, norm_type, failed=problem is not None)
+    if num_problems:  # the wait for a GPU that this costs keeps ranks from waiting for one that has raised
+        problems = gather_objects(problem and str(problem)) if dist.is_initialized() else [str(problem)]
+        rank, message = next((rank, text) for rank, text in enumerate(problems) if text is not None)
+        raise ValueError(f"rank {rank}: {message}" if len(problems) > 1 else message) from problem
+    return total
+
+
+def positive(name: str, value: Any, allowed: str) -> float:
+    """``value`` as a float, which has to be above 0; what is ``allowed`` is for the ConfigError, with ``name``."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    require(number > 0, name, value, allowed)
+    return number
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -109,7 +152,7 @@ def total_norm(
         norm_weights: for each gradient of this rank, what one element counts (:func:`norm_weight`).
         norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
     """
-    return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)
+    return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)[0]
 
 
 def norm_power(
@@ -191,20 +234,18 @@ def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float]
     return total
 
 
-def _reduce(part: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm, from every rank's :func:`norm_power`."""
+def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
+    """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks have ``failed``, a number or 0-dim."""
     distributed = dist.is_available() and dist.is_initialized()
-    if not math.isinf(norm_type):
-        if distributed:
-            dist.all_reduce(part)
-        return part.pow(1.0 / norm_type)
-    if not distributed:
-        return part
-    # Not a MAX all-reduce, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
-    maxima = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=part.device)
-    maxima[dist.get_rank()] = part
-    dist.all_reduce(maxima)
-    return maxima.amax()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed and math.isinf(norm_type) else (0, 1)
+    # Maxima are not MAX-reduced, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
+    table = part.new_zeros(size + 1)
+    table[rank] = part
+    table[size] = float(failed)
+    if distributed:
+        dist.all_reduce(table)
+    norm = table[:size].amax() if math.isinf(norm_type) else table[0].pow(1.0 / norm_type)
+    return norm, table[size] if distributed else failed
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ never depends on the values found.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -32,8 +33,10 @@ class DistributedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for models that are spread over processes; a drop-in for it.
 
     Every rank of ``group`` calls it with the same optimizers in the same order,
-    also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). With
-    several optimizers the one that overflowed is skipped, and the scale is one.
+    also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). In one
+    process an optimizer without any gradient is torch's error ``No inf checks were recorded``. With several optimizers
+    the one that overflowed is skipped, and the scale is one. Copies keep ``group``; a pickle does not, as a process
+    group belongs to its process.
 
     Args:
         device: where the scale lives, ``"cuda"`` or ``"cpu"``. None: the GPU if there is one, else the CPU.
@@ -107,23 +110,25 @@ class DistributedGradScaler(GradScaler):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         complete_and_check(parameters, found_inf)
-        unscale_and_check_(dense_gradients(parameters), inv_scale, found_inf)
+        gradients = dense_gradients(parameters)
+        unscale_and_check_(gradients, inv_scale, found_inf)
+        if not gradients and not self.in_group():
+            return {}  # no other process can have them; torch's step() and update() raise then
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's ``step``: unscale if that was not done, then step the optimizer unless a gradient overflowed.
+        """torch's ``step``: unscale if that was not done, then step the optimizer unless a gradient overflowed."""
+        starting = _starting_momenta(optimizer) if self._enabled else []
+        result = super().step(optimizer, *args, **kwargs)
+        if starting and self.has_overflowed(optimizer):
+            for parameter in starting:
+                optimizer.state[parameter].pop("momentum_buffer", None)
+        return result
 
-        torch's fused SGD leaves its momentum uninitialised if the first step is skipped on the device, so until an
-        optimizer has state the decision is taken here.
-        """
-        if not getattr(optimizer, "_step_supports_amp_scaling", False) or optimizer.state or not self._enabled:
-            return super().step(optimizer, *args, **kwargs)
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        finally:
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a gradient of ``optimizer`` was not finite, since the last update; the host waits for it."""
+        return any(map(bool, self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
 
     def scale_tensor(self) -> torch.Tensor:
         """The scale, a copy, 0-dim float32 on the device; 1 where losses are not scaled. No host synchronisation."""
@@ -137,10 +142,14 @@ class DistributedGradScaler(GradScaler):
 
     def agree_(self, found_inf: torch.Tensor) -> None:
         """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
+        if self.in_group():
             # A sum and not a maximum: the flag is all that is reduced, and gloo's MAX drops NaN.
             dist.all_reduce(found_inf, group=self._group)
             found_inf.clamp_(max=1.0)
+
+    def in_group(self) -> bool:
+        """Whether other processes decide with this one."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
 
     def at_floor(self) -> torch.Tensor:
         """Whether a dynamic scale cannot back off any further, 0-dim bool on the device; no host synchronisation."""
@@ -177,13 +186,16 @@ class DistributedGradScaler(GradScaler):
         self.update_from_flag(torch.stack(found).amax())
         self._per_optimizer_states.clear()
 
-    def update_from_flag(self, found_inf: torch.Tensor) -> None:
-        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation."""
+    def update_from_flag(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:
+        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation.
+
+        ``counts``: 0 for a step without ``found_inf`` that is not to count for the growth.
+        """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         overflow = found_inf > 0
-        growth_tracker.add_(1).mul_(~overflow)
+        growth_tracker.add_(counts).mul_(~overflow)
         self._overflow_tracker.add_(overflow)
         grows = growth_tracker >= self._growth_interval
         backs_off = overflow & (self._overflow_tracker >= self._hysteresis)
@@ -219,10 +231,31 @@ class DistributedGradScaler(GradScaler):
         if self._enabled:
             state["_init_overflow_tracker"] = int(self._overflow_tracker.item())
             state["_overflow_tracker"] = None
-        state["_group"] = None  # a process group belongs to its process
+        state["_group"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._enabled:
             self._create_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedGradScaler:
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied._group = self._group
+        return copied
+
+    def __copy__(self) -> DistributedGradScaler:
+        return self.__deepcopy__({})
+
+
+def _starting_momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters whose momentum torch's fused SGD makes in its next step.
+
+    It leaves that uninitialised where the step is then skipped on the device, so it has to be made again.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    groups = (group for group in optimizer.param_groups if group["fused"] and group["momentum"])
+    parameters = (parameter for group in groups for parameter in group["params"] if parameter.grad is not None)
+    return [one for one in parameters if optimizer.state.get(one, {}).get("momentum_buffer") is None]

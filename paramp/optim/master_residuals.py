@@ -5,12 +5,13 @@ bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-
 rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the remainder is a number of
 steps at the weight's own scale::
 
-    w = fp16(m)    e = max(exponent of w, -14)    r = int16((m - w) / 2**(e - 26))    m' = w + r * 2**(e - 26)
+    w = fp16(m)    e = max(exponent of w, -14)    r = int16((w - m) / 2**(e - 26))    m' = w - r * 2**(e - 26)
 
-m - w is at most half a unit of w, 2**(e - 11), so that r fits; the one case beyond, a tie, is clamped to 32767. From
-2**-14 up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is subnormal, the step
-stays at 2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and less than 2**-40 from m
-below that.
+w - m is at most half a unit of w, 2**(e - 11), which is 2**15 steps; r is clamped to one step less. So m' rounds to w,
+never to the other neighbour of a tie, and r is subtracted, so that a zero keeps its sign: to join and to split again
+changes nothing. From 2**-14 up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is
+subnormal, the step stays at 2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and at most
+2**-40 from m below that.
 A weight that is not finite has no remainder.
 """
 
@@ -22,7 +23,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.bfloat16:
         upper = weight.view(torch.int16).to(torch.int32) << 16
         return (upper + remainder).view(torch.float32)
-    return torch.addcmul(weight.float(), remainder.float(), _steps(weight))
+    return torch.addcmul(weight.float(), remainder.float(), _steps(weight), value=-1)
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
@@ -33,8 +34,8 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
         left = master.view(torch.int32) - upper
         remainder.copy_(torch.where(weight.isfinite(), left, 0).clamp_(-(2**15), 2**15 - 1))
         return
-    left = (master - weight.float()).div_(_steps(weight)).round_()
-    remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(-(2.0**15), 2.0**15 - 1))
+    left = (weight.float() - master).div_(_steps(weight)).round_()
+    remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(1 - 2.0**15, 2.0**15 - 1))
 
 
 def _steps(weight: torch.Tensor) -> torch.Tensor:

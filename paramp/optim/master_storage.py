@@ -41,22 +41,22 @@ class NoMasters:
         self.state: tuple[torch.Tensor, ...] = ()
 
     def read(self, own: slice) -> torch.Tensor:
-        """What is stepped of a slice; shares storage with :attr:`stepped` where that holds it."""
+        """What is stepped of a slice; shares storage with :attr:`stepped` where that holds it.
+
+        A weight that its master does not round to was changed in place since, and is its master from here on.
+        """
         return self.stepped[own]
 
     def write(self, own: slice, values: torch.Tensor) -> None:
         """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(self.weights[own], values)
 
-    def exact(self, own: slice) -> torch.Tensor:
-        """As :meth:`read`, such that what is returned rounds to the weight in every element; for checkpoints."""
-        return self.read(own)
-
     def round_to_weights(self) -> None:
         """Round what an optimizer has stepped in :attr:`stepped` to the weights."""
 
     def follow(self, own: slice) -> None:
         """Take up weights that were changed from outside, by loading them."""
+        self.read(own)
 
 
 class FullMasters(NoMasters):
@@ -68,16 +68,17 @@ class FullMasters(NoMasters):
         self.stepped = torch.zeros_like(weights, dtype=torch.float32)
         self.state = (self.stepped,)
 
+    def read(self, own: slice) -> torch.Tensor:
+        master = self.stepped[own]
+        follow(self.weights[own], master)
+        return master
+
     def write(self, own: slice, values: torch.Tensor) -> None:
         _copy_unless_same(self.stepped[own], values)
         self.weights[own].copy_(values)
 
     def round_to_weights(self) -> None:
         self.weights.copy_(self.stepped)
-
-    def follow(self, own: slice) -> None:
-        """A master that rounds to its weight stays, so that weights and masters may be loaded in any order."""
-        follow(self.weights[own], self.stepped[own])
 
 
 class ResidualMasters(NoMasters):
@@ -92,17 +93,12 @@ class ResidualMasters(NoMasters):
         self.state = (self.remainders,)
 
     def read(self, own: slice) -> torch.Tensor:
-        return join(self.weights[own], self.remainders[own])
+        master = join(self.weights[own], self.remainders[own])
+        follow(self.weights[own], master)  # a remainder may be too much for another weight than its own
+        return master
 
     def write(self, own: slice, values: torch.Tensor) -> None:
         split(values.float(), self.weights[own], self.remainders[own])
-
-    def exact(self, own: slice) -> torch.Tensor:
-        weight, master = self.weights[own], self.read(own)
-        # Below fp16's normal numbers a master that lay just beside a tie may come back as the tie, which rounds to the
-        # weight's other neighbour.
-        beside = torch.nextafter(master, weight.float())
-        return torch.where((master.to(weight.dtype) == weight) | ~weight.isfinite(), master, beside)
 
     def follow(self, own: slice) -> None:
         """The remainders of the weights before say nothing of these; so weights have to be loaded before masters."""

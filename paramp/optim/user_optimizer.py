@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +107,21 @@ def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
                     "or use a mode with fp32 masters",
                     stacklevel=4,
                 )
+
+
+ONLY_THE_ENGINE_STEPS = (
+    "optimizer.step(): the optimizer belongs to an engine; call engine.step(), which first completes, unscales and "
+    "checks the gradients"
+)
+
+
+def replace_zero_grad(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], None]) -> None:
+    """Let ``optimizer.zero_grad()`` call ``zero_grad``: gradients lie where the optimizer's own does not reach."""
+
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad()
+
+    optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
 class StepGuard:

@@ -5,8 +5,8 @@ Torch's schedules take seconds to import, so that only a :class:`Pipeline` that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,6 +20,7 @@ from ..base.module_surgery import keeping_buffers
 from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
+from ..distributed.failures import is_lost_connection
 from .stage import Stage, Stages
 from .stage_io import StageOutput
 
@@ -30,30 +31,50 @@ if TYPE_CHECKING:
 
 
 class _LinkedStage(nn.Module):
-    """A stage as torch's schedules see it: from plain tensors to plain tensors."""
+    """A stage as torch's schedules see it: from plain tensors to plain tensors.
 
-    def __init__(self, stage: Stage, without_views: bool) -> None:
+    Where the forward fails it calls ``failed`` and returns zeros, so that the schedule goes on and no rank waits.
+    """
+
+    def __init__(self, stage: Stage, failed: Callable[[Exception], None]) -> None:
         super().__init__()
+        self.failed = failed
         self.stage = stage
-        self.without_views = without_views  # torch detaches what is sent in place where it splits the backward
         self.received: StageOutput | None = None
-        self.sent: StageOutput | None = None
-        """What crosses the stage's two boundaries; None for the model's input and output."""
+        self.sent: StageOutput | torch.Tensor | None = None
+        """What crosses the stage's two boundaries: None for the model's input, a tensor on ``meta`` for its output."""
         self.layout: DTensor | None = None
         """A DTensor like the model's output, if that is one."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        try:
+            return self._run(*tensors)
+        except Exception as error:
+            if is_lost_connection(error):
+                raise
+            self.failed(error)
+            return self._zeros(tensors)
+
+    def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What is returned in place of an output; it depends on ``tensors``, which are to get gradients."""
+        own = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        anchor = sum((tensor.sum() * 0.0 for tensor in tensors if tensor.requires_grad), own * 0.0)
+        metas = self.sent.metas(False) if isinstance(self.sent, StageOutput) else [cast(torch.Tensor, self.sent)]
+        device = self.stage.device if self.stage.is_last else self.stage.link_device
+        zeros = tuple(torch.zeros_like(meta, device=device) + anchor.to(device, meta.dtype) for meta in metas)
+        return zeros[0].view_as(zeros[0]) if self.stage.is_last else zeros
+
+    def _run(self, *tensors: torch.Tensor) -> Any:
         inputs = tensors[0] if self.received is None else self.stage.receive(self.received, tensors)
         output = self.stage(inputs)
         if not self.stage.is_last:
-            assert self.sent is not None
-            packed = self.sent.pack(output, self.stage.link_device)
-            return tuple(tensor.clone() if self.without_views and tensor._is_view() else tensor for tensor in packed)
+            assert isinstance(self.sent, StageOutput)
+            return self.sent.pack(output, self.stage.link_device)
         output = _single(output)
         if is_dtensor(output):
             self.layout = cast("DTensor", output.detach())
-            return output.to_local()
-        return output
+            output = output.to_local()
+        return output.view_as(output)  # torch detaches what is no view in place, before the backward is complete
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, of one microbatch or of several concatenated, as the DTensor that the model returned, if any."""
@@ -71,12 +92,12 @@ def _single(output: Any) -> torch.Tensor:
 class _Ready(NamedTuple):
     """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it.
 
-    None in place of a :class:`StageOutput`: the model's input or output.
+    None: the model's input; a tensor on ``meta``: its output.
     """
 
     schedule: Any
     received: list[StageOutput | None]
-    sent: list[StageOutput | None]
+    sent: list[StageOutput | torch.Tensor]
 
 
 MAX_SCHEDULES = 8
@@ -93,8 +114,14 @@ class Pipeline:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         self._stages = stages
-        self._linked = [_LinkedStage(stage, config.row.splits_backward) for stage in stages]
         self._stage_indices = config.stages_of(context.pp.rank)
+        self._linked = [
+            _LinkedStage(stage, partial(self._stage_failed, index))
+            for index, stage in zip(self._stage_indices, stages, strict=True)
+        ]
+        named = list(stages.module.named_parameters())
+        self._trained = [parameter for _, parameter in named if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self._context = context
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
@@ -109,8 +136,9 @@ class Pipeline:
         self._schedules: dict[tuple[torch.Size, torch.dtype, bool, bool], _Ready] = {}
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
-        self.failure: Exception | None = None
-        """What the loss of the last :meth:`run` raised, on the last stage. The schedule goes on: no rank waits."""
+        self._failure: Exception | None = None
+        self.in_step = True
+        """False after a :meth:`run` that broke off, while other ranks wait for this one."""
 
     def run(
         self,
@@ -126,13 +154,19 @@ class Pipeline:
         Args:
             x, y: the local batch; dim 0 is split into microbatches.
             loss: of a microbatch's output and target, a 0-dim tensor.
-            before_last_backward: called before this rank's last backward, where each rank has one stage only.
+            before_last_backward: called before this rank's last backward, where it :attr:`overlaps`.
 
         Returns:
             Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
+
+        Raises:
+            ConfigError: a stage fails on zeros; on every rank of the pipeline.
+            ValueError: ``loss`` failed. On this rank alone, when all microbatches have run, so that no rank waits.
+            RuntimeError: a stage of this rank failed; likewise.
         """
-        self._loss, self._num_losses, self.failure = loss, 0, None
-        if self._config.num_local_stages == 1:
+        self._loss, self._num_losses = loss, 0
+        self._failure = self._thawed_later() if backward else None
+        if self.overlaps:
             self._before_last_backward = before_last_backward
         self._stages.align_modes()
         schedule = self._schedule(x, backward)
@@ -140,21 +174,48 @@ class Pipeline:
         inputs = (x.to(first.link_device),) if first.is_first else ()
         targets = {"target": y.to(last.device)} if last.is_last else {}
         begin_call(self.observers)
+        self.in_step = False
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
-            return None
-        output = schedule.eval(*inputs, **targets, losses=[] if last.is_last else None)
-        return self._linked[-1].whole(output) if last.is_last else None
+        else:
+            output = schedule.eval(*inputs, **targets, losses=[] if last.is_last else None)
+        self.in_step = True
+        if self._failure is not None:
+            raise self._failure
+        return self._linked[-1].whole(output) if last.is_last and not backward else None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether this rank's last backward in a batch is that of all its gradients."""
+        return self._config.num_local_stages == 1 and not self._config.row.splits_backward
 
     def _call_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         microbatch, self._num_losses = self._num_losses, self._num_losses + 1
+        if self._failure is not None:
+            return output.sum() * 0.0
         try:
             with span(self.observers, "loss", self._stage_indices[-1], microbatch):
                 return self._loss(self._linked[-1].whole(output), target)
         except Exception as error:
-            self.failure = self.failure or error
+            self._failure = self._failure or _criterion_failure(error)
             return output.sum() * 0.0
+
+    def _stage_failed(self, index: int, error: Exception) -> None:
+        if self._failure is None:
+            what = f"stage {index} of {self._config.num_stages} failed: {type(error).__name__}: {error}"
+            self._failure = error if isinstance(error, ConfigError) else RuntimeError(f"pipeline: {what}")
+            self._failure.__cause__ = None if self._failure is error else error
+
+    def _thawed_later(self) -> ValueError | None:
+        """What to raise for a parameter that was frozen when stages agreed on what gets gradients."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                return ValueError(
+                    f"{name!r} was frozen at initialize, so nothing steps it, but it requires a gradient now; unfreeze "
+                    "parameters before that, and freeze them again until they are to move"
+                )
+        return None
 
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
         key = (x.shape, x.dtype, backward, self._stages.module.training)
@@ -186,7 +247,7 @@ class Pipeline:
         )
         if not backward and not single:
             _remove_backwards(schedule)
-        return _Ready(schedule, received, [gives if isinstance(gives, StageOutput) else None for gives in sent])
+        return _Ready(schedule, received, sent)
 
     def _stage_recorder(
         self, linked: _LinkedStage, index: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
@@ -229,11 +290,14 @@ class Pipeline:
         return received, sent
 
     def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
-        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``."""
+        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``.
+
+        What is frozen for a while is to count as trained: other ranks do not learn when that changes.
+        """
         random, stage.random = stage.random, nullcontext()
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
-            with keeping_buffers(stage), torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            with keeping_buffers(stage), _thawed(self._trained), torch.random.fork_rng(cuda), torch.enable_grad():
                 metas = (part,) if received is None else received.metas(True)
                 zeros_like = partial(torch.zeros_like, device=stage.link_device)
                 zeros = tuple(zeros_like(meta, requires_grad=meta.requires_grad) for meta in metas)
@@ -243,6 +307,28 @@ class Pipeline:
                 return local(_single(output)).detach().to("meta")
         finally:
             stage.random = random
+
+
+def _criterion_failure(error: Exception) -> ValueError:
+    """What to raise where the criterion raised ``error``."""
+    if isinstance(error, ValueError) and str(error).startswith("criterion: "):
+        return error
+    failure = ValueError(f"criterion: it failed on the last stage: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+@contextmanager
+def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, all of ``parameters`` require a gradient."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _remove_backwards(schedule: Any) -> None:

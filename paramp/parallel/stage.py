@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,7 +21,7 @@ from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, shallow_copy
 from ..distributed.axes import ranks_along
-from ..distributed.collectives import gather_objects
+from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
@@ -66,12 +65,7 @@ class Stage(nn.Module):
 
     def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from the ``tensors`` that the stage before sent."""
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:  # a leaf of the graph could not be changed in place
-            return tensor.clone() if tensor.is_leaf and tensor.requires_grad else tensor
-
-        values = stage_output.unpack(tensors, self.device, self.precision.weights)
-        return tree_map_only(torch.Tensor, own, values)
+        return stage_output.unpack(tensors, self.device, self.precision.weights)
 
 
 class Stages(nn.Module):
@@ -182,7 +176,7 @@ def tie_stages(
             raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
         if name is None or parameter is None or group is None:
             continue
-        dist.broadcast(local(parameter).detach(), group=group, group_src=0)
+        broadcast_(local(parameter), group)
         ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
     context.ties.extend(ties)
     return ties

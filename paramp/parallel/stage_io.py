@@ -54,8 +54,11 @@ class Constant:
     value: Any
 
 
-class _Together(torch.autograd.Function):
-    """Copies of tensors. Each gets a gradient as soon as one of them has one: zeros if it is not used."""
+class _Received(torch.autograd.Function):
+    """Copies of tensors. Each gets a gradient as soon as one of them has one: zeros if it is not used.
+
+    It is contiguous, because it is sent: schedules that split the backward send what they find.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -63,7 +66,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
+        return tuple(gradient.contiguous() for gradient in gradients)
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class StageOutput:
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, weights: torch.dtype) -> Any:
         """The values in what :meth:`pack` returned, on ``device``; differentiable ones in the dtype ``weights``."""
-        if len(tensors) > 1:
-            tensors = _Together.apply(*tensors)
+        if torch.is_grad_enabled():
+            tensors = _Received.apply(*tensors)
         differentiable = iter(tensors)
         fixed = _read(tensors[-1].detach(), self._fixed)
 

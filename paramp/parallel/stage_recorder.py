@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
+from .split_backward import SplitBackward
 
 
 class RecordedStage(PipelineStage):
@@ -34,10 +36,20 @@ class RecordedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        without = [parameter for parameter in self.submod.parameters() if parameter.grad is None]
         with self._span("backward weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            # torch keeps what autograd gives, which may be one tensor for two parameters, and adds to it in place.
-            for parameter in without:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        """torch's own, but for the halves of a backward, which lose gradients there."""
+        if backward_type == "input":
+            split = SplitBackward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+            return split.inputs(), split
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"].weights()
+            (loss,) = bwd_kwargs["stage_output"] if self.is_last else (None,)
+            if loss is not None and not loss._is_view():
+                loss.detach_()  # the schedule keeps it, and with it its graph
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -8,10 +8,19 @@ layers stay plain tensors.
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
 from ..base.module_surgery import PassThrough, keeping_ties
@@ -76,11 +85,13 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
     """
     with keeping_ties(module) as ties:
         done: set[int] = set()
+        replicated: dict[torch.Tensor, DTensor] = {}
         for name, submodule in list(module.named_modules(remove_duplicate=False)):
             if name in styles and id(submodule) not in done and not isinstance(submodule, PassThrough):
                 done.add(id(submodule))
                 try:
-                    parallelize_module(submodule, mesh, styles[name])
+                    _replicate_buffers(submodule, styles[name], mesh, replicated)
+                    parallelize_module(submodule, mesh, styles[name], src_data_rank=None)  # equal on all ranks
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
         for names in ties:
@@ -88,3 +99,18 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
             if any(layout != layouts[0] for layout in layouts):
                 tied = " and ".join(names)
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
+
+
+def _replicate_buffers(
+    module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, made: dict[torch.Tensor, DTensor]
+) -> None:
+    """Make the DTensors of buffers that ``style`` would make by a broadcast, which not every dtype has.
+
+    ``made`` are those of other modules: a buffer that is shared stays one.
+    """
+    if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and not is_dtensor(buffer):
+                    whole = DTensor.from_local(buffer, mesh, [Replicate()], run_check=False)
+                    child._buffers[name] = made.setdefault(buffer, whole)

@@ -203,7 +203,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> None:
-    distributed = distribute_tensor(parameter.detach(), mesh, [placement])
+    distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)  # equal on all ranks
     module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
 

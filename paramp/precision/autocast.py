@@ -6,7 +6,8 @@ CPU it does not: there they run in whatever dtype they are given, so that a mode
 
 That is done where autocast itself works, in torch's dispatcher: each of these operators gets a kernel for the CPU's
 autocast key. So operators inside other operators are reached, and forwards that checkpointing computes again. The
-kernels are registered at the first use, once, and outside of :func:`widening` only pass on what they are given.
+kernels are registered at the first use, once, and outside of :func:`widening` pass each call on to what is below them
+in the dispatcher, with autocast on, so that torch's own autocast computes as it does without them.
 """
 
 import functools
@@ -45,6 +46,9 @@ PROMOTED = (
 """The operators that it gives the widest dtype among their arguments (``AT_FORALL_PROMOTE``)."""
 
 KEY = "AutocastCPU"
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+LSTM = torch.ops.aten.lstm.input
 _depth = 0
 
 
@@ -56,7 +60,9 @@ def _install() -> torch.library.Library:
         packet = getattr(torch.ops.aten, name)
         for operator in (getattr(packet, overload) for overload in packet.overloads()):
             if _has_kernel(operator, "AutocastCUDA") and not _has_kernel(operator, KEY):
-                library.impl(operator, _kernel(operator, _to_widest if name in PROMOTED else _to_fp32), KEY)
+                kernel = _kernel(operator, _to_widest if name in PROMOTED else _to_fp32)
+                library.impl(operator, kernel, KEY, with_keyset=True)
+    library.impl(LSTM, _lstm, KEY, with_keyset=True)
     return library
 
 
@@ -66,16 +72,30 @@ def _has_kernel(operator: Any, key: str) -> bool:
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def _kernel(operator: Callable[..., Any], cast: Callable[[Any], Any]) -> Callable[..., Any]:
-    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(below):
-            if _depth:
-                args, kwargs = cast((args, kwargs))
+def _kernel(operator: torch._ops.OpOverload[..., Any], cast: Callable[[Any], Any]) -> Callable[..., Any]:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not _depth:
+            return operator.redispatch(keys & BELOW, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            args, kwargs = cast((args, kwargs))
             return operator(*args, **kwargs)
 
     return kernel
+
+
+def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    """An LSTM under autocast to fp16 gets fp16.
+
+    On CPUs torch chooses oneDNN's by the dtype of the input, and autocast then casts what oneDNN is given. But oneDNN
+    trains no LSTM in fp16. For an input in fp16 torch computes with operators that every CPU has.
+    """
+    if not _depth or torch.get_autocast_dtype("cpu") is not torch.float16:
+        return LSTM.redispatch(keys & BELOW, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda one: one.half() if one.dtype is torch.float32 else one, (args, kwargs)
+        )
+        return LSTM(*args, **kwargs)
 
 
 def _to_fp32(arguments: Any) -> Any:

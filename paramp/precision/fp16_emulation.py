@@ -30,8 +30,6 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.dot.default: (),
     aten.convolution.default: (),
     aten.convolution_backward.default: (),
-    aten.mkldnn_rnn_layer.default: (3,),  # its workspace is bytes
-    aten.mkldnn_rnn_layer_backward.default: (),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (1,),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (),
 }

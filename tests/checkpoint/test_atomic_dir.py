@@ -14,11 +14,19 @@ from reference import batches, small_gpt
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
 from paramp.checkpoint import atomic_dir
-from paramp.checkpoint.atomic_dir import Written, checkpoints_in, problems
+from paramp.checkpoint.atomic_dir import Written
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint, problems
+from paramp.checkpoint.run_folder import checkpoints_in
 from paramp.engine.checkpoint_manager import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
 """A pickle that runs a command."""
+
+
+def listed(path):
+    """The files of a checkpoint, as its manifest has them."""
+    with OpenCheckpoint(path) as checkpoint:
+        return checkpoint.files
 
 
 def train_and_save(folder, steps, **config):
@@ -133,8 +141,8 @@ def test_what_was_not_finished_is_no_checkpoint(pair, tmp_path):
 
 def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monkeypatch):
     path = shutil.copytree(pair / "step-00000001", tmp_path / "step-00000001")
-    partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-1")
-    files = atomic_dir.listed(partial)
+    partial = shutil.copytree(pair / "step-00000002", tmp_path / "step-00000001.partial-00000001")
+    files = listed(partial)
 
     class Interrupted(Exception):
         pass
@@ -154,9 +162,10 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     assert not path.exists()
     assert checkpoints_in(tmp_path) == [(1, path)]
     assert not problems(path)
-    assert atomic_dir.listed(path) == atomic_dir.listed(pair / "step-00000001")
+    assert listed(path) == listed(pair / "step-00000001")
+    assert not path.exists()  # who reads moves nothing
     atomic_dir.publish(partial, path, files)
-    assert atomic_dir.listed(path) == atomic_dir.listed(pair / "step-00000002")
+    assert listed(path) == listed(pair / "step-00000002")
     assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -238,15 +247,18 @@ def test_a_folder_with_another_manifest_is_not_replaced(tmp_path):
     alone.mkdir()
     (alone / "manifest.json").write_text('{"name": "a web page"}')
     for folder in (tmp_path, alone):
-        with pytest.raises(CheckpointError, match="is there already and no checkpoint"):
-            atomic_dir.new_partial(folder)
+        with (
+            pytest.raises(CheckpointError, match="is there already and no checkpoint"),
+            atomic_dir.new_folder(folder),
+        ):
+            pass
 
 
 def rewrite(path, change):
     """Change a checkpoint's header, and give it a manifest that fits."""
     header = json.loads((path / "checkpoint.json").read_text())
     change(header)
-    files = atomic_dir.listed(path)
+    files = listed(path)
     files["checkpoint.json"] = atomic_dir.write_json(path / "checkpoint.json", header)
     (path / "manifest.json").write_bytes(atomic_dir._manifest(files))
 
@@ -282,7 +294,7 @@ def test_what_a_forged_checkpoint_says_is_refused(pair, tmp_path, name):
 @pytest.mark.parametrize("name", ["../other", "/dev/zero", ".hidden", "a/b", ""])
 def test_a_manifest_names_files_of_its_folder_only(pair, tmp_path, name):
     path = shutil.copytree(pair / "step-00000002", tmp_path / "forged")
-    files = atomic_dir.listed(path) | {name: Written(0, "0" * 64)}
+    files = listed(path) | {name: Written(0, "0" * 64)}
     (path / "manifest.json").write_bytes(atomic_dir._manifest(files))
     (found,) = problems(path)
     assert "manifest.json' is damaged" in found

@@ -1,25 +1,16 @@
 """Checkpoints of an engine: what they hold beside the weights, what is refused, and errors that reach every rank."""
 
 import functools
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 
 import paramp
 from paramp.base.errors import CheckpointError
 from paramp.checkpoint import dcp_storage
-from paramp.checkpoint.atomic_dir import problems
-
-
-def shared_folder():
-    """A folder that all ranks know, and that is deleted with the test's process."""
-    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
-    torch.distributed.broadcast_object_list(folders)
-    return Path(folders[0])
+from paramp.checkpoint.open_checkpoint import problems
 
 
 def linear_engine(seed=0, make=torch.optim.AdamW, size=6, model=None):

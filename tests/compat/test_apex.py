@@ -485,7 +485,11 @@ def test_the_scale_grows_after_2000_good_backwards_and_within_its_limits():
         backward(model(torch.ones(1, 4)).sum(), optimizer, break_it=model.weight if broken else None)
         found += scales()
     assert found == [32.0, 16.0, 8.0, 8.0]
-    assert amp._amp_state.loss_scalers[0].loss_scale() == amp._amp_state.loss_scalers[0]._loss_scale == 8.0
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler.loss_scale() == scaler._loss_scale == 8.0
+    scaler._loss_scale = 32.0  # scripts of Apex's set them too
+    scaler._unskipped = 5
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 5}
 
 
 def test_a_backward_that_fails_leaves_what_was_there():
@@ -562,10 +566,31 @@ def test_fused_optimizers_are_torchs_where_apex_is_not(monkeypatch):
     assert type(apex_optimizers.FusedAdam(model.parameters(), weight_decay=0.1)) is torch.optim.AdamW
     assert type(apex_optimizers.FusedAdam(model.parameters(), adam_w_mode=False)) is torch.optim.Adam
     assert type(apex_optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)) is torch.optim.SGD
+    apexs = {"materialize_master_grads": False, "set_grad_none": True, "wd_after_momentum": True}
+    assert type(apex_optimizers.FusedSGD(model.parameters(), lr=0.1, **apexs)) is torch.optim.SGD
+    with pytest.raises(ValueError, match="wd_after_momentum: got True"):
+        apex_optimizers.FusedSGD(model.parameters(), lr=0.1, weight_decay=0.1, **apexs)
     with pytest.raises(ValueError, match="bias_correction: got False"):
         apex_optimizers.FusedAdam(model.parameters(), bias_correction=False)
     with pytest.raises(ValueError, match="amsgrad"):
         apex_optimizers.FusedAdam(model.parameters(), amsgrad=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_backward_of_an_lstm_may_run_outside_scale_loss(packed):
+    torch.manual_seed(0)
+    model, x = nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True), torch.randn(2, 3, 8)
+    given = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True) if packed else x
+    gradients = []
+    for cast in (False, True):
+        if cast:
+            prepare(model, sgd(model), opt_level="O1")
+        output = model(given)[0]
+        (output.data if packed else output).square().sum().backward()
+        gradients.append(model.weight_ih_l0.grad.clone())
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(*gradients)
 
 
 # ----------------------------------------------------------------------------------------------- the user's functions

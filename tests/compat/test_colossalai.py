@@ -1,6 +1,9 @@
 """What Colossal-AI's scripts import and call beside the engine's loop, against plain torch and arithmetic by hand."""
 
 import math
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paramp
 from paramp import ConfigError
+from paramp.compat import colossalai
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.colossalai.context import ParallelMode
 from paramp.compat.colossalai.core import global_context as gpc
@@ -300,6 +304,51 @@ def test_the_schedule_on_four_ranks(world, parallel):
         check_schedule(context)
 
 
+@on_ranks(2)
+def test_the_configuration_of_colossalais_own_examples(world):
+    """Nothing in half precision, no tensor parallelism, and as many microbatches as it says; as a dict and a file."""
+    for microbatches, path in ((4, None), (2, Path(tempfile.gettempdir()) / f"colossalai_{os.getpid()}.py")):
+        config = {
+            "NUM_MICRO_BATCHES": microbatches,
+            "parallel": {"pipeline": 2, "tensor": {"size": 1, "mode": None}},
+            "fp16": {"mode": None},
+        }
+        if path is not None:
+            path.write_text("\n".join(f"{key} = {value}" for key, value in config.items()))
+        with colossalai.launch_from_torch(config=path or config):
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+            engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+            calls = []
+            engine.module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            engine.execute_schedule(iter([(torch.ones(8, 3), torch.ones(8, 2))]))
+            calls.clear()  # the first one may compute more, to learn shapes
+            engine.execute_schedule(iter([(torch.ones(8, 3), torch.ones(8, 2))]))
+            assert len(calls) == microbatches
+            assert gpc.config.precision.name == "32-true"
+        if path is not None:
+            path.unlink()
+    clash = {"NUM_MICRO_BATCHES": 4, "parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+    with pytest.raises(
+        paramp.ConfigError, match=r"NUM_MICRO_BATCHES: got 4, but parallel\.pipeline\.microbatches is 2"
+    ):
+        colossalai.launch_from_torch(clash)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"parallel": {"pipeline": None, "tensor": {"size": 1, "mode": None}}, "fp16": {"mode": None}},
+        {"parallel": {"pipeline": 1, "tensor": None}, "fp16": None, "NUM_MICRO_BATCHES": 4},
+        {"parallel": None},
+    ],
+)
+def test_what_colossalai_leaves_out_with_none(config):
+    with colossalai.launch_from_torch(config=config) as context:
+        sizes = (context.stage_axis.size, context.tensor_axis.size, context.config.parallel.pipeline.num_microbatches)
+        assert sizes == (1, 1, 1)
+        assert context.config.precision.name == "32-true"
+
+
 def test_a_forward_without_loss_needs_no_criterion():
     with paramp.launch_from_torch({}):
         model = nn.Linear(3, 2)
@@ -340,9 +389,6 @@ def test_a_script_without_a_with_closes_quietly(tmp_path):
 
 
 def test_a_script_finds_everything_under_the_one_import():
-    from paramp.compat import colossalai
-
-    assert colossalai.launch_from_torch is paramp.launch_from_torch
     assert colossalai.initialize is paramp.initialize
     assert colossalai.amp.AMP_TYPE is AMP_TYPE
     assert colossalai.core.global_context is gpc

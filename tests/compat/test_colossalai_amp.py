@@ -379,6 +379,9 @@ def test_what_is_refused():
 def test_what_a_loop_may_do_wrong():
     own = sgd(model := network())
     model, optimizer, criterion = convert_to_amp(model, own, nn.CrossEntropyLoss(reduction="none"), AMP_TYPE.TORCH)
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
+    assert optimizer.scaler._get_growth_tracker() == optimizer.num_steps == 0
     x, y = next(data(1))
     with pytest.raises(ValueError, match=r"loss: got a tensor of shape \(16,\)"):
         optimizer.backward(criterion(model(x), y))

@@ -211,6 +211,11 @@ def test_the_table_of_modes_has_the_documented_rows():
             {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
             r"fp16\.backoff_factor: got 2\.0, expected a number betw",
         ),
+        ({"fp16": {"mode": None, "init_scale": 2}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX"),
+        (
+            {"parallel": {"tensor": {"size": 2, "mode": None}}},
+            r"parallel\.tensor\.mode: got None, expected '1d', because",
+        ),
         ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
         ({"fp16": {"mode": AMP_TYPE.TORCH, "opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
         ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),

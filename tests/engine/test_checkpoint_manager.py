@@ -15,7 +15,7 @@ from victims import TINY, Run, torchrun_command
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.checkpoint.atomic_dir import problems
+from paramp.checkpoint.open_checkpoint import problems
 from paramp.distributed.rendezvous import free_port
 from paramp.engine.checkpoint_manager import accumulation_for
 from paramp.engine.signals import StopRequest

@@ -50,8 +50,9 @@ def check_dtypes(name, model, call, backward):
     weights, compute, made = FABRIC[name]
     recorder = model.module if isinstance(model.module, Recorder) else model
     assert {parameter.dtype for parameter in recorder.parameters()} == {weights}
-    for given in (torch.ones(2, 4), torch.ones(2, 4, dtype=FP64)):
-        output = call(given)
+    plugin_in_fp32 = compute is FP32 and not isinstance(model, paramp.Engine)
+    for dtype in (FP32,) if plugin_in_fp32 else (FP32, FP64):
+        output = call(torch.ones(2, 4, dtype=dtype))
         assert recorder.seen == (compute, made, compute)
         assert output.dtype is (FP64 if compute is FP64 else FP32)
     backward(output.square().mean())
@@ -242,6 +243,38 @@ def test_fabric_with_the_plugin(world):
         check_dtypes(name, model, model, fabric.backward)
         with fabric.init_module():
             assert nn.Linear(2, 2).weight.dtype is FABRIC[name][0]
+
+    # Without autocast and scaling, stock Fabric takes a plain backward, and in fp32 it passes inputs on as they are.
+    for name in ("32-true", "16-true", "bf16-true", "64-true"):
+        gradients = []
+        for plugged in (False, True):
+            torch.manual_seed(0)
+            if plugged:
+                fabric, plugin, model, optimizer = start(name, "auto", 1, Recorder())
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    plugins = [LightningEnvironment()]
+                    stock = Fabric(plugins=plugins, precision=name, accelerator="cpu", devices=1)
+                    model = stock.setup(Recorder())
+            model(torch.ones(2, 4)).square().mean().backward()
+            gradients.append(model.linear.weight.grad)
+            if name == "32-true":
+                with pytest.raises(RuntimeError, match="same dtype"):
+                    model(torch.ones(2, 4, dtype=FP64))
+        torch.testing.assert_close(*gradients)
+        optimizer.step()
+        assert plugin.num_skipped == 0
+        model.linear.weight.grad.fill_(float("nan"))
+        optimizer.step()
+        assert plugin.num_skipped == 1
+        assert model.linear.weight.isfinite().all()
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients there is nothing to do, and nothing to complain of
+    for mode in (scaled, "bf16-mixed"):
+        fabric, plugin, model, optimizer = start(mode, "auto", 1, Recorder())
+        with pytest.raises(RuntimeError, match=r"requires you to call `fabric\.backward"):
+            model(torch.ones(2, 4)).sum().backward()
 
     # Mappings and dataclasses are cast, as by Lightning's own plugins.
     plugin = paramp.FabricPrecision("16-true")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import paramp
 from paramp import clip_grad_norm_
+from paramp.distributed.context import TiedParameter
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},
@@ -106,6 +107,46 @@ def test_dtensors_alone_need_no_context(world):
     assert abs(clip_grad_norm_(parameters, 1e9).item() - expected) < 1e-5
 
 
+@on_ranks(2)
+def test_fully_sharded_models_on_a_mesh_of_their_own(world):
+    """Their mesh has no names, and the plain layer is replicated."""
+
+    def gradients(shard):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        if shard:
+            torch.distributed.fsdp.fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+        model(torch.ones(2, 6)).square().mean().backward()
+        return list(model.parameters())
+
+    expected = torch.nn.utils.clip_grad_norm_(gradients(shard=False), 0.1)
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        parameters = gradients(shard=True)
+        torch.testing.assert_close(clip_grad_norm_(parameters, 0.1), expected)
+        torch.testing.assert_close(clip_grad_norm_(parameters, 0.1), torch.tensor(0.1), atol=1e-5, rtol=0)
+
+
+@on_ranks(2)
+def test_a_gradient_without_a_norm_is_the_same_error_on_every_rank(world):
+    def parameter(sparse):
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3).to_sparse() if sparse else torch.ones(3)
+        return weight
+
+    for parallel in ({"data": 2}, {"pipeline": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            for norm_type in (2.0, math.inf):
+                message = r"^rank 1: a gradient of the shape \(3,\) is sparse.*to_dense"
+                with pytest.raises(ValueError, match=message):
+                    clip_grad_norm_([parameter(False), parameter(world.rank == 1)], 1.0, norm_type)
+            if context.pp.size > 1:
+                tied = parameter(world.rank == 1)  # its sum is dense
+                context.ties.append(TiedParameter("tied", tied, context.pp.group, owner=world.rank == 0))
+                assert clip_grad_norm_([tied], 1e9).item() == pytest.approx(math.sqrt(12.0))
+    with pytest.raises(ValueError, match=r"^rank 1: a plain parameter in a world of 2 ranks"):
+        clip_grad_norm_([parameter(False)] if world.rank else [], 1.0)
+
+
 @on_ranks(4)
 def test_plain_parameters_without_a_context_are_an_error(world):
     weight = torch.nn.Parameter(torch.ones(3))
@@ -127,6 +168,18 @@ def test_one_process_is_torchs_own_clipping():
             torch.testing.assert_close(norm, expected)
             for a, b in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_arguments_and_gradients_that_torch_takes():
+    """Numbers as strings, and a gradient whose elements share memory."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    for order, expected in (("inf", 3.0), ("2", 6.0), (" 1e0", 12.0)):
+        weight.grad = torch.full((1,), 3.0).expand(4)
+        assert clip_grad_norm_(weight, "1.5", order).item() == pytest.approx(expected)
+        torch.testing.assert_close(weight.grad, torch.full((4,), 4.5 / expected))
+    for order in ("two", "nan", None, -1):
+        with pytest.raises(ValueError, match=r"norm_type: got .*expected a number above 0, or math.inf"):
+            clip_grad_norm_(weight, 1.0, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,7 +1,9 @@
 """DistributedGradScaler against torch's own, against hand arithmetic, and where torch's own goes wrong."""
 
+import copy
 import pickle
 import random
+import warnings
 
 import pytest
 import torch
@@ -220,21 +222,89 @@ def test_fused_optimizers_take_the_flag_without_a_second_look():
         assert torch.equal(weight.detach(), torch.ones(4)) == bad
 
 
-def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean():
-    """torch's fused SGD leaves its momentum uninitialised then (FACTS 21)."""
-    weight = parameter(size=1000)
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean(unscaled):
+    """torch's fused SGD leaves its momentum uninitialised then (FACTS 21); also that of a group that comes later."""
+    weights = [parameter(size=1000), parameter(size=1000)]
+    groups = [{"params": [weight]} for weight in weights]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
     scaler = DistributedGradScaler(init_scale=1.0)
-    weight.grad = torch.full((1000,), float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    weight.grad = torch.zeros(1000)
-    scaler.step(optimizer)
-    assert torch.equal(weight.detach(), torch.ones(1000))
-    scaler.update()
-    weight.grad = torch.full((1000,), scaler.get_scale())
-    scaler.step(optimizer)
-    assert torch.allclose(weight.detach(), torch.full((1000,), 0.9))
+    # What the gradients of both weights are, in units of the scale; None: no gradient.
+    for first, second in [(float("inf"), None), (1.0, None), (0.0, float("inf")), (0.0, 1.0)]:
+        for weight, value in zip(weights, (first, second), strict=True):
+            weight.grad = None if value is None else torch.full((1000,), value * scaler.get_scale())
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    # The first momentum is the gradient itself, without dampening.
+    assert torch.allclose(weights[0].detach(), torch.full((1000,), 1 - 0.1 - 0.09))
+    assert torch.allclose(weights[1].detach(), torch.full((1000,), 0.9))
+
+
+def test_optimizers_of_the_users_that_scale_themselves_follow_torchs_contract_from_the_first_step_on():
+    class ReadsAttributes(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            self.seen.append((self.grad_scale is None or self.grad_scale.item(), self.found_inf.item()))
+
+    class TakesScaler(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            self.seen.append(grad_scaler.get_scale())
+
+    for kind in (ReadsAttributes, TakesScaler):
+        seen = []
+        for make in (torch.amp.GradScaler, DistributedGradScaler):
+            weight = parameter()
+            optimizer = kind([weight], lr=0.1, momentum=0.9)
+            optimizer.seen = []
+            scaler = make("cpu", init_scale=4.0)
+            scaler.scale(weight.sum()).backward()
+            for unscaled, value in ((False, 4.0), (True, float("inf"))):
+                weight.grad.fill_(value)
+                if unscaled:
+                    scaler.unscale_(optimizer)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # torch's, about grad_scaler=
+                    scaler.step(optimizer)
+                # An optimizer that takes the scaler checks for itself, so that there may be nothing to update by.
+                scaler.update(None if kind is ReadsAttributes or unscaled else 4.0)
+            seen.append(optimizer.seen)
+            assert optimizer._step_supports_amp_scaling
+        assert seen[0] == seen[1]
+
+
+def test_copies_keep_the_group_and_the_state():
+    group = object()  # in a process without groups; only its identity is looked at here
+    scaler = DistributedGradScaler(init_scale=8.0, hysteresis=2, group=group)
+    scaler.update_from_flag(torch.tensor(1.0))
+    for copied in (copy.deepcopy(scaler), copy.copy(scaler), copy.deepcopy([scaler])[0]):
+        assert copied._group is group
+        assert copied.state_dict() == scaler.state_dict()
+        copied.update_from_flag(torch.tensor(1.0))
+        assert (copied.get_scale(), scaler.get_scale()) == (4.0, 8.0)
+    assert pickle.loads(pickle.dumps(scaler))._group is None
+
+
+def test_an_optimizer_without_any_gradient_is_reported_as_torch_does():
+    """As it is over the parameters of another model; nothing may hide that, and nothing may move the scale."""
+    for fused in (False, True):
+        for unscaled in (False, True):
+            for make in (torch.amp.GradScaler, DistributedGradScaler):
+                weight, other = parameter(), parameter()
+                optimizer = torch.optim.SGD([other], lr=0.1, fused=fused)
+                scaler = make("cpu", growth_interval=1)
+                scaler.scale(weight.sum()).backward()
+                if unscaled:
+                    scaler.unscale_(optimizer)
+                if fused:
+                    scaler.step(optimizer)
+                with pytest.raises(AssertionError, match="No inf checks"):
+                    scaler.update() if fused else scaler.step(optimizer)
+                assert scaler.get_scale() == 2.0**16
 
 
 def test_misuse_is_reported_as_torch_does():

@@ -25,11 +25,11 @@ def there_and_back(master, dtype):
 def test_every_fp16_weight_with_any_remainder_comes_back(seed):
     weights = every_weight(torch.float16).repeat(8)
     generator = torch.Generator().manual_seed(seed)
-    remainders = torch.randint(-(2**15), 2**15, weights.shape, generator=generator, dtype=torch.int16)
+    remainders = torch.randint(1 - 2**15, 2**15, weights.shape, generator=generator, dtype=torch.int16)
     masters = join(weights, remainders)
     exponents = torch.frexp(weights.double())[1].clamp(min=-13) - 1  # of 1.5 it is 0
     exponents[weights == 0] = -14
-    exact = weights.double() + remainders.double() * torch.exp2(exponents.double() - 26)
+    exact = weights.double() - remainders.double() * torch.exp2(exponents.double() - 26)
     assert torch.equal(masters, exact.float())
     rounded, back = there_and_back(masters, torch.float16)
     assert torch.equal(rounded, masters.half())
@@ -37,6 +37,29 @@ def test_every_fp16_weight_with_any_remainder_comes_back(seed):
     error = (back - masters).abs()[kept]
     assert error.max() <= 2.0**-40
     assert not error[masters[kept].abs() >= 2.0**-14].any()
+
+
+@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
+def test_a_skipped_step_changes_no_bit(mode):
+    """Masters on and beside each tie of two neighbours, where fp16 is subnormal too, and zeros of both signs."""
+    with paramp.launch_from_torch({"precision": {"mode": mode}, "masters": "remainder"}):
+        dtype = torch.float16 if mode == "16-naive" else torch.bfloat16
+        weights = every_weight(dtype)[:-1]
+        above = (weights.view(torch.int16) + 1).view(dtype)
+        ties = (weights.double() + above.double()) / 2
+        values = torch.cat([ties + steps * 2.0**-42 for steps in (-5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5)]).float()
+        values = torch.cat([values[values.abs() < 6e4], torch.tensor([0.0, -0.0, 2.0**-60, -(2.0**-60)])])
+        model = torch.nn.Linear(len(values), 1, bias=False)
+        model.weight.data.copy_(values)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.1), F.mse_loss)
+        (buffer,) = engine._weights.buffers
+        stored = [tensor.view(torch.int16).clone() for tensor in (buffer.weights, *buffer.masters.state)]
+        masters = engine.full_state_dict()["weight"]
+        engine.forward_backward(torch.full((1, len(values)), float("inf")), torch.zeros(1, 1))
+        assert not engine.step().stepped
+        for before, after in zip(stored, (buffer.weights, *buffer.masters.state), strict=True):
+            assert torch.equal(before, after.view(torch.int16))
+        assert torch.equal(engine.full_state_dict()["weight"].view(torch.int32), masters.view(torch.int32))
 
 
 @pytest.mark.parametrize("low", [-14, -17, -30])

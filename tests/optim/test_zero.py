@@ -212,3 +212,50 @@ def test_zero_on_one_rank_changes_nothing():
     actual, _ = run(1, "32-true", steps=3)
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
     assert not dist.is_initialized()
+
+
+class Scaled(nn.Module):
+    """With a weight without dims, as CLIP's ``logit_scale``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+OWN_STEPS = (
+    lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9),
+    lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+)
+
+
+def steps(engine, count):
+    for _ in range(count):
+        engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+        assert engine.step().stepped
+
+
+@on_ranks(2)
+def test_weights_without_dims_go_on_from_a_checkpoint(world, tmp_path):
+    """In the same layout, with and without ZeRO, and in another mode, which keeps the state in another dtype."""
+    cases = [(0, 1, "32-true"), (1, 1, "32-true"), (1, 0, "32-true"), (1, 1, "bf16-true"), (0, 0, "bf16-true")]
+    for index, make in enumerate(OWN_STEPS):
+        for case, (before, after, mode) in enumerate(cases):
+            path = tmp_path / f"{index}-{case}"
+            with paramp.launch_from_torch({"parallel": {"zero": before}}):
+                engine, *_ = paramp.initialize(Scaled(), make, F.mse_loss)
+                steps(engine, 2)
+                engine.save(path)
+                steps(engine, 2)
+                expected = engine.full_state_dict()
+            with paramp.launch_from_torch({"parallel": {"zero": after}, "precision": mode}):
+                engine, *_ = paramp.initialize(Scaled(), make, F.mse_loss)
+                engine.load(path)
+                steps(engine, 2)
+                close = {"rtol": 0, "atol": 0} if mode == "32-true" else {"rtol": 0.05, "atol": 0.02}
+                for name, value in engine.full_state_dict().items():
+                    torch.testing.assert_close(value, expected[name], **close)

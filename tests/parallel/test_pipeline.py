@@ -284,6 +284,41 @@ def test_stages_may_change_what_they_receive_and_grow_buffers(world):
             torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
 
 
+class Sum(nn.Module):
+    """Its input's gradient is expanded."""
+
+    def forward(self, x):
+        return x.sum(1, keepdim=True).repeat(1, 4)
+
+
+class Transposed(nn.Linear):
+    """Its input's gradient is transposed."""
+
+    def forward(self, x):
+        return (self.weight @ x.t()).t()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble", "zbv"])
+@on_ranks(2)
+def test_gradients_of_any_strides_are_sent(world, schedule):
+    def build():
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), Sum(), nn.Linear(4, 4), Transposed(4, 4, bias=False), Sum(), nn.Linear(4, 4)]
+        return nn.Sequential(*layers)
+
+    reference = build().double()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    nn.functional.mse_loss(reference(x.double()), x.double()).backward()
+    split = ["3"] if schedule == "1f1b" else ["1", "3", "4"]
+    pipeline = {"size": 2, "microbatches": 4, "schedule": schedule, "split": split}
+    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}, "precision": "64-true"}):
+        model = build()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        engine.forward_backward(x, x)
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, atol=1e-12, rtol=0)
+
+
 @on_ranks(2)
 def test_a_stage_that_fails_is_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):

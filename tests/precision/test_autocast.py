@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
+from paramp.precision import autocast
 from paramp.precision.autocast import computing
 from paramp.precision.fp16_emulation import emulate_fp16
 from paramp.precision.policy import PRESETS
@@ -80,11 +81,36 @@ def test_recurrent_layers_train_in_fp16_on_the_cpu(kind):
     assert torch.allclose(layer.weight_ih_l0.grad, wanted, atol=2e-3, rtol=2e-2)
 
 
-def test_plain_autocast_is_as_it_was():
-    with computing(PRESETS["bf16-mixed"], "cpu"):
-        pass
+def plain_autocast():
+    """What torch's own autocast makes of operators that the modes widen, and of the gradients."""
+    torch.manual_seed(0)
+    x, wide = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+    more = {
+        "tensordot": lambda _: torch.tensordot(x, wide, ([1], [1])),
+        "tensordot of batches": lambda _: torch.func.vmap(lambda row: torch.tensordot(row, wide, ([0], [1])))(x),
+        "bilinear": lambda _: F.bilinear(x, wide, torch.ones(2, 8, 8)),
+        "cdist": lambda _: torch.cdist(x, wide),
+        "nuclear_norm": lambda _: torch.linalg.matrix_norm(wide, "nuc"),
+    }
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.layer_norm(torch.randn(4, 8).bfloat16(), (8,)).dtype is torch.bfloat16
+        results = {name: call(x.bfloat16()) for name, call in (CALLS | more).items()}
+    sum(result.float().sum() for result in results.values() if result.requires_grad).backward()
+    return results | {"gradient": wide.grad}
+
+
+def test_plain_autocast_is_as_it_was():
+    autocast._install()._destroy()
+    autocast._install.cache_clear()
+    expected = plain_autocast()  # with torch's kernels only
+    with computing(PRESETS["bf16-mixed"], "cpu"):
+        x = torch.randn(4, 8)
+        assert torch.tensordot(x, x, ([1], [1])).dtype is torch.float32  # as on CUDA
+    actual = plain_autocast()
+    assert {name: value.dtype for name, value in actual.items()} == {
+        name: value.dtype for name, value in expected.items()
+    }
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert expected["tensordot"].dtype is torch.bfloat16
 
 
 @on_each_device

@@ -22,6 +22,7 @@ PARTS = {
     "checkpoints": ["tests/checkpoint"],
     "chaos": ["tests/system/test_chaos.py", "tests/engine/test_checkpoint_manager.py"],
     "fuzz": ["tests/system/test_fuzz.py"],
+    "sequences": ["tests/system/test_sequences.py"],
     "compat": ["tests/compat", "tests/integrations"],
     "models": ["tests/models", "tests/parallel"],
     "launchers": ["tests/system/test_launch_commands.py", "tests/system/test_train_script.py", "tests/distributed"],

@@ -109,7 +109,7 @@ class RankPool:
         self._connections: list[Connection] = []
         self._store = ""
 
-    def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
+    def run(self, module: str, name: str, kwargs: dict[str, Any], timeout: float = TIMEOUT) -> list[Any]:
         """The values that the body ``name`` of ``module`` returned, by rank."""
         if not self._processes or any(process.poll() is not None for process in self._processes):
             self.close()
@@ -118,7 +118,7 @@ class RankPool:
             connection.send((module, name, kwargs))
         replies: dict[int, tuple[str, Any]] = {}
         order: list[int] = []
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + timeout
         while len(replies) < self.size:
             open_ = {self._connections[rank]: rank for rank in range(self.size) if rank not in replies}
             ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
@@ -144,7 +144,7 @@ class RankPool:
                 rank = failed[0][2]
                 raise AssertionError(f"rank {rank} of {self.size} failed first:\n{replies[rank][1][1]}")
             silent = sorted(set(range(self.size)) - set(replies))
-            raise AssertionError(f"ranks {silent} of {self.size} did not answer within {TIMEOUT:g} s")
+            raise AssertionError(f"ranks {silent} of {self.size} did not answer within {timeout:g} s")
         return [replies[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
@@ -262,13 +262,22 @@ def on_each_device(test):
     return pytest.mark.parametrize("device", [cases[device] for device in choice().devices])(test)
 
 
-def run_on_ranks(size: int, module: str, name: str, kwargs: dict[str, Any], device: str = "cpu") -> list[Any]:
-    """The values that the body ``name`` of ``module`` returned, by rank."""
+def run_on_ranks(
+    size: int, module: str, name: str, kwargs: dict[str, Any], device: str = "cpu", timeout: float = TIMEOUT
+) -> list[Any]:
+    """The values that the body ``name`` of ``module`` returned, by rank; an AssertionError after ``timeout``."""
     reason = choice().why_not(size, device, torch.cuda.device_count())
     if reason is not None:
         pytest.skip(reason)
     pool = _pools.setdefault((size, device), RankPool(size, device))
-    return pool.run(module, name, kwargs)
+    return pool.run(module, name, kwargs, timeout)
+
+
+def shared_folder() -> Path:
+    """A new folder that all ranks know. Every rank of the world calls this."""
+    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
 
 
 def close_pools() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from commands import ROOT, TORCHRUN, environment
 
 from paramp.checkpoint.dcp_storage import read_tensor
-from paramp.checkpoint.header import read_header
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.distributed.rendezvous import free_port
 
 TINY = [
@@ -119,9 +119,9 @@ def torchrun_command(processes: int, *arguments: str, restarts: int = 0) -> list
 
 def weights_at(checkpoint: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a checkpoint but the default random streams, which hold Python's own."""
-    header = read_header(checkpoint)
-    return {
-        name: read_tensor(checkpoint, header, name).numpy().tobytes()
-        for name in header.tensors
-        if not name.startswith("random.rank.")
-    }
+    with OpenCheckpoint(checkpoint) as opened:
+        return {
+            name: read_tensor(opened, name).numpy().tobytes()
+            for name in opened.header.tensors
+            if not name.startswith("random.rank.")
+        }

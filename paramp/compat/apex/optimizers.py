@@ -50,10 +50,25 @@ def FusedSGD(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    materialize_master_grads: bool = True,
+    set_grad_none: bool = False,
 ) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    kind: Any = importlib.import_module("apex.optimizers").FusedSGD if find_apex().fused_optimizers else torch.optim.SGD
-    made: torch.optim.Optimizer = kind(
-        params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
-    )
+    """SGD with momentum.
+
+    ``materialize_master_grads`` and ``set_grad_none`` change no result: gradients of masters are always made, and
+    today's torch drops gradients in ``zero_grad()`` in any case.
+
+    Raises:
+        ValueError: without Apex, ``wd_after_momentum`` with a weight decay, which torch's SGD does not have.
+    """
+    arguments = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    if find_apex().fused_optimizers:
+        own = {"wd_after_momentum": wd_after_momentum, "materialize_master_grads": True, "set_grad_none": set_grad_none}
+        kind = importlib.import_module("apex.optimizers").FusedSGD
+        made: torch.optim.Optimizer = kind(params, nesterov=nesterov, **arguments, **own)
+        return made
+    made = torch.optim.SGD(params, nesterov=nesterov, **arguments)  # type: ignore[arg-type]
+    if wd_after_momentum and any(group["weight_decay"] for group in made.param_groups):
+        raise ValueError("wd_after_momentum: got True, which torch's SGD does not have; install NVIDIA's Apex")
     return made

@@ -1,8 +1,8 @@
 """Colossal-AI: a script that wrote ``import colossalai`` writes ``from paramp.compat import colossalai``."""
 
-from ...distributed.launchers import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from ...engine.initialize import initialize
 from . import amp, context, core, logging, nn, utils
+from .launching import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 __all__ = [
     "amp",

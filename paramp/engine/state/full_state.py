@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.dtensor import full_tensor
+from ...distributed.collectives import broadcast_
 from .model_tensors import EXTRA_STATE, ParamChunks
 
 
@@ -25,8 +26,7 @@ def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
                 value = own[name].contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=params.context.device)
-            if stage_axis.size > 1:
-                dist.broadcast(value, group=stage_axis.group, group_src=rank)
+            broadcast_(value, stage_axis.group, rank)
             whole[name] = value.cpu().clone()
     return whole
 
@@ -34,6 +34,7 @@ def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
 def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
     """Full tensors of this rank's stages, on the device."""
     weights, batch_axis = params.weights, params.context.batch_axis
+    weights.put_back()
     masters = weights.full_precision()
     by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
     own: dict[str, torch.Tensor] = {}
@@ -42,9 +43,8 @@ def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
             continue
         if batch_axis.size > 1 and not isinstance(value, nn.Parameter):  # running statistics differ: the first's
             value = value.clone()
-            dist.broadcast(value, group=batch_axis.group, group_src=0)
+            broadcast_(value, batch_axis.group)
         value = full_tensor(by_parameter.get(id(value), value).detach())
         value = value.reshape(params.shapes.get(name, value.shape))
-        wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
-        own[name] = value.to(wide)
+        own[name] = value.float() if value.is_floating_point() and value.itemsize < 4 else value
     return own

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...base.dtensor import local
 from ...base.errors import CheckpointError
+from ...base.module_surgery import without_overlap
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
@@ -45,8 +46,8 @@ class ParamChunks:
         return f"{MODEL}{self.first_names[name]}"
 
     def stepped_here(self) -> list[FlatParam]:
-        """The parameters of which this rank steps a part."""
-        return [param for param in self.weights.params if param.own[0] < param.own[1]]
+        """The parameters of which this rank steps a part, and those without elements."""
+        return [param for param in self.weights.params if param.own[0] < param.own[1] or not param.parameter.numel()]
 
     def trained(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
         """The chunk ``name`` of a tensor laid out as ``param``: ``values``, 1-dim, are the elements this rank steps."""
@@ -96,7 +97,13 @@ class ModelTensors:
         self._data_rank = params.context.batch_axis.rank
 
     def chunks(self) -> Iterator[Chunk]:
-        """All that this rank holds. Of what several ranks hold alike, one writes."""
+        """All that this rank holds. Of what several ranks hold alike, one writes.
+
+        Raises:
+            CheckpointError: ``state_dict`` has something that :meth:`load` could not put back.
+        """
+        self._weights.put_back()
+        self._check_state_dict()
         for param in self._params.stepped_here():
             if self._params.writes(param):  # where masters are kept as remainders, exact() computes them
                 yield self._trained(param, self._weights.exact(param))
@@ -111,12 +118,25 @@ class ModelTensors:
         return self._params.trained(param, self._params.model_name(param.name), values)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The persistent ones, under the whole model's names."""
+        """The persistent ones, under the whole model's names, but for those that a hook keeps out of ``state_dict``."""
+        saved = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers(remove_duplicate=False):
+            if name in saved:  # not its value there: a hook may have made another, such as one of another dtype
+                yield name, buffer.detach()
+
+    def _check_state_dict(self) -> None:
+        """Refuse what a module or a hook of the user's adds to ``state_dict``."""
+        own = {name for name, _ in self._module.named_buffers(remove_duplicate=False)} | {
+            name for name, _ in self._module.named_parameters(remove_duplicate=False)
+        }
         for name, value in self._module.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == EXTRA_STATE:
                 self._check_extra_state(name, value)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                yield name, value.detach()
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in own:
+                raise CheckpointError(
+                    f"{name}: state_dict() has a tensor of that name, which is no parameter or buffer of the model, so "
+                    "it could not be loaded; make it a buffer, or save it with engine.track(name, thing)"
+                )
 
     def _check_extra_state(self, name: str, value: Any) -> None:
         """Refuse what ``get_extra_state`` returns, but ignore Transformer Engine's: scales that it computes again."""
@@ -146,6 +166,7 @@ class ModelTensors:
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers; ``read`` fills chunks from the checkpoint. A collective."""
+        self._weights.put_back()
         # Views of what is stepped; copies where masters are kept as remainders, for take_masters() to split.
         masters = {param: self._weights.exact(param) for param in self._params.stepped_here()}
         chunks = [self._trained(param, values) for param, values in masters.items()]
@@ -167,9 +188,9 @@ class ModelTensors:
         return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self._module.get_buffer(name), values)
 
     def _copy_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        if torch._debug_has_internal_overlap(value) == 0:
+        if without_overlap(value) is value:
             value.copy_(filled)
             return
-        # An expanded tensor cannot be written to, since its elements share memory: the copy replaces it.
+        # A buffer that was put there after initialize cannot be written to: the copy replaces it.
         owner, _, leaf = name.rpartition(".")
         self._module.get_submodule(owner)._buffers[leaf] = filled

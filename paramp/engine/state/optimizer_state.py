@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
-from ...checkpoint.header import Header
+from ...checkpoint.header import MODEL, Header
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
 from .model_tensors import ParamChunks
@@ -120,27 +120,30 @@ class OptimizerState:
         """
         self._set_options(header)
         keys: dict[str, list[str]] = {}  # of the state in the checkpoint, by the parameter's first name
-        for name in header.tensors:
+        whole = {"step"}  # the keys of one value for a whole weight, which a weight without dims does not show
+        for name, stored in header.tensors.items():
             if name.startswith(OPTIMIZER):
                 parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(parameter, []).append(key)
+                if not stored.shape and header.tensors[f"{MODEL}{parameter}"].shape:
+                    whole.add(key)
         types = {kind.__name__: kind for kind in PYTHON_NUMBERS}
         python = {key: types[name] for key, name in header.values.get("numbers", {}).items()}
         chunks: list[Chunk] = []
         numbers: list[tuple[dict[str, Any], str]] = []
         for param, stepped in self._stepped_here():
             state = self._optimizer.state[stepped]
-            stored = keys.get(self._params.first_names[param.name], [])
-            for key in set(state).difference(stored):  # it was saved before its first step
+            in_checkpoint = keys.get(self._params.first_names[param.name], [])
+            for key in set(state).difference(in_checkpoint):  # it was saved before its first step
                 if begins_at_zero:
                     state[key].zero_()
                 else:
                     del state[key]
-            for key in stored:
+            for key in in_checkpoint:
                 if not isinstance(state.get(key), torch.Tensor):
-                    state[key] = self._allocate(param, stepped, key, header)
+                    state[key] = self._allocate(param, stepped, key, header, elementwise=key not in whole)
                 chunks.append(self._chunk(param, stepped, key, state[key]))
-            numbers += [(state, key) for key in stored if key in python]
+            numbers += [(state, key) for key in in_checkpoint if key in python]
         read(chunks)
         for state, key in numbers:
             state[key] = python[key](state[key].item())
@@ -153,10 +156,12 @@ class OptimizerState:
                 elif key not in IMPLEMENTATION:
                     group[key] = value
 
-    def _allocate(self, param: FlatParam, stepped: nn.Parameter, key: str, header: Header) -> torch.Tensor:
+    def _allocate(
+        self, param: FlatParam, stepped: nn.Parameter, key: str, header: Header, *, elementwise: bool
+    ) -> torch.Tensor:
         """Where to load a state that the optimizer does not have yet, as it would have made it."""
         stored = header.tensors[self._name(param, key)]
-        if stored.shape == tuple(self._params.shapes[param.name]) and stored.shape:
+        if elementwise and stored.shape == tuple(self._params.shapes[param.name]):
             # An optimizer keeps state in the dtype of what it steps, which another mode may have changed.
             weight = header.tensors[self._params.model_name(param.name)]
             same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point

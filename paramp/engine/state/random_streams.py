@@ -39,6 +39,7 @@ class RandomStreams:
 
     def __init__(self, stages: Stages, context: ParallelContext) -> None:
         self._context = context
+        self._engine = context.num_engines  # the engine that is being made is not among them yet
         self._device = context.device
         streams = [cast(RandomStream, stage.random) for stage in stages]
         self._streams = list(zip(context.local_stages, streams, strict=True))
@@ -73,19 +74,18 @@ class RandomStreams:
         read(stored)
         loaded = {chunk.name: chunk.slices[0].values for chunk in stored}
         layout, own_layout = header.values["layout"], saved_layout(self._context)
-        seed, data_rank = self._context.config.seed, self._context.batch_axis.rank
         for stage, stream in self._streams:
             names = self._stage_names(stage, stream)
             if layout["stages"] == own_layout["stages"] and all(name in loaded for name in names):
                 stream.states = [loaded[name] for name in names]
             else:
-                stage_seed = derive_seed(seed, "activations", stage, data_rank, num_steps)
-                stream.states = RandomStream(stage_seed, self._device).states
+                begun = self._context.activation_stream(stage, engine=self._engine, num_steps=num_steps)
+                stream.states = begun.states
         names = [chunk.name for chunk in own if chunk.name.startswith(self._rank_prefix)]
         if layout == own_layout and all(name in loaded for name in names):
             _set_default_states(self._device, [loaded[name] for name in names])
         else:
-            torch.manual_seed(derive_seed(seed, "resumed", num_steps))
+            torch.manual_seed(derive_seed(self._context.config.seed, "resumed", num_steps))
 
 
 def _default_states(device: torch.device) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....optim.master_weights import drop_master_gradients, write_back
+from ....optim.master_weights import drop_master_gradients, follow_changes, write_back
 from ....optim.user_optimizer import warn_of_eps
 from .errors import AmpError
 from .session import Session, print_on_main
@@ -141,6 +141,7 @@ class ApexOptimizer:
         if self.overflows:
             self._skip()
             return None
+        follow_changes(weight for weight in self.weights if not weight.has_changed_master)
         result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
         write_back(self.weights)
         for weight in self.weights:

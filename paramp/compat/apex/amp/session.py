@@ -45,8 +45,9 @@ class LossScaler:
         """Backwards without overflow since the last overflow or growth."""
         return self._scaler._get_growth_tracker()
 
-    _loss_scale = property(loss_scale)  # the names under which scripts have read Apex's
-    _unskipped = unskipped
+    # The names under which scripts have read and set Apex's.
+    _loss_scale = property(loss_scale, lambda self, scale: self.load(scale, self.unskipped))
+    _unskipped = property(lambda self: self.unskipped, lambda self, count: self.load(self.loss_scale(), count))
 
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Go on from a saved scale."""

@@ -31,7 +31,12 @@ class AmpWeight(MasterWeight):
 
     def note_version(self) -> None:
         """Weight and master belong together as they are now."""
-        self._version = self.weight._version
+        self._version, self._master_version = self.weight._version, self.stepped._version
+
+    @property
+    def has_changed_master(self) -> bool:
+        """A script changed the master itself, as ``amp.master_params`` lets it: the weight is to follow at the step."""
+        return self.stepped._version != self._master_version
 
     def full_precision(self) -> torch.Tensor:
         """The weight in fp32 at least; shares storage with the master."""

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....base.errors import require
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....engine.step_result import StepResult
@@ -20,6 +19,7 @@ from ....optim.grad_norm import (
     complete_and_check,
     count_zeros,
     norm_weight,
+    positive,
     total_norm,
     unscale_and_check_,
 )
@@ -113,7 +113,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             )
 
     @torch.no_grad()
-    def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Unscale the gradients and scale them down to ``max_norm``: the norm of the logical model, in fp32.
 
         Args:
@@ -128,8 +128,8 @@ class AmpOptimizer(torch.optim.Optimizer):
             ValueError: ``max_norm`` or ``norm_type`` not above 0, or plain parameters in a world of several ranks where
                 nothing was launched, so that it is not known who holds copies.
         """
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            require(value > 0, name, value, "a number above 0; leave the call out not to clip")
+        max_norm = positive("max_norm", max_norm, "a number above 0; leave the call out not to clip")
+        norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
         norm_weights = self._norm_weights()
         gradients = self._unscaled()
         norm = total_norm(gradients, self._present(norm_weights), norm_type, self._compute.device).float()
@@ -145,12 +145,14 @@ class AmpOptimizer(torch.optim.Optimizer):
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then move the scale.
 
         Raises:
-            RuntimeError: a closure, or nothing to step with since the last step.
+            RuntimeError: a closure, nothing to step with since the last step, or in one process no gradient at all.
         """
         if closure is not None:
             raise RuntimeError("step: a closure would run backwards that are not scaled; leave it out")
         if self._spent:
             raise RuntimeError("step: no backward since the last one; call backward(loss), or zero_grad() before yours")
+        if not self.scaler.in_group() and all(parameter.grad is None for parameter in self._weights.parameters):
+            raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
         scale = self.scaler.get_scale()
         norm_weights = self._norm_weights() if self.precision.log_num_zeros else None
         gradients = self._unscaled()
@@ -163,6 +165,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             zeros = round(float(part))
         overflow = bool(found_inf)
         if not overflow:
+            self._weights.follow_changes()
             with self._guard:
                 self.optim.step()
             self._weights.write_back()

@@ -1,0 +1,46 @@
+"""Colossal-AI's ``launch`` functions: paramp's, which read ``NUM_MICRO_BATCHES`` from the configuration as well."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from ...base.errors import ConfigError, shown
+from ...config.files import load, read_file
+from ...config.schema import Config
+from ...distributed import launchers
+from ...distributed.context import ParallelContext
+from ...distributed.launchers import ConfigSource
+
+Launch = TypeVar("Launch", bound=Callable[..., ParallelContext])
+
+
+def _with_microbatches(config: ConfigSource) -> Config:
+    """``config`` with ``NUM_MICRO_BATCHES`` as the microbatches of its pipeline, if it has both."""
+    tree = read_file(config) if isinstance(config, (str, Path)) else config
+    settings = load(tree)
+    count, pipeline = settings.user.get("NUM_MICRO_BATCHES"), settings.parallel.pipeline
+    if count is None or pipeline.size == 1 or pipeline.microbatches == count:
+        return settings
+    if pipeline.microbatches is not None or isinstance(tree, Config):
+        raise ConfigError(
+            f"NUM_MICRO_BATCHES: got {shown(count)}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
+            "keep one of the two"
+        )
+    return load(tree, {"parallel": {"pipeline": {"microbatches": count}}})
+
+
+def _reading_microbatches(launch: Launch) -> Launch:
+    @functools.wraps(launch)
+    def launching(config: ConfigSource = None, *args: Any, **kwargs: Any) -> ParallelContext:
+        return launch(_with_microbatches(config), *args, **kwargs)
+
+    return cast(Launch, launching)
+
+
+launch = _reading_microbatches(launchers.launch)
+launch_from_openmpi = _reading_microbatches(launchers.launch_from_openmpi)
+launch_from_slurm = _reading_microbatches(launchers.launch_from_slurm)
+launch_from_torch = _reading_microbatches(launchers.launch_from_torch)

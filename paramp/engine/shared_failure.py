@@ -1,0 +1,136 @@
+"""A failure of one rank, raised by every rank in the same call.
+
+A rank on which a batch fails (its data, the model's forward, the criterion) does not raise at once: the others would
+wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in the next
+all-reduce of all ranks, that of the loss or that of the step. Where the flag is set, every rank raises: its own error
+where there is one, elsewhere one with the message and the place of the rank that failed.
+
+Along the tensor axis ranks meet in the forward itself. If one of them fails alone, the others wait there for ever; so
+it raises at once, and the job ends when it leaves the context.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import ConfigError
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
+
+KINDS = ConfigError, ValueError, RuntimeError
+"""What the other ranks raise: the first that the error is one of, else the last."""
+
+
+class SharedFailure:
+    """What failed on this rank, until every rank has raised it. One for each engine of ``context``."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._key = f"paramp/failed_batch/{context.serial}/{context.num_engines}"
+        self._num_batches = 0
+        self._own: Exception | None = None
+        self._failed_alone = False
+        device = context.device
+        self._count = torch.zeros(1, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._unread = False
+
+    def begin_batch(self) -> None:
+        """Every rank begins a batch; raises on a rank that has failed alone."""
+        if self._failed_alone:
+            raise RuntimeError("a batch failed on this rank of the tensor axis alone; the others wait: end the job")
+        self._num_batches += 1
+
+    def record(self, error: Exception) -> None:
+        """Keep ``error``, with which a batch failed here, for the next all-reduce; raise it if none will come."""
+        alone = self._context.world_size == 1 or is_lost_connection(error)
+        if not alone and not self._tensor_ranks_failed_too():
+            self._failed_alone = alone = True
+            error.add_note(
+                "paramp: the other ranks of the tensor axis did not fail, and wait for this one; end the job"
+            )
+        if alone:
+            raise error
+        self._own = self._own or error
+
+    def take(self) -> Exception | None:
+        """What was recorded; it is forgotten."""
+        own, self._own = self._own, None
+        return own
+
+    def flag(self) -> torch.Tensor:
+        """1 if this rank failed, else 0; 1-dim float64 of one element, to be summed over all ranks."""
+        return torch.full((1,), float(self._own is not None), dtype=torch.float64, device=self._context.device)
+
+    def publish(self, num_failed: torch.Tensor, *, wait: bool = False) -> None:
+        """Raise on every rank if the sum of the flags, 0-dim, is not 0.
+
+        On a GPU the host does not wait for it, unless ``wait``: :meth:`check` raises.
+        """
+        if self._copied is None or wait:
+            if num_failed:
+                self._raise(self.take())
+            return
+        self._count.copy_(num_failed, non_blocking=True)
+        self._copied.record()
+        self._unread = True
+
+    def check(self) -> None:
+        """Raise on every rank if a published sum was not 0."""
+        if self._unread and self._copied is not None:
+            self._unread = False
+            self._copied.synchronize()
+            if self._count.item():
+                self._raise(self.take())
+
+    def agree(self, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+        """Raise on every rank of ``group`` (None: the world) if one has an ``error``; a collective."""
+        if error is not None and (self._context.world_size == 1 or is_lost_connection(error)):
+            raise error
+        num_failed = torch.full((1,), float(error is not None), device=self._context.device)
+        dist.all_reduce(num_failed, group=group)
+        if num_failed:  # the host waits
+            self._raise(error, group)
+
+    def _raise(self, own: Exception | None, group: dist.ProcessGroup | None = None) -> NoReturn:
+        described = None if own is None else (_kind(own), _text(own), self._context.name_of(self._context.rank))
+        everyone = gather_objects(described, group)
+        alike = len({failure and failure[1] for failure in everyone}) == 1
+        if own is not None and (alike or not isinstance(own, StopIteration)):  # which alone would end a loop in silence
+            raise own
+        kind, text, rank = next(failure for failure in everyone if failure is not None)
+        raise KINDS[kind](f"{text}; on {rank}")
+
+    def _tensor_ranks_failed_too(self) -> bool:
+        axis = self._context.tensor_axis
+        if axis.size == 1:
+            return True
+        # Not a collective, in which those that did not fail would not meet this rank.
+        store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._num_batches}"
+        store.set(f"{key}/{self._context.rank}", "")
+        try:
+            ranks = dist.get_process_group_ranks(axis.group)
+            store.wait([f"{key}/{rank}" for rank in ranks], timedelta(seconds=SECONDS_OF_GRACE))
+        except RuntimeError:  # of the store, when the time has passed
+            return False
+        return True
+
+
+def _kind(error: Exception) -> int:
+    if isinstance(error, StopIteration):
+        return KINDS.index(ValueError)
+    return next((index for index, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
+
+
+def _text(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, StopIteration):
+        return "data_iter: it has no further batch, where other ranks have one"
+    return (
+        text if isinstance(error, ConfigError) or text.startswith("criterion: ") else f"{type(error).__name__}: {text}"
+    )

@@ -1,0 +1,86 @@
+"""Parameters that a user puts in place of the model's own: their values are taken, and the model's own put back.
+
+``load_state_dict(assign=True)`` and ``module.weight = nn.Parameter(...)`` replace a parameter by another object. What
+steps, hooks and checkpoints know is the one that lies in a flat buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor, local
+
+
+class ModelParameters:
+    """The parameters of ``module`` as they are at first, under all of their names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names[parameter].append(name)
+        self._record()
+
+    def _record(self) -> None:
+        """Record what every module holds, such that comparing it takes no Python for each parameter."""
+        tables = [table for module in self._module.modules() for table in (module._parameters, module._modules)]
+        self._tables: list[dict[str, Any]] = [table for table in tables for _ in table]
+        self._keys = [key for table in tables for key in table]
+        self._held = [value for table in tables for value in table.values()]
+
+    @torch.no_grad()
+    def put_back(self) -> list[nn.Parameter]:
+        """Give parameters that were replaced the values of what stands in their place, and put them back there.
+
+        Returns:
+            Those parameters.
+
+        Raises:
+            RuntimeError: what stands there differs in shape, dtype or placements; or a parameter that several modules
+                share was replaced in some of them, or by different values.
+        """
+        if all(map(operator.is_, map(dict.get, self._tables, self._keys), self._held)):
+            return []
+        found = dict(self._module.named_parameters(remove_duplicate=False))
+        replaced = {
+            own: {name: found[name] for name in names if name in found}
+            for own, names in self._names.items()
+            if any(found.get(name, own) is not own for name in names)
+        }
+        for own, given in replaced.items():
+            _check(own, given)
+        for own, given in replaced.items():
+            value = next(iter(given.values()))
+            local(own).copy_(local(value))
+            own.requires_grad_(value.requires_grad)
+            for name in given:
+                owner, _, leaf = name.rpartition(".")
+                self._module.get_submodule(owner)._parameters[leaf] = own
+        self._record()
+        return list(replaced)
+
+
+def _check(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:
+    for name, value in given.items():
+        if _layout(value) != _layout(own):
+            raise RuntimeError(
+                f"{name!r} was replaced after initialize by a parameter of {_layout(value)}, where the model's own has "
+                f"{_layout(own)}; give it one that agrees, or change values in place (copy_, load_state_dict without "
+                "assign=True)"
+            )
+    first, *others = given.values()
+    if len(given) > 1 and any(one is own or not torch.equal(local(one), local(first)) for one in (*others, first)):
+        raise RuntimeError(
+            f"{' and '.join(map(repr, given))} are one parameter, which was replaced after initialize in some of "
+            "them only, or by different values; untie before initialize, or change values in place"
+        )
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    placed = f" on {parameter.device_mesh} as {parameter.placements}" if is_dtensor(parameter) else ""
+    return f"shape {tuple(parameter.shape)} and {parameter.dtype}{placed}"

@@ -1,0 +1,108 @@
+"""Checkpoints that are replaced while they are read."""
+
+import os
+import resource
+from contextlib import ExitStack
+
+import pytest
+from pool import on_ranks, shared_folder
+from test_under_load import engine_of, weights_in
+
+import paramp
+from paramp.base.errors import CheckpointError
+from paramp.checkpoint import open_checkpoint
+from paramp.checkpoint.atomic_dir import remove
+from paramp.checkpoint.dcp_storage import read_tensor
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+
+
+def test_what_was_opened_is_read_though_it_was_replaced(tmp_path):
+    """And its folder is there until it is closed."""
+    path = tmp_path / "saved"
+    with paramp.launch_from_torch({}):
+        engine_of(1.0).save(path)
+        with OpenCheckpoint(path) as checkpoint:
+            engine_of(2.0).save(path)
+            held = [name for name in os.listdir(tmp_path) if name != "saved"]
+            assert len(held) == 1
+            assert checkpoint.problems() == []
+            assert read_tensor(checkpoint, "model.weight").unique().tolist() == [1.0]
+            engine_of(3.0).save(path)
+            assert held[0] in os.listdir(tmp_path)
+        engine_of(4.0).save(path)
+        assert os.listdir(tmp_path) == ["saved"]
+        assert weights_in(path) == 4.0
+
+
+def test_between_its_two_renames_the_old_one_is_read_and_stays_there(tmp_path):
+    path = tmp_path / "saved"
+    with paramp.launch_from_torch({}):
+        engine_of(1.0).save(path)
+        (tmp_path / "latest").symlink_to(path)
+        path.rename(tmp_path / "saved.replaced")
+        assert weights_in(path) == weights_in(tmp_path / "latest") == 1.0
+        assert sorted(os.listdir(tmp_path)) == ["latest", "saved.replaced"]
+        engine_of(2.0).save(path)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "saved"]
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_files_that_go_while_they_are_opened(tmp_path, monkeypatch, change):
+    path, open_folder, opened = tmp_path / "saved", open_checkpoint._open_folder, []
+
+    def open_and_change(name):
+        opened.append(name)
+        descriptor = open_folder(name)
+        if len(opened) == 1:
+            engine_of(2.0).save(path) if change == "replaced" else remove(path)
+        return descriptor
+
+    with paramp.launch_from_torch({}):
+        engine_of(1.0).save(path)
+        monkeypatch.setattr(open_checkpoint, "_open_folder", open_and_change)
+        if change == "replaced":
+            assert weights_in(path) == 2.0
+        else:
+            with pytest.raises(CheckpointError, match=r"saved': no such checkpoint"):
+                weights_in(path)
+
+
+@on_ranks(2)
+def test_all_ranks_read_one_save(world):
+    """One rank opens the checkpoint before it is replaced, the other after that."""
+    open_folder, opened = open_checkpoint._open_folder, []
+    with paramp.launch_from_torch({}) as context:
+        folder = shared_folder()
+        for value in (1.0, 2.0):
+            engine_of(value).save(folder / str(value))
+
+        def open_old_first(path):
+            opened.append(path)
+            return open_folder(folder / "1.0" if len(opened) == 1 and context.rank == 1 else path)
+
+        open_checkpoint._open_folder = open_old_first
+        try:
+            assert weights_in(folder / "2.0") == 2.0
+            assert len(opened) == 2
+            (folder / "1.0" / "checkpoint.json").unlink(missing_ok=True)
+            opened.clear()
+            with pytest.raises(CheckpointError, match=r"checkpoint.json' is missing"):  # it has its name still
+                weights_in(folder / "1.0")
+        finally:
+            open_checkpoint._open_folder = open_folder
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """The limit is raised, as far as the system lets it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    with paramp.launch_from_torch({}):
+        engine_of(1.0).save(tmp_path / "saved")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+        try:
+            with ExitStack() as stack:
+                for _ in range(10):
+                    stack.enter_context(OpenCheckpoint(tmp_path / "saved"))
+            assert weights_in(tmp_path / "saved") == 1.0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -1,0 +1,44 @@
+"""Collectives on tensors as users have them: of any strides and dtype."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+
+from paramp.distributed.collectives import broadcast_
+
+VIEWS = {
+    "dense": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.t(),
+    "columns": lambda tensor: tensor[:, 1:3],
+    "rows": lambda tensor: tensor[::2],
+    "scalar": lambda tensor: tensor[1, 2],
+    "empty": lambda tensor: tensor[:0],
+    "windows": lambda tensor: tensor.view(-1).unfold(0, 3, 1),
+}
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint64),
+]
+
+
+@on_ranks(2)
+def test_a_broadcast_writes_what_the_tensor_shows_and_nothing_else(world):
+    for dtype in DTYPES:
+        for view in VIEWS.values():
+            values = [torch.arange(start, start + 24).view(6, 4) % 250 for start in (0, 100)]
+            whole, source = values[world.rank].to(dtype), values[1].to(dtype)
+            broadcast_(view(whole), dist.group.WORLD, src=1)
+            expected = values[world.rank].to(dtype)
+            view(expected.view(torch.uint8) if dtype.itemsize == 1 else expected).copy_(
+                view(source.view(torch.uint8) if dtype.itemsize == 1 else source)
+            )
+            assert torch.equal(whole.view(torch.uint8), expected.view(torch.uint8)), (dtype, view)
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+@on_ranks(2)
+def test_a_broadcast_of_a_view_that_computes(world, lazy):
+    whole = torch.full((3,), complex(world.rank, 1 + world.rank))
+    broadcast_(lazy(whole), dist.group.WORLD, src=1)
+    assert torch.equal(whole, torch.full((3,), complex(1, 2)))

@@ -1,0 +1,243 @@
+"""Windows that fail, windows without counts, and what a criterion takes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import nn
+
+import paramp
+
+
+def engine_for(model, criterion=F.mse_loss, **options):
+    options = {"lr": 0.1, "weight_decay": 0.1} | options
+    return paramp.initialize(model, torch.optim.SGD(model.parameters(), **options), criterion, plan={})[0]
+
+
+def linear():
+    torch.manual_seed(5)
+    return nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-naive", "16-mixed"])
+@pytest.mark.parametrize("place", ["forward", "criterion", "backward", "forward_backward"])
+def test_a_window_that_failed_is_dropped(precision, place):
+    """Elsewhere gradients that wait for the rest of their window outlive zero_grad."""
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("refused")
+
+    broken = ""
+
+    def criterion(output, target):
+        if broken == "criterion":
+            raise ArithmeticError("refused")
+        return F.mse_loss(Refusing.apply(output) if "backward" in broken else output, target)
+
+    def run(x, y):
+        if place == "forward_backward":
+            engine.forward_backward(x, y)
+        else:
+            engine.backward(engine.criterion(engine(x), y))
+
+    x, y = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(2))
+    results = []
+    for fails in (False, True):
+        with paramp.launch_from_torch({"precision": precision, "gradient_accumulation": 2}):
+            engine = engine_for(linear(), criterion)
+            if fails:
+                run(x[0], y[0])
+                engine.step()
+                broken = place
+                with pytest.raises((ArithmeticError, RuntimeError)):
+                    run(x[0, :, :3] if broken == "forward" else x[0], y[0])
+                broken = ""
+                engine.zero_grad()
+            for index in (1, 2):
+                engine.zero_grad()  # which within a window changes nothing
+                run(x[index], y[index])
+                result = engine.step()
+            results.append((result.grad_norm, result.loss, engine.num_steps))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"pipeline": 2}], ids=["tp2", "dp2", "pp2"])
+@on_ranks(2)
+def test_a_window_in_which_nothing_counts_makes_no_step(world, parallel):
+    """Its loss is 0 / 0. Weight decay would change the weights all the same."""
+
+    def criterion(output, target):
+        return (output * target).sum(), target.count_nonzero()
+
+    precision = {"mode": "16-mixed", "growth_interval": 1}
+    with paramp.launch_from_torch({"parallel": parallel or {"tensor": 2}, "precision": precision}) as context:
+        torch.manual_seed(5)
+        engine = engine_for(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), criterion)
+        before, scale = engine.full_state_dict(), engine.scaler.get_scale()
+        for _ in range(2):
+            engine.forward_backward(torch.ones(4, 4), torch.zeros(4, 4))
+            result = engine.step()
+            assert (result.stepped, result.overflow) == (False, False)
+            assert result.loss != result.loss
+            assert (engine.num_steps, engine.num_skipped, engine.scaler.get_scale()) == (0, 0, scale)
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+        # Nothing counts on one data rank only: the mean is that of the other.
+        engine.forward_backward(torch.ones(4, 4), torch.full((4, 4), float(context.dp.rank == 0)))
+        assert engine.step().stepped
+
+
+def test_a_criterion_takes_what_the_users_takes():
+    with paramp.launch_from_torch():
+        engine = engine_for(linear(), lambda x: x.sum())
+        engine.backward(engine.criterion(engine(torch.ones(2, 4))))
+        assert engine.step().stepped
+        engine = engine_for(
+            linear(), lambda x, y=None, *, scale=1.0: x.mean() * scale if y is None else F.mse_loss(x, y)
+        )
+        output = engine(torch.ones(2, 4))
+        assert engine.criterion(output, None) == output.mean()
+        assert engine.criterion(output, scale=2.0) == 2 * output.mean()
+
+
+@on_ranks(2)
+def test_the_mode_of_the_module_is_that_of_the_engine(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = nn.Sequential(nn.Linear(4, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, optimizer, plan={"0": "vocab_logits"})
+        engine.module.eval()
+        assert type(engine(torch.ones(2, 4))) is torch.Tensor  # gathered, as engine.eval() promises
+        engine.module.train()
+        assert type(engine(torch.ones(2, 4))) is not torch.Tensor
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        engine = engine_for(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        engine.module.eval()
+        assert engine(torch.ones(2, 4)).shape == (2, 4)
+        engine.module.train()
+        with pytest.raises(RuntimeError, match="cannot train under pipeline"):
+            engine(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_engines_of_one_context_draw_different_masks(world, tmp_path):
+    x = torch.ones(4, 64)
+
+    def masks(engine):
+        return engine(x).detach()
+
+    def two(parallel):
+        return [engine_for(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))) for _ in range(2)]
+
+    with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
+        first, second = two(context)
+        for engine in (first, second):
+            nn.init.ones_(engine.module[0].weight)
+        with context.activation_stream():
+            alone = F.dropout(torch.ones(4, 64), 0.5)
+        drawn = [masks(first), masks(second)]
+        assert torch.equal(drawn[0] != 0, alone != 0)  # as if it were the only one
+        assert not torch.equal(drawn[0], drawn[1])
+        second.save(tmp_path / "second")
+        first.save(tmp_path / "first")
+        after = [masks(first), masks(second)]
+    for parallel in ({"data": 2}, {"pipeline": 1, "tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            engines = two(context)
+            for name, engine in zip(("first", "second"), engines, strict=True):
+                engine.load(tmp_path / name)
+            again = [masks(engine) for engine in engines]
+            assert not torch.equal(*again)
+            if context.dp.size == 2:
+                assert all(map(torch.equal, after, again))
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+        self.uses = True
+
+    def forward(self, x):
+        return self.linear(x @ self.shared if self.uses else x)
+
+
+@on_ranks(2)
+def test_a_tied_parameter_without_a_gradient_is_not_stepped(world):
+    """In turn it is used in both stages, in none, in the last and in the first only."""
+    turns = [(True, True), (False, False), (False, True), (False, False), (True, False)]
+
+    def build():
+        torch.manual_seed(5)
+        model = nn.Sequential(First(), First())
+        model[1].shared = model[0].shared
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2))
+    model, optimizer = build()
+    for uses in turns:
+        model[0].uses, model[1].uses = uses
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for parallel in ({"pipeline": 2}, {"data": 2, "zero": 1}):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            mine, optimizer = build()
+            stages = list(mine)
+            engine, *_ = paramp.initialize(mine, optimizer, F.mse_loss)
+            for uses in turns:
+                stages[0].uses, stages[1].uses = uses
+                engine.forward_backward(x, y)
+                engine.step()
+            for name, value in engine.full_state_dict().items():
+                torch.testing.assert_close(value, model.state_dict()[name], atol=1e-5, rtol=0)
+
+
+MESSAGE = r"step\(\): no backward since the last step"
+
+
+@on_ranks(2)
+def test_each_step_needs_a_backward_of_its_own(world):
+    """Gradients that were reduced once would be reduced again; those of half a window would count as whole ones."""
+    pipeline = {"pipeline": {"size": 2, "microbatches": 2}}
+    for parallel in ({}, {"zero": 1}, pipeline):
+        for accumulation in (1, 2):
+            with paramp.launch_from_torch({"parallel": parallel, "gradient_accumulation": accumulation}):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+                plain = copy.deepcopy(model)
+                engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+                reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+                x, y = torch.ones(2, 4), torch.zeros(2, 4)
+                for _ in range(2):
+                    for call in range(accumulation):
+                        with pytest.raises(RuntimeError, match=MESSAGE):
+                            engine.step()
+                        engine.forward_backward(x, y)
+                        assert engine.step().stepped == (call == accumulation - 1)
+                    reference.zero_grad()
+                    F.mse_loss(plain(x), y).backward()
+                    reference.step()
+                expected = plain.state_dict()
+                for name, value in engine.full_state_dict().items():
+                    torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def test_a_dropped_backward_is_none():
+    with paramp.launch_from_torch():
+        model = nn.Linear(4, 4)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        engine.zero_grad()
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            engine.step()
+        F.mse_loss(engine(torch.ones(2, 4)), torch.ones(2, 4)).backward()
+        with pytest.raises(RuntimeError, match=r"engine.backward\(loss\) in place of loss.backward"):
+            engine.step()

@@ -1,0 +1,120 @@
+"""Every rank starts with the first rank's tensors, however they lie in memory and whatever their dtype."""
+
+import pytest
+import torch
+from pool import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import paramp
+
+DTYPES = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float64)
+LAYOUTS = {"dp2": {"data": 2}, "zero1": {"data": 2, "zero": 1}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
+
+
+class Odd(nn.Linear):
+    """A layer whose tensors are views, of many dtypes; other values for each ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(8, 4)
+        self.weight = nn.Parameter(torch.randn(4, 24)[:, 8:16])
+        self.frozen = nn.Parameter(torch.randn(8, 4).t(), requires_grad=False)
+        self.spread = nn.Parameter(torch.randn(1).expand(8), requires_grad=False)
+        self.register_buffer("strided", torch.randn(6, 4)[::2, 1:3])
+        self.register_buffer("expanded", torch.randn(2, 1).expand(2, 4096))
+        self.register_buffer("sliding", torch.randn(6).unfold(0, 3, 1))
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("scalar", torch.randn(()))
+        for dtype in DTYPES:
+            self.register_buffer(str(dtype).replace(".", "_"), torch.randint(0, 9, (5, 3)).to(dtype)[:, :2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.expanded[:1, :1] + self.strided[0, 0] + self.frozen[0, 0] * self.spread[0]
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def tied(seed: int) -> nn.Sequential:
+    """The last layer has the first one's weight, a view in both."""
+    model = nn.Sequential(Odd(seed), nn.Linear(4, 8), nn.Linear(8, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
+    expected = tied(0).state_dict()
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
+        plan = {"[02]": "colwise_gather"} if context.tp.size > 1 else None
+        model = tied(seed=world.rank if context.pp.size == 1 else 0)
+        if world.rank:  # the copy of another stage
+            model[2].weight.data.zero_()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), plan=plan)
+        for values in (engine.module.state_dict(), engine.full_state_dict()):
+            for name, value in values.items():
+                wide = torch.complex128 if value.is_complex() else torch.float64
+                assert torch.equal(whole(value).to(wide), expected[name].to(wide)), name
+        assert engine.full_state_dict().keys() == expected.keys()
+        for layer in engine.module.children():
+            if isinstance(layer, Odd):
+                layer.expanded.mul_(2.0)  # each element has memory of its own now
+        engine.forward_backward(torch.ones(2, 8), torch.ones(2, 4))
+        assert engine.step().stepped
+
+
+@on_ranks(2)
+def test_buffers_that_are_not_alike_are_an_error_on_every_rank(world):
+    """The first rank's values would be written past the end of the others'."""
+    differ = {
+        "shape": (torch.zeros(4), torch.zeros(400)),
+        "dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.float64)),
+        "device": (torch.zeros(4), torch.zeros(4, device="meta")),
+    }
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        for buffers in differ.values():
+            model = nn.Linear(2, 2)
+            model.register_buffer("table", buffers[world.rank])
+            message = r"model: rank 0 has \('table', .*where rank 1 has \('table', "
+            with pytest.raises(paramp.ConfigError, match=message):
+                paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_view_of_a_buffer_stays_one_when_it_is_loaded(tmp_path):
+    with paramp.launch_from_torch():
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.arange(24.0).view(6, 4))
+        model.register_buffer("part", model.table[::2, 1:3])
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.save(tmp_path / "saved")
+        model.table.zero_()
+        engine.load(tmp_path / "saved")
+        assert model.part[1, 0] == 9.0
+        model.table.zero_()
+        assert not model.part.any()
+
+
+class Table(nn.Linear):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("table", table)
+        self.register_buffer("again", table)
+
+
+@pytest.mark.parametrize("precision", ["16-naive", "bf16-true", "O2", "32-true"])
+@pytest.mark.parametrize("parallel", ["data", "tensor"])
+@on_ranks(2)
+def test_a_buffer_of_several_names_stays_one(world, precision, parallel):
+    plan = {"*": "colwise_gather"} if parallel == "tensor" else None
+    with paramp.launch_from_torch({"parallel": {parallel: 2}, "precision": precision}) as context:
+        table = torch.ones(3)
+        model = nn.Sequential(Table(table), Table(table))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+        buffers = [buffer for _, buffer in engine.module.named_buffers(remove_duplicate=False)]
+        assert len(buffers) == 4
+        assert all(buffer is buffers[0] for buffer in buffers)
+        assert buffers[0].dtype is context.config.precision.weights

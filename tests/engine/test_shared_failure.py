@@ -1,0 +1,233 @@
+"""What fails on one rank is raised on every rank, in the same call, with its message and its rank; nothing hangs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import nn
+
+import paramp
+
+
+class Fragile(nn.Module):
+    """A linear layer that fails when it is told to, on real values only."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails and x.detach().any():
+            raise ArithmeticError("the layer is broken")
+        return self.linear(x)
+
+
+class Loss:
+    """A mean squared error that fails when it is told to."""
+
+    fails = False
+
+    def __call__(self, output, target):
+        if self.fails:
+            raise ArithmeticError("the loss is broken")
+        return F.mse_loss(output, target)
+
+
+def build(parallel, **config):
+    context = paramp.launch_from_torch({"parallel": parallel, **config})
+    torch.manual_seed(5)
+    model, loss = nn.Sequential(Fragile(), Fragile()), Loss()
+    engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    return context, engine, loss
+
+
+def reference(batches):
+    """The weights after steps of plain torch, each on the batches of one window."""
+    torch.manual_seed(5)
+    model = nn.Sequential(Fragile(), Fragile())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in batches:
+        optimizer.zero_grad()
+        for x, y in window:
+            (F.mse_loss(model(x), y) / len(window)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def batch(seed):
+    return torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def check_weights(engine, expected):
+    for name, value in engine.full_state_dict().items():
+        torch.testing.assert_close(value, expected[name].float(), atol=1e-6, rtol=0)
+
+
+def my_part(context, *tensors):
+    return [tensor.chunk(context.dp.size)[context.dp.rank] for tensor in tensors]
+
+
+CASES = {
+    "dp2": {"data": 2},
+    "dp2-zero1": {"data": 2, "zero": 1},
+    "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
+    "pp2-zb": {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 2, "stages_per_rank": 1}},
+}
+
+
+@pytest.mark.parametrize("layout", CASES)
+@on_ranks(2)
+def test_a_batch_that_fails_on_one_rank(world, layout):
+    """In a window of two batches, of which the second fails; with the loss asked for, and without."""
+    context, engine, loss = build(CASES[layout], gradient_accumulation=2)
+    with context:
+        pipelined = context.pp.size > 1
+
+        def run(seed, **kwargs):
+            return engine.forward_backward(*my_part(context, *batch(seed)), **kwargs)
+
+        run(1), engine.step(), run(2), engine.step()
+        for what, rank in (("loss", 1), ("layer", 0), ("layer", 1)):
+            mine = world.rank == rank
+            failing = loss if what == "loss" else getattr(engine.module, str(rank), None)
+            message = f"{what} is broken" + ("" if mine else rf"; on rank {rank} \(pp")
+            raised = ArithmeticError if mine and not pipelined else (RuntimeError, ValueError)
+            for return_loss in (True, False):
+                engine.zero_grad()
+                run(3)
+                engine.step()
+                if mine:
+                    failing.fails = True
+                if return_loss:
+                    with pytest.raises(raised, match=message):
+                        run(4)
+                    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+                        engine.step()
+                else:
+                    assert run(4, return_loss=False) is None
+                    with pytest.raises(raised, match=message):
+                        engine.step()
+                if mine:
+                    failing.fails = False
+            engine.zero_grad()
+            if mine:
+                failing.fails = True
+            with pytest.raises(raised, match=message):
+                engine.evaluate(*my_part(context, *batch(4)))
+            if pipelined and what == "layer":
+                engine.eval()
+                with pytest.raises(raised, match=message):
+                    engine(batch(4)[0])
+                engine.train()
+            if mine:
+                failing.fails = False
+        run(5), engine.step(), run(6)
+        assert engine.step().stepped
+        check_weights(engine, reference([[batch(1), batch(2)], [batch(5), batch(6)]]))
+
+
+@on_ranks(2)
+def test_a_batch_of_the_wrong_size_on_one_rank(world):
+    context, engine, _ = build({"data": 2, "zero": 1})
+    with context:
+        x, y = batch(1)
+        with pytest.raises(
+            paramp.ConfigError, match="got 3 samples in x and 8 in y.*" + "; on rank 1" * (1 - world.rank)
+        ):
+            engine.forward_backward(x[:3] if world.rank else x, y)  # the first call of all
+        engine.forward_backward(*my_part(context, *batch(2)))  # without a window to keep, it begins anew
+        assert engine.step().stepped
+        check_weights(engine, reference([[batch(2)]]))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2-zero1", "pp2"])
+@on_ranks(2)
+def test_a_parameter_that_a_step_cannot_take_on_one_rank(world, layout):
+    context, engine, _ = build(CASES[layout])
+    with context:
+        engine.forward_backward(*my_part(context, *batch(1)))
+        if world.rank:
+            parameter = next(engine.module.parameters())
+            parameter.data = parameter.data.clone()
+        with pytest.raises(RuntimeError, match="was moved after initialize" + ".*; on rank 1" * (1 - world.rank)):
+            engine.step()
+
+
+@on_ranks(2)
+def test_tensor_ranks_that_fail_together_and_alone(world):
+    import paramp.engine.shared_failure as module
+
+    grace, module.SECONDS_OF_GRACE = module.SECONDS_OF_GRACE, 0.3
+    try:
+        context = paramp.launch_from_torch({"parallel": {"tensor": 2}})
+        with context:
+            torch.manual_seed(5)
+            model, loss = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Loss()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = paramp.initialize(model, optimizer, loss, plan={"0": "colwise", "1": "rowwise"})
+            loss.fails = True
+            engine.forward_backward(*batch(1), return_loss=False)
+            with pytest.raises(ArithmeticError):
+                engine.step()
+            loss.fails = world.rank == 1
+            if world.rank == 0:  # waits for the other rank, which never comes; here the test comes in its place
+                engine.evaluate(*batch(1))
+                return
+            for _ in range(2):
+                with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|tensor axis alone"):
+                    engine.evaluate(*batch(1))
+            torch.distributed.all_reduce(torch.zeros(5, dtype=torch.float64))
+    finally:
+        module.SECONDS_OF_GRACE = grace
+
+
+class Broken:
+    """A loader's iterator that raises after so many batches."""
+
+    def __init__(self, count, error):
+        self.count, self.error = count, error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count -= 1
+        if self.count < 0:
+            raise self.error
+        return batch(1)
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}], ids=["dp2", "pp2"])
+@on_ranks(2)
+def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
+    context, engine, _ = build(parallel)
+    with context:
+        own, other = (OSError("no such disk"), StopIteration()), StopIteration()
+        for error, raised, message in (
+            (own[0], (OSError if world.rank else RuntimeError), "OSError: no such disk; on rank 1"),
+            (own[1], ValueError, "no further batch, where other ranks have one; on rank 1"),
+        ):
+            data = Broken(1 if world.rank else 2, error if world.rank else other)
+            engine.execute_schedule(data)
+            with pytest.raises(raised, match="no such disk" if raised is OSError else message):
+                engine.execute_schedule(data)
+        data = iter([batch(1)])
+        engine.execute_schedule(data)
+        with pytest.raises(StopIteration):
+            engine.execute_schedule(data)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2)
+def test_what_is_called_after_a_save_and_fails_on_one_rank(world, wait, tmp_path):
+    context, engine, _ = build({"data": 2})
+    with context:
+
+        def then():
+            if world.rank == 0:
+                raise OSError("the bucket is gone")
+
+        with pytest.raises(paramp.CheckpointError, match="then: OSError: the bucket is gone; on rank 0"):
+            engine.save(tmp_path / "a", wait=wait, then=then) or engine.finish_saving()
+        engine.load(tmp_path / "a")

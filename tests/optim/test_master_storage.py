@@ -1,0 +1,135 @@
+"""Masters follow weights that are changed in place between steps, however they are stored."""
+
+import pytest
+import torch
+from pool import on_ranks
+from torch import nn
+
+import paramp
+from paramp.compat.apex import amp
+
+OPTIMIZERS = {
+    "fused": lambda parameters: torch.optim.SGD(parameters, lr=2.0**-12),
+    "own step": lambda parameters: torch.optim.SGD(parameters, lr=2.0**-12, foreach=True),
+}
+
+
+def clamp(weight):
+    weight.data.clamp_(-0.25, 0.25)
+
+
+def overwrite(weight):
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, 0.4375))
+
+
+def prune(weight):
+    weight.data.mul_(torch.arange(weight.numel()).view(weight.shape) % 2)
+
+
+EDITS = [clamp, overwrite, prune]
+
+
+def loss(output, target):
+    """Whose gradient is 1 in each weight of a linear layer given ones."""
+    return output.sum() + 0 * target.sum()
+
+
+def edited(config, make, edit):
+    """The masters after a step, ``edit`` of the weights and another step; those expected; and the weights."""
+    with paramp.launch_from_torch(config):
+        torch.manual_seed(3)
+        model = nn.Linear(6, 5)
+        engine, *_ = paramp.initialize(model, make(model.parameters()), loss)
+        x, y = torch.ones(1, 6), torch.ones(1, 5)
+        engine.forward_backward(x, y)
+        engine.step()
+        before = {name: value.clone() for name, value in engine.full_state_dict().items()}
+        expected = {}
+        for name, weight in engine.named_parameters():
+            old = weight.detach().clone()
+            edit(weight)
+            master = torch.where(weight == old, before[name], weight.float())
+            torch.testing.assert_close(engine.full_state_dict()[name], master, **tolerance(config))  # as saved
+            expected[name] = master - 2.0**-12
+        engine.forward_backward(x, y)
+        assert engine.step().stepped
+        after = {name: weight.detach().clone() for name, weight in engine.named_parameters()}
+        return engine.full_state_dict(), expected, after, tolerance(config)
+
+
+def tolerance(config):
+    """Remainders belong to any weight, so that an edit is followed to half a unit of the weight in its last place."""
+    unit = 2.0**-8 if config["precision"]["mode"].startswith("bf16") else 2.0**-11
+    return {"rtol": unit if config["masters"] == "remainder" else 0, "atol": 1e-7}
+
+
+def check_edits(config, optimizers, edits=EDITS):
+    for make in optimizers:
+        for edit in edits:
+            masters, expected, weights, close = edited(config, make, edit)
+            for name, master in masters.items():
+                torch.testing.assert_close(master, expected[name], **close, msg=f"{edit.__name__} {name}")
+                assert torch.equal(weights[name], master.to(weights[name].dtype)), name
+
+
+@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
+def test_a_weight_changed_in_place_is_stepped_from_there(mode, masters):
+    precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
+    makes = [OPTIMIZERS["fused"]] if masters == "remainder" else OPTIMIZERS.values()
+    check_edits({"precision": precision, "masters": masters}, makes)
+
+
+@on_ranks(2)
+def test_edits_under_zero(world):
+    for mode, masters in (("16-naive", "full"), ("bf16-naive", "remainder")):
+        precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
+        makes = [OPTIMIZERS["fused"]] if masters == "remainder" else OPTIMIZERS.values()
+        check_edits({"precision": precision, "masters": masters, "parallel": {"zero": 1}}, makes, [clamp])
+
+
+@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_weight_keeps_its_bits_after_an_edit_and_a_skipped_step(dtype, masters):
+    """Subnormal numbers, zeros of both signs, infinities; with what masters were stored for other weights."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[~values.isnan()]
+    storage = paramp.optim.master_storage.MASTER_STORAGE[masters if masters == "remainder" else True](
+        torch.zeros_like(values)
+    )
+    everything = slice(None)
+    before = torch.randn(len(values), generator=torch.Generator().manual_seed(0)) * values.float().nan_to_num(0, 1, 1)
+    storage.write(everything, before)
+    untouched = values.isinf()  # an element is followed where others are not
+    storage.weights.copy_(torch.where(untouched, storage.weights, values))
+    edited = storage.weights.clone()
+    storage.write(everything, storage.read(everything))  # what a skipped step does
+    assert torch.equal(storage.weights.view(torch.int16), edited.view(torch.int16))
+    torch.testing.assert_close(storage.read(everything)[untouched], before[untouched])
+
+
+def test_masters_of_converted_models_follow_too():
+    for convert in ("convert_to_amp", "apex"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+        if convert == "apex":
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
+        else:
+            model, optimizer, _ = paramp.amp.convert_to_amp(
+                model, optimizer, None, {"mode": "16-naive", "init_scale": 4.0}
+            )
+        for _ in range(2):
+            value = model(torch.ones(1, 4)).float().sum()
+            if convert == "apex":
+                with amp.scale_loss(value, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                optimizer.backward(value)
+            for parameter in model.parameters():
+                parameter.data.fill_(0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [parameter.detach().float() for parameter in model.parameters()]
+        assert all(torch.equal(weight, torch.full_like(weight, 0.25 - 2.0**-12)) for weight in weights)

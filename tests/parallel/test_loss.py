@@ -1,0 +1,60 @@
+"""Cross-entropy over a sharded vocabulary, against torch's on whole logits."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+
+import paramp
+from paramp.parallel.loss import vocab_parallel_loss
+
+
+@on_ranks(2)
+def test_labels_are_smoothed_as_torch_does(world):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(3)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        mesh = context.mesh["tp"]
+        for shape, weighted, reduction in itertools.product(
+            [(6, 8), (6, 7), (2, 7, 3)], [False, True], ["mean", "sum", "none"]
+        ):
+            logits = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+            target = torch.randint(shape[1], (shape[0], *shape[2:]))
+            target[0] = -100
+            weight = torch.rand(shape[1], dtype=torch.float64) if weighted else None
+            options = {"weight": weight, "reduction": reduction, "label_smoothing": 0.2}
+            expected = F.cross_entropy(logits, target, **options)
+            factor = torch.rand(expected.shape, dtype=torch.float64)
+            (expected * factor).sum().backward()
+            shards = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
+            with vocab_parallel_loss(smoothing=True):
+                loss = F.cross_entropy(shards, target, **options)
+                (loss * factor).sum().backward()
+            torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
+            torch.testing.assert_close(shards.grad.full_tensor(), logits.grad, atol=1e-12, rtol=0)
+        with (
+            vocab_parallel_loss(smoothing=True),
+            pytest.raises(paramp.ConfigError, match="got probabilities as target"),
+        ):
+            F.cross_entropy(shards, torch.rand(shape))
+
+
+@on_ranks(2)
+def test_a_criterion_smooths_labels_of_a_plan_that_keeps_logits_sharded(world):
+    losses = []
+    for tensor in (1, 2):
+        with paramp.launch_from_torch({"parallel": {"tensor": tensor, "data": 2 // tensor}}):
+            torch.manual_seed(3)
+            model, criterion = (
+                torch.nn.Sequential(torch.nn.Linear(4, 8)),
+                torch.nn.CrossEntropyLoss(label_smoothing=0.1),
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            engine, *_ = paramp.initialize(model, optimizer, criterion, plan={"0": "vocab_logits"})
+            for _ in range(2):
+                losses.append(engine.forward_backward(torch.eye(4), torch.arange(4)).item())
+                engine.step()
+    assert losses[2:] == pytest.approx(losses[:2], abs=1e-6)
