@@ -206,10 +206,15 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
         parameter.data = weight
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
-    if buffer.num_parts > 1:
-        return None if param.own[0] == param.own[1] else nn.Parameter(masters.stepped[own])
-    if masters.stepped is not masters.weights:
-        return nn.Parameter(buffer.view(masters.stepped, param))
     # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
-    apart = is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype
-    return nn.Parameter(weight) if apart else parameter
+    stepped = parameter
+    if buffer.num_parts > 1:
+        if param.own[0] == param.own[1]:
+            return None
+        stepped = nn.Parameter(masters.stepped[own])
+    elif masters.stepped is not masters.weights:
+        stepped = nn.Parameter(buffer.view(masters.stepped, param))
+    elif is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype:
+        stepped = nn.Parameter(weight)
+    vars(stepped).update(vars(parameter))  # some optimizers read attributes
+    return stepped
