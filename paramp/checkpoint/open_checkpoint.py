@@ -25,8 +25,8 @@ from .safetensors_io import TensorFile
 
 READ_SIZE = 2**22
 """Bytes that are hashed at once."""
-OTHER_FILES = 256
-"""How many files a process may have open beside those of a checkpoint."""
+SPARE_FILES = 64
+"""How many more files a process can open while it reads a checkpoint."""
 
 
 class OpenCheckpoint:
@@ -174,9 +174,10 @@ def _open_folder(path: Path) -> int:
 def _allow_open(num_files: int) -> None:
     """Raise the process's own limit on open files, if need be, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + OTHER_FILES if hard == resource.RLIM_INFINITY else min(num_files + OTHER_FILES, hard)
+    wanted = len(os.listdir("/dev/fd")) + num_files + SPARE_FILES
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def problems(path: str | Path) -> list[str]:
