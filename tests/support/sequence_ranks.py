@@ -416,8 +416,6 @@ class SegmentRunner:
         first = plain.first_name(name)
         if not plain.parameters()[first].requires_grad or (kind == "accumulated" and plain.waiting):
             return
-        if kind == "accumulated" and "accumulated hooks" in OFF:
-            return
         for parameter in (plain.parameters()[first], *(value for _, value in self.holding(first))):
             if kind == "tensor":
                 self.handles.append(parameter.register_hook(lambda gradient: gradient * 0.5))
