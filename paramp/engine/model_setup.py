@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import named_tensors, without_overlap
+from ..base.module_surgery import named_tensors, resolved
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -206,7 +206,7 @@ def shard(
         if tensor not in placed:  # by another name of it
             moved = tensor if tensor.is_meta else tensor.to(context.device)
             # A DTensor takes over the strides of the whole parameter, which its local part does not have.
-            placed[tensor] = moved.contiguous() if isinstance(tensor, nn.Parameter) else without_overlap(moved)
+            placed[tensor] = moved.contiguous() if isinstance(tensor, nn.Parameter) else resolved(moved)
         return placed[tensor]
 
     module._apply(place)

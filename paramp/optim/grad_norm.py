@@ -9,7 +9,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ..base.errors import require
 from ..distributed.axes import num_replicas
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, current_context
-from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable
+from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 
 
 def clip_grad_norm_(
@@ -83,12 +83,7 @@ def _with_complete_gradients(
     align_gradients(given)
     if context is not None:
         sum_tied_gradients(context, given)
-    owned = [parameter for parameter in given if parameter.grad is not None]
-    for parameter in owned:
-        gradient = writable(cast(torch.Tensor, parameter.grad))
-        if gradient is not parameter.grad:
-            parameter.grad = gradient
-    return owned
+    return [parameter for parameter in given if writable_gradient(parameter) is not None]
 
 
 def _agreed_norm(
@@ -291,7 +286,7 @@ def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients' local dense storage; of sparse ones, the values."""
     dense = []
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = writable_gradient(parameter)
         if gradient is not None and gradient.is_sparse:
             # Entries of one index add up; in fp16 that sum may overflow where the entries do not.
             parameter.grad = gradient = gradient.coalesce()

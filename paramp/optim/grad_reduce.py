@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, local, version, wrap
-from ..base.module_surgery import without_overlap
+from ..base.module_surgery import resolved
 from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext, TiedParameter
 
@@ -86,22 +86,25 @@ def sum_tied_gradients(
     ties = [tie for tie in context.ties if id(tie.parameter) in wanted and not _is_summed(tie)]
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
     for tie in ties:
-        gradient = tie.parameter.grad
+        gradient = writable_gradient(tie.parameter)
         if gradient is None:
-            gradient = torch.zeros_like(tie.parameter)
+            tie.parameter.grad = torch.zeros_like(tie.parameter)
         elif gradient.layout is not torch.strided:  # other stages' may be dense, and so is the sum
-            gradient = gradient.to_dense()
-        tie.parameter.grad = writable(gradient)
-        by_group[tie.group].append(local(tie.parameter.grad))
+            tie.parameter.grad = gradient.to_dense()
+        by_group[tie.group].append(local(cast(torch.Tensor, tie.parameter.grad)))
     for group, gradients in by_group.items():
         sum_(gradients, group, reduce_dtype)
     mark_tied_sums(ties)
 
 
-def writable(gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient``, or a dense copy if elements of it share memory, as after ``expand()``."""
-    plain = not is_dtensor(gradient) and gradient.layout is torch.strided
-    return without_overlap(gradient) if plain else gradient
+def writable_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of ``parameter``, which is replaced by a dense copy if elements of it share memory."""
+    gradient = parameter.grad
+    if gradient is not None and not is_dtensor(gradient) and gradient.layout is torch.strided:
+        dense = resolved(gradient)
+        if dense is not gradient:
+            parameter.grad = gradient = dense
+    return gradient
 
 
 def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from ..base.dtensor import is_dtensor, own_part, wrap
-from ..base.module_surgery import BATCH_NORMS, shallow_copy, stored_dtype, without_overlap
+from ..base.module_surgery import BATCH_NORMS, resolved, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import derive_seed
 from ..precision.autocast import default_dtype
@@ -200,5 +200,5 @@ def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: 
         part = own_part(value.detach().reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:
-        value = without_overlap(value.detach().to(device, dtype))
+        value = resolved(value.detach().to(device, dtype))
     return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value

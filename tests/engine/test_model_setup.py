@@ -47,7 +47,7 @@ def tied(seed: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
+def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout, tmp_path):
     expected = tied(0).state_dict()
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         plan = {"[02]": "colwise_gather"} if context.tp.size > 1 else None
@@ -55,11 +55,17 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
         if world.rank:  # the copy of another stage
             model[2].weight.data.zero_()
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), plan=plan)
-        for values in (engine.module.state_dict(), engine.full_state_dict()):
-            for name, value in values.items():
-                wide = torch.complex128 if value.is_complex() else torch.float64
-                assert torch.equal(whole(value).to(wide), expected[name].to(wide)), name
-        assert engine.full_state_dict().keys() == expected.keys()
+        for loaded in (False, True):
+            if loaded:
+                engine.save(tmp_path / "saved")
+                for tensor in engine.module.state_dict().values():
+                    tensor.zero_()
+                engine.load(tmp_path / "saved")
+            for values in (engine.module.state_dict(), engine.full_state_dict()):
+                for name, value in values.items():
+                    wide = torch.complex128 if value.is_complex() else torch.float64
+                    assert torch.equal(whole(value).to(wide), expected[name].to(wide)), (name, loaded)
+            assert values.keys() == expected.keys()
         for layer in engine.module.children():
             if isinstance(layer, Odd):
                 layer.expanded.mul_(2.0)  # each element has memory of its own now

@@ -177,6 +177,9 @@ def test_arguments_and_gradients_that_torch_takes():
         weight.grad = torch.full((1,), 3.0).expand(4)
         assert clip_grad_norm_(weight, "1.5", order).item() == pytest.approx(expected)
         torch.testing.assert_close(weight.grad, torch.full((4,), 4.5 / expected))
+    weight.grad, scaler = torch.full((1,), 3.0).expand(4), paramp.DistributedGradScaler("cpu", init_scale=2.0)
+    scaler.unscale_(torch.optim.SGD([weight]))
+    assert weight.grad.tolist() == [1.5] * 4
     for order in ("two", "nan", None, -1):
         with pytest.raises(ValueError, match=r"norm_type: got .*expected a number above 0, or math.inf"):
             clip_grad_norm_(weight, 1.0, order)

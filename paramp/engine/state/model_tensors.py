@@ -12,7 +12,7 @@ from torch import nn
 
 from ...base.dtensor import local
 from ...base.errors import CheckpointError
-from ...base.module_surgery import without_overlap
+from ...base.module_surgery import resolved
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
@@ -188,7 +188,7 @@ class ModelTensors:
         return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self._module.get_buffer(name), values)
 
     def _copy_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        if without_overlap(value) is value:
+        if resolved(value) is value:
             value.copy_(filled)
             return
         # A buffer that was put there after initialize cannot be written to: the copy replaces it.
