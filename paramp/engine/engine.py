@@ -2,8 +2,8 @@
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), what it computes in
 (``compute_context``), the losses of an accumulation window (``loss_window``), what all ranks decide about the step
-(``step_decision``), what it returns (``step_result``), skipped steps (``diagnostics``), checkpoints (``train_state``)
-and the whole model (``state.full_state``).
+(``step_decision``), what it returns (``step_result``), what fails on one rank (``shared_failure``), skipped steps
+(``diagnostics``), checkpoints (``train_state``) and the whole model (``state.full_state``).
 """
 
 from __future__ import annotations

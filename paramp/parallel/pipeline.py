@@ -58,7 +58,8 @@ class _LinkedStage(nn.Module):
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What is returned in place of an output; it depends on ``tensors``, which are to get gradients."""
         own = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        anchor = sum((tensor.sum() * 0.0 for tensor in tensors if tensor.requires_grad), own * 0.0)
+        # Multiplied first: the gradient of a sum alone is expanded, and could not be sent.
+        anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), own * 0.0)
         metas = self.sent.metas(False) if isinstance(self.sent, StageOutput) else [cast(torch.Tensor, self.sent)]
         device = self.stage.device if self.stage.is_last else self.stage.link_device
         zeros = tuple(torch.zeros_like(meta, device=device) + anchor.to(device, meta.dtype) for meta in metas)

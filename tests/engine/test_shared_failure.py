@@ -195,7 +195,7 @@ class Broken:
         self.count -= 1
         if self.count < 0:
             raise self.error
-        return batch(1)
+        return tuple(batch(1))
 
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}], ids=["dp2", "pp2"])
@@ -212,7 +212,7 @@ def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
             engine.execute_schedule(data)
             with pytest.raises(raised, match="no such disk" if raised is OSError else message):
                 engine.execute_schedule(data)
-        data = iter([batch(1)])
+        data = iter([tuple(batch(1))])
         engine.execute_schedule(data)
         with pytest.raises(StopIteration):
             engine.execute_schedule(data)
