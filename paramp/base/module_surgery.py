@@ -171,13 +171,27 @@ def stored_dtype(
 
 
 def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A copy of ``parameter`` in ``dtype``, with the hooks and attributes that it was given."""
-    copied = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-    vars(copied).update(vars(parameter))
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(parameter, hooks) is not None:
-            setattr(copied, hooks, getattr(parameter, hooks))
-    return copied
+    return carry_over(parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+
+
+def carry_over(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Give ``new``, which replaces ``old`` and has its layout, the attributes and hooks that that was given; return it.
+
+    They share the hooks, so that what removes one from ``old`` removes it from ``new``.
+    """
+    vars(new).update(vars(old))
+    for hooks in HOOKS:
+        if getattr(old, hooks) is not None:
+            setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def num_hooks(parameter: torch.Tensor) -> int:
+    """How many hooks on its gradient ``parameter`` has."""
+    return sum(len(getattr(parameter, hooks) or ()) for hooks in HOOKS)
 
 
 def _is_frequencies(module: nn.Module, name: str) -> bool:

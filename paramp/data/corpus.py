@@ -104,15 +104,10 @@ def load_corpus(
     """
     encoder: Encoder = Tokenizer(tokenizer) if tokenizer is not None else Bytes()
     options = ReadOptions(encoder, data_dtype, split=validation_data is None)
-    found = open_data(data, options)
-    if validation_data is not None:
-        found = _with_validation_data(found, data, validation_data, options)
-    training, held_out = found.training, found.held_out
-    if held_out is None:
-        size = len(training) - len(training) // TAIL_ONE_IN
-        training, held_out = SlicedTokens(training, 0, size), SlicedTokens(training, size, len(training) - size)
-    vocabularies = (vocab_size, encoder.vocab_size if tokenizer is not None else None, found.vocab_size)
-    size = next((number for number in vocabularies if number is not None), default_vocab_size)
+    found = _open(data, validation_data, options)
+    training, held_out = _parts(found)
+    own = encoder.vocab_size if tokenizer is not None else None
+    size = next((size for size in (vocab_size, own, found.vocab_size) if size is not None), default_vocab_size)
     return Corpus(
         name=data,
         training=_checked(training, size),
@@ -125,8 +120,20 @@ def load_corpus(
     )
 
 
-def _with_validation_data(found: FoundData, data: str, validation_data: str, options: ReadOptions) -> FoundData:
-    """``found``, what lies at ``data``, with what ``validation_data`` holds out, or else all of it, held out."""
+def _parts(found: FoundData) -> tuple[TokenSource, TokenSource]:
+    """The tokens to train on, and those that are held out: the last part of the others where the data has none."""
+    tokens = found.training
+    if found.held_out is not None:
+        return tokens, found.held_out
+    size = len(tokens) - len(tokens) // TAIL_ONE_IN
+    return SlicedTokens(tokens, 0, size), SlicedTokens(tokens, size, len(tokens) - size)
+
+
+def _open(data: str, validation_data: str | None, options: ReadOptions) -> FoundData:
+    """What lies at ``data``, with what ``validation_data`` holds out, or else all of it, held out if it is given."""
+    found = open_data(data, options)
+    if validation_data is None:
+        return found
     try:
         apart = open_data(validation_data, options)
     except ConfigError as error:

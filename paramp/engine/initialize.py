@@ -71,7 +71,7 @@ def initialize(
     optimizer = setup.build_optimizer(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
     scheduler = build_scheduler(lr_scheduler, optimizer)
-    names_of = setup.read_names(model, optimizer)
+    names_of = setup.read_names(model, optimizer, context)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)

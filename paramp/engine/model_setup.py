@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import named_tensors, resolved
+from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -100,20 +100,30 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
 # --------------------------------------------------------------------------------------------------- the whole model
 
 
-def read_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, list[str]]:
+def read_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, context: ParallelContext
+) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter of the whole model, after checks of it and the optimizer. A collective."""
     names_of = names_by_parameter(model)
-    _check_same_model(model)
+    is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
+    _check_same_model(model, with_hooks=is_split)
     check_optimizer(optimizer, names_of)
     return names_of
 
 
-def _check_same_model(model: nn.Module) -> None:
+def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
     """Check that every rank has built the same parameters and buffers; else raise, on every rank, with the first that
-    differs: the values of one rank are written into the memory of others."""
-    own = [
-        (name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else []))
+    differs: the values of one rank are written into the memory of others.
+
+    ``with_hooks``: as many hooks too, since those of a sharded parameter communicate.
+    """
+    own: list[tuple[Any, ...]] = [
+        (
+            *(name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else [])),
+            *([f"{count} hooks"] if with_hooks and count else []),
+        )
         for name, value in named_tensors(model)
+        for count in [num_hooks(value)]
     ]
     # In a world of thousands it takes seconds to read the lists of all ranks: only if their digests differ.
     digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())

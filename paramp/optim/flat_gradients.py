@@ -8,7 +8,7 @@ that the user replaced) is copied there once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -69,7 +69,8 @@ class FlatGradients:
         ]
         self._overlapped: OverlappedReduceScatter | None = None
         if any(buffer.num_parts > 1 for buffer in buffers):
-            self._overlapped = OverlappedReduceScatter(buffers, context, self._reduce_dtypes.dp, tied)
+            reduce_dtype = self._reduce_dtypes.dp
+            self._overlapped = OverlappedReduceScatter(buffers, context, reduce_dtype, tied, self._take_back)
 
     def zero_grad(self) -> None:
         """Make every gradient zero: one fill for each buffer."""
@@ -94,12 +95,12 @@ class FlatGradients:
                 buffer.make_gradients()
             for param in self._params:
                 param.seen = param.version
-        self._take_back()
+        self._take_back(self._params)
 
     @torch.no_grad()
-    def _take_back(self) -> None:
+    def _take_back(self, params: Iterable[FlatParam]) -> None:
         """Bring gradients that the user took away or replaced back to their buffers, which are what ZeRO reduces."""
-        for param in self._params:
+        for param in params:
             given = param.parameter.grad
             if given is param.gradient or (param.placement_mismatch and given is not None):
                 continue

@@ -217,13 +217,16 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
         parameter.data = weight
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
+    # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
+    stepped = parameter
     if buffer.num_parts > 1:
         if param.own[0] == param.own[1]:
             return None
         # What a weight without dims has in an optimizer's state is without dims too, also in its checkpoints.
-        return nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
-    if masters.stepped is not masters.weights:
-        return nn.Parameter(buffer.view(masters.stepped, param))
-    # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
-    apart = is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype
-    return nn.Parameter(weight) if apart else parameter
+        stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
+    elif masters.stepped is not masters.weights:
+        stepped = nn.Parameter(buffer.view(masters.stepped, param))
+    elif is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype:
+        stepped = nn.Parameter(weight)
+    vars(stepped).update(vars(parameter))  # some optimizers read attributes
+    return stepped

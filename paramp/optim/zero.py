@@ -21,6 +21,8 @@ class OverlappedReduceScatter:
     That is known only in the last backward of a window, and not of gradients that are completed in the step: tied ones,
     and those whose placements are not their parameters'. Every rank starts the same buffers in the same order, each
     once in a call of ``forward_backward``, whichever of its parameters got a gradient.
+
+    ``take_back`` brings gradients that were replaced, here by hooks of the user's, back to their buffers.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class OverlappedReduceScatter:
         context: ParallelContext,
         dtype: torch.dtype | None,
         tied: Collection[nn.Parameter],
+        take_back: Callable[[Iterable[FlatParam]], None],
     ) -> None:
         self._buffers = buffers
+        self._take_back = take_back
         self._group = context.batch_axis.group
         self._dtype = dtype
         self._tied = tied
@@ -59,12 +63,16 @@ class OverlappedReduceScatter:
         if not self._armed:
             return
         self._armed = False
-        self._start(self._next)
+        self._start_overlapped(self._next)
         self._finish()
         self._reduced |= {param: param.version for buffer in self._overlappable for param in buffer.params}
 
     def _arrived(self, buffer: Buffer, param: FlatParam, _: torch.Tensor) -> None:
-        """The hook of a parameter whose gradient has been added up. Starts every buffer that is complete in order."""
+        """The hook of a parameter whose gradient has been added up. Starts every buffer that is complete in order.
+
+        The parameter itself counts from the next call on: the user's hooks that come after this one may change its
+        gradient.
+        """
         if not self._armed:
             return
         if param not in self._waiting[buffer]:
@@ -72,10 +80,14 @@ class OverlappedReduceScatter:
                 f"{param.name!r} got two gradients in one backward, as under activation checkpointing with "
                 "use_reentrant=True; pass use_reentrant=False there, or set parallel.zero to 0"
             )
-        self._waiting[buffer].discard(param)
         complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
-        self._start(complete)
+        self._waiting[buffer].discard(param)
+        self._start_overlapped(complete)
         del self._next[: len(complete)]
+
+    def _start_overlapped(self, buffers: Sequence[Buffer]) -> None:
+        self._take_back(param for buffer in buffers for param in buffer.params)
+        self._start(buffers)
 
     def _start(self, buffers: Iterable[Buffer]) -> None:
         for buffer in buffers:

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from ..base.dtensor import is_dtensor, own_part, wrap
-from ..base.module_surgery import BATCH_NORMS, resolved, shallow_copy, stored_dtype
+from ..base.module_surgery import BATCH_NORMS, carry_over, resolved, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import derive_seed
 from ..precision.autocast import default_dtype
@@ -66,7 +66,7 @@ def stored_as(mode: Precision) -> Iterator[None]:
         if tensor is None or tensor.dtype is not mode.weights or not isinstance(module, BATCH_NORMS):
             return None
         wide = tensor.detach().float()
-        return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+        return _parameter_like(tensor, wide) if isinstance(tensor, nn.Parameter) else wide
 
     kinds = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
     with ExitStack() as stack:
@@ -201,4 +201,8 @@ def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: 
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:
         value = resolved(value.detach().to(device, dtype))
-    return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value
+    return _parameter_like(like, value) if isinstance(like, nn.Parameter) else value
+
+
+def _parameter_like(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    return carry_over(old, nn.Parameter(value, old.requires_grad))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..base.dtensor import local
 from ..base.errors import ConfigError
-from ..base.module_surgery import PassThrough, shallow_copy
+from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -162,7 +162,12 @@ def tie_stages(
     held_by_stage = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
     held = [set().union(*(held_by_stage[index] for index in stages_of(rank))) for rank in range(context.pp.size)]
     ties: list[TiedParameter] = []
-    for names in names_of.values():
+    for original, names in names_of.items():
+        if num_hooks(original) and sum(not there.isdisjoint(names) for there in held_by_stage) > 1:
+            raise ConfigError(
+                f"model: {' and '.join(names)} are one parameter with hooks, which would run on each stage's part of "
+                "its gradient; change the gradient in engine.before_step instead, or set parallel.pipeline.size to 1"
+            )
         own_names = [next((name for name in names if name in there), None) for there in held]
         holders = [rank for rank, name in enumerate(own_names) if name is not None]
         if len(holders) < 2:

@@ -5,13 +5,14 @@ the keys of :data:`paramp.parallel.tensor_styles.STYLES` or any ``ParallelStyle`
 layers stay plain tensors.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
-from ..base.module_surgery import PassThrough, keeping_ties
+from ..base.module_surgery import PassThrough, carry_over, keeping_ties
 from .tensor_styles import STYLES, PackedColwise, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
@@ -66,6 +67,7 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
         layer = module.get_submodule(name)
         if isinstance(style, PackedColwise):
             style.check(name, layer, size)
+            _check_packed_hooks(name, layer)
         for kind in (ColwiseParallel, RowwiseParallel):
             own = type(style)._apply is kind._apply  # another's may take what it likes
             if own and not isinstance(layer, (nn.Linear, nn.Embedding)):
@@ -77,12 +79,25 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
                 raise ConfigError(f"plan: {has}, expected a multiple of parallel.tensor.size {size}")
 
 
+def _check_packed_hooks(name: str, layer: nn.Module) -> None:
+    for own, parameter in layer.named_parameters(recurse=False):
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"plan: {f'{name}.{own}'!r} has a hook that runs after the accumulation and would get the parameter in "
+                "another shape; use register_hook, which gets the whole gradient, or engine.before_step"
+            )
+
+
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Apply each of ``styles`` to the submodule of its name, over ``mesh``, the tensor axis. Tied weights stay tied.
+
+    Parameters keep their attributes and hooks. A tensor hook gets the whole gradient, as without a plan; one that runs
+    after the accumulation gets the parameter, a DTensor.
 
     Raises:
         ConfigError: modules that share a weight are sharded differently, or a style does not take its module.
     """
+    before = dict(module.named_parameters(remove_duplicate=False))
     with keeping_ties(module) as ties:
         done: set[int] = set()
         replicated: dict[torch.Tensor, DTensor] = {}
@@ -94,11 +109,42 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                     parallelize_module(submodule, mesh, styles[name], src_data_rank=None)  # equal on all ranks
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
+        for name, old in before.items():
+            new = module.get_parameter(name)
+            if new is not old:
+                _carry_to_shards(old, new)
         for names in ties:
             layouts = [getattr(module.get_parameter(name), "placements", None) for name in names]
             if any(layout != layouts[0] for layout in layouts):
                 tied = " and ".join(names)
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
+
+
+def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give ``new`` the attributes and hooks of ``old``, of whose values it holds this rank's shard."""
+    hooks = old._backward_hooks
+    carry_over(old, new)
+    if hooks and is_dtensor(new):
+        new._backward_hooks = None
+        new.register_hook(partial(_run_on_whole, hooks, old.shape, new.placements))
+
+
+def _run_on_whole(
+    hooks: Mapping[int, Callable[[torch.Tensor], Any]],
+    shape: torch.Size,
+    placements: Sequence[Placement],
+    gradient: torch.Tensor,
+) -> torch.Tensor:
+    """Run tensor hooks, which may take their gradient apart, on the whole of ``gradient`` in the model's own shape."""
+    if not hooks:
+        return gradient
+    sharded = cast(DTensor, gradient)
+    whole = sharded.full_tensor().reshape(shape)
+    for hook in tuple(hooks.values()):
+        result = hook(whole)
+        whole = whole if result is None else result
+    # Every rank has all of it, so that none is sent.
+    return distribute_tensor(whole.reshape(sharded.shape), sharded.device_mesh, placements, src_data_rank=None)
 
 
 def _replicate_buffers(

@@ -80,12 +80,16 @@ def convert(
         module = _with_transformer_engine(module, choice, precision, group)
     else:
         module = _with_torchao(module, choice, float8, library.emulated)
-    flag = torch.zeros((), device=device) if overflow is None else overflow
+    _report_overflow(module, choice, torch.zeros((), device=device) if overflow is None else overflow, saturates)
+    return module
+
+
+def _report_overflow(module: nn.Module, choice: Choice, flag: torch.Tensor, saturates: bool) -> None:
+    """Let the chosen layers of ``module`` set ``flag`` when they get a gradient that is not finite."""
     for name, layer in module.named_modules():
         if name in choice.linear:  # a method, so that a deep copy computes with its own flag
             forward = types.MethodType(_forward, layer)
             layer.__dict__.update(_overflow=flag, _inputs_saturate=saturates, forward=forward)
-    return module
 
 
 def _report(choice: Choice, library: Library, float8: Float8, precision: Precision) -> None:

@@ -207,6 +207,39 @@ def test_gradients_dropped_by_hand_before_a_backward_are_summed_all_the_same(wor
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def replace_by_half(parameter):
+    parameter.grad = parameter.grad * 0.5
+
+
+def drop(parameter):
+    parameter.grad = None
+
+
+@on_ranks(2)
+def test_hooks_registered_after_initialize_run_before_the_reduction(world):
+    weights = []
+    for zero in (0, 1):
+        with paramp.launch_from_torch({"parallel": {"zero": zero}}) as context:
+            model = small_gpt(num_layers=2)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            engine, *_ = paramp.initialize(model, optimizer, model.loss)
+            hooks = (halve, replace_by_half, drop)
+            for index, parameter in enumerate(engine.module.parameters()):
+                if index % 4 < 3 or index == len(list(engine.module.parameters())) - 1:
+                    parameter.register_post_accumulate_grad_hook(hooks[index % 3])
+            for x, y in batches(4):
+                x, y = (rank_slice(value, context.dp.rank, context.dp.size) for value in (x, y))
+                engine.forward_backward(x, y)
+                engine.step()
+                engine.zero_grad()
+            weights.append(engine.full_state_dict())
+    assert all(torch.equal(value, weights[0][name]) for name, value in weights[1].items())
+
+
 def test_zero_on_one_rank_changes_nothing():
     expected, _ = run(0, "32-true", steps=3)
     actual, _ = run(1, "32-true", steps=3)

@@ -1,9 +1,12 @@
 """What importing paramp, and training without a layout, loads: nothing that a plain loop of torch does not."""
 
+import importlib
 import json
 
 import pytest
 from commands import COLD, ROOT, python
+
+import paramp
 
 HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo"]
 
@@ -53,3 +56,27 @@ def test_public_names_load_on_use():
 def test_a_step_without_a_layout_loads_what_a_plain_loop_does(plain):
     modules = loaded(PARAMP)
     assert not modules.intersection(set(HEAVY) - plain)
+
+
+FACADES = {
+    "amp": (
+        "paramp.compat.colossalai.amp",
+        "AMP_TYPE convert_to_amp convert_to_apex_amp convert_to_naive_amp convert_to_torch_amp",
+    ),
+    "nn": ("paramp.precision.norms", "FusedLayerNorm FusedRMSNorm LPGroupNorm LPLayerNorm LPRMSNorm"),
+    "functional": (
+        "paramp.compat.composer.functional",
+        "apply_fused_layernorm apply_low_precision_groupnorm apply_low_precision_layernorm",
+    ),
+    "algorithms": ("paramp.compat.composer.algorithms", "FusedLayerNorm LowPrecisionGroupNorm LowPrecisionLayerNorm"),
+}
+"""Where the names of each facade live."""
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_facades_show_the_promised_names_of_their_homes(facade):
+    home, promised = FACADES[facade]
+    shown = getattr(paramp, facade)
+    assert set(promised.split()) <= set(shown.__all__)
+    for name in shown.__all__:
+        assert getattr(shown, name) is getattr(importlib.import_module(home), name)

@@ -42,12 +42,10 @@ def get_dataloader(
     context = current_context()
     seed = seed if seed is not None else context.config.seed if context else DEFAULT_SEED
     generator = torch.Generator().manual_seed(derive_seed(seed, "get_dataloader"))
+    options = {"generator": generator, "shuffle": shuffle or None, **options}
+    pin_memory = pin_memory and torch.cuda.is_available()
     loader: DataLoader[Any] = DataLoader(
-        dataset,
-        drop_last=drop_last,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        num_workers=num_workers,
-        **{"generator": generator, "shuffle": shuffle or None, **options},
+        dataset, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **options
     )
     if context is None or not add_sampler:
         return loader

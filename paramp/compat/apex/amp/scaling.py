@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from .session import LossScaler, Session, state
 from .weights import AmpWeight, take_up_changes, unscale_
 
 
-@contextmanager
 def scale_loss(
     loss: torch.Tensor | None,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -23,7 +22,7 @@ def scale_loss(
     model: nn.Module | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Any]:
+) -> AbstractContextManager[Any]:
     """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
     When the block ends, the gradients that its backward left are unscaled and added to what earlier losses left, and
@@ -42,19 +41,32 @@ def scale_loss(
         delay_overflow_check: unscale, but agree only when the next ``scale_loss`` of this ``loss_id`` ends, or at the
             step.
 
-    Yields:
-        The scaled loss, in fp32 at least; None for None. After ``initialize(enabled=False)``, ``loss`` itself.
+    Returns:
+        A context of the scaled loss, in fp32 at least; None for None. After ``initialize(enabled=False)``, of ``loss``
+        itself.
 
     Raises:
         AmpError: ``initialize`` was not called, an optimizer did not come from it, or there is no such loss.
     """
     session = state.require("scale_loss")
     if session is None:
-        yield loss
-        return
+        return nullcontext(loss)
+    scaler = _scaler_of(loss_id, session)
+    return _scaled(session, scaler, loss, optimizers, delay_unscale, delay_overflow_check)
+
+
+@contextmanager
+def _scaled(
+    session: Session,
+    scaler: LossScaler,
+    loss: torch.Tensor | None,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    delay_unscale: bool,
+    delay_overflow_check: bool,
+) -> Iterator[Any]:
+    """:func:`scale_loss` in a session."""
     if loss is not None and not (isinstance(loss, torch.Tensor) and loss.is_floating_point()):
         raise AmpError(f"amp.scale_loss: got a loss {loss!r}, expected a floating-point tensor, or None")
-    scaler = _scaler_of(loss_id, session)
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     stepping = [ApexOptimizer.of(optimizer, session) for optimizer in given]
     weights = list(dict.fromkeys(weight for optimizer in stepping for weight in optimizer.weights))

@@ -1,0 +1,178 @@
+"""What parameters were given before ``initialize`` shards, casts, fills or moves them: hooks and attributes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from reference import batches, small_gpt
+from torch import nn
+
+import paramp
+from paramp.parallel.tensor_styles import PackedColwise
+
+
+class Halves(nn.Module):
+    """The sum of the halves of the features."""
+
+    def forward(self, x):
+        return x.unflatten(-1, (2, -1)).sum(-2)
+
+
+def chain():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), Halves(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+    return nn.Sequential(*layers).double()
+
+
+CHAIN_PLAN = {"0": PackedColwise(2), "2": "rowwise", "4": "colwise", "5": "rowwise"}
+
+
+def add_to(model):
+    """Hooks that take the whole gradient, that change it in place or run after the accumulation; attributes."""
+    mask = torch.arange(32.0).reshape(8, 4) % 3
+    removed_later = model[2].bias.register_hook(lambda gradient: gradient * 0)
+    model[0].weight.register_hook(lambda gradient: gradient * 0).remove()
+    model[0].weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
+    model[2].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    model[3].weight.register_hook(lambda gradient: gradient * mask[1, 0])
+    model[4].weight.register_hook(clamp_)
+    model[5].weight.register_post_accumulate_grad_hook(halve)
+    for name, parameter in model.named_parameters():
+        parameter.called = name
+    return removed_later
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def clamp_(gradient):
+    gradient.clamp_(-0.01, 0.01)
+
+
+def chain_batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def plain_chain():
+    model = chain()
+    add_to(model).remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in chain_batches():
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@on_ranks(2)
+def test_hooks_and_attributes_of_parameters_hold_in_every_layout(world):
+    expected = plain_chain()
+    for precision in ("64-true", "bf16-naive"):
+        for parallel, plan in (
+            ({"tensor": 2}, CHAIN_PLAN),
+            ({"data": 2, "zero": 1}, None),
+            ({"pipeline": {"size": 2, "microbatches": 1, "schedule": "gpipe"}}, None),
+        ):
+            with paramp.launch_from_torch({"precision": precision, "parallel": parallel}):
+                model = chain()
+                removed_later = add_to(model)
+                engine, *_ = paramp.initialize(
+                    model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss, plan=plan
+                )
+                removed_later.remove()
+                for x, y in chain_batches():  # data ranks get the same
+                    engine.forward_backward(x, y)
+                    engine.step()
+                    engine.zero_grad()
+                assert all(parameter.called == name for name, parameter in engine.named_parameters())
+                stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+                assert {parameter.called for parameter in stepped} <= set(expected)
+                tolerance = 1e-12 if precision == "64-true" else 2e-2
+                for name, value in engine.full_state_dict().items():
+                    where = f"{precision} {parallel} {name}"
+                    assert (value.double() - expected[name]).abs().max() < tolerance, where
+
+
+@on_ranks(2)
+def test_masks_of_gradients_mean_the_same_for_every_kind_of_layer(world):
+    def masked():
+        model = small_gpt(num_layers=2, tied=False).double()
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.parameters():
+            mask = torch.rand(parameter.shape, generator=generator).double()
+            parameter.register_hook(lambda gradient, mask=mask: gradient * mask)
+        return model
+
+    model = masked()
+    ((x, y),) = batches(1)
+    model.loss(model(x), y).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm(expected.values()).item()
+    for parallel in (
+        {"tensor": 2},
+        {"tensor": 2, "sequence_parallel": True},
+        {"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}},
+        {"data": 2, "zero": 1},
+    ):
+        with paramp.launch_from_torch({"precision": "64-true", "parallel": parallel}):
+            model = masked()
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), model.loss)
+            engine.forward_backward(x, y)
+            assert engine.step().grad_norm == pytest.approx(norm, rel=1e-12), parallel
+
+
+@on_ranks(2)
+def test_hooks_and_attributes_of_a_model_on_meta_hold(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[0]) % 2 == 0).sum())
+            parameter.called = name
+        plan = {"0": "colwise", "1": "rowwise"}
+        engine, *_ = paramp.initialize(
+            model, lambda parameters: torch.optim.SGD(parameters, lr=0.5), F.mse_loss, plan=plan
+        )
+        reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+        reference.load_state_dict(engine.full_state_dict())
+        x = torch.ones(2, 4)
+        F.mse_loss(reference(x), x).backward()
+        engine.forward_backward(x, x)
+        for name, parameter in engine.named_parameters():
+            assert parameter.called == name
+            expected = reference.get_parameter(name)
+            gradient = getattr(parameter.grad, "full_tensor", lambda: parameter.grad)()  # noqa: B023
+            torch.testing.assert_close(gradient, expected.grad * (len(expected) // 2))
+
+
+@on_ranks(2)
+def test_hooks_whose_meaning_would_be_lost_are_an_error_on_every_rank(world):
+    def start(model, plan=None):
+        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, plan=plan)
+
+    def on_one_rank():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if world.rank == 1:
+            model[1].bias.register_hook(print)
+        return model
+
+    for parallel, plan in (({"tensor": 2}, {"0": "colwise", "1": "rowwise"}), ({"pipeline": 2}, None)):
+        message = r"rank 1 has \('1\.bias', \(4,\), True, '1 hooks'\)"
+        with paramp.launch_from_torch({"parallel": parallel}), pytest.raises(paramp.ConfigError, match=message):
+            start(on_one_rank(), plan)
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        start(on_one_rank())
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = chain()
+        model[0].weight.register_post_accumulate_grad_hook(print)
+        with pytest.raises(paramp.ConfigError, match=r"'0\.weight' has a hook that runs after the accumulation"):
+            start(model, CHAIN_PLAN)
+    for schedule, split in (("1f1b", ["1"]), ("zbv", ["1", "2", "3"])):
+        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule, "split": split}}}):
+            model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+            model[3].weight = model[0].weight
+            model[0].weight.register_hook(print)
+            with pytest.raises(paramp.ConfigError, match=r"0\.weight and 3\.weight are one parameter with hooks"):
+                start(model)
