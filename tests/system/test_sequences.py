@@ -28,7 +28,7 @@ def seeds():
 @family
 @pytest.mark.parametrize("seed", seeds())
 def test_an_engine_does_what_plain_training_does(seed):
-    case = json.loads(seed) if seed.startswith("{") else sequences.draw(seed, 4 if WHOLE or SEED or REPLAYED else 2)
+    case = json.loads(seed) if seed.startswith("{") else sequences.draw(seed, 2 if seed.startswith("short") else 4)
     failure = sequences.run(case)
     if failure is not None and SHRINKS and not seed.startswith("{"):
         case, failure = sequences.shrink(case, failure)
