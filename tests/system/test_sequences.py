@@ -12,7 +12,7 @@ import pytest
 import sequences
 from families import SEED, WHOLE, family
 
-NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 25, 500
+NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 15, 500
 SHRINKS = os.environ.get("PARAMP_TEST_SHRINK", "") != "0"
 REPLAYED = os.environ.get("PARAMP_TEST_SEQUENCE", "")
 
