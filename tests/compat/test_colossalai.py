@@ -327,6 +327,8 @@ def test_the_configuration_of_colossalais_own_examples(world):
             assert gpc.config.precision.name == "32-true"
         if path is not None:
             path.unlink()
+    with pytest.raises(paramp.ConfigError, match="NUM_MICRO_BATCHES: got '4', expected an integer"):
+        colossalai.launch_from_torch({"NUM_MICRO_BATCHES": "4", "parallel": {"pipeline": 2}})
     clash = {"NUM_MICRO_BATCHES": 4, "parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
     with pytest.raises(
         paramp.ConfigError, match=r"NUM_MICRO_BATCHES: got 4, but parallel\.pipeline\.microbatches is 2"

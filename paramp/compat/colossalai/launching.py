@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+from ...base.coerce import convert
 from ...base.errors import ConfigError, shown
-from ...config.files import load, read_file
+from ...config.files import load
 from ...config.schema import Config
 from ...distributed import launchers
 from ...distributed.context import ParallelContext
@@ -19,17 +20,17 @@ Launch = TypeVar("Launch", bound=Callable[..., ParallelContext])
 
 def _with_microbatches(config: ConfigSource) -> Config:
     """``config`` with ``NUM_MICRO_BATCHES`` as the microbatches of its pipeline, if it has both."""
-    tree = read_file(config) if isinstance(config, (str, Path)) else config
-    settings = load(tree)
+    settings = load(config)
     count, pipeline = settings.user.get("NUM_MICRO_BATCHES"), settings.parallel.pipeline
-    if count is None or pipeline.size == 1 or pipeline.microbatches == count:
+    if count is None or pipeline.size == 1:
         return settings
-    if pipeline.microbatches is not None or isinstance(tree, Config):
+    if pipeline.microbatches not in (None, count):
         raise ConfigError(
             f"NUM_MICRO_BATCHES: got {shown(count)}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
             "keep one of the two"
         )
-    return load(tree, {"parallel": {"pipeline": {"microbatches": count}}})
+    pipeline = replace(pipeline, microbatches=convert(count, int, "NUM_MICRO_BATCHES"))
+    return replace(settings, parallel=replace(settings.parallel, pipeline=pipeline))
 
 
 def _reading_microbatches(launch: Launch) -> Launch:
