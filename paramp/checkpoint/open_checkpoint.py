@@ -13,6 +13,7 @@ import hashlib
 import os
 import resource
 import stat
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from .safetensors_io import TensorFile
 
 READ_SIZE = 2**22
 """Bytes that are hashed at once."""
-OTHER_FILES = 256
-"""How many files a process may have open beside those of a checkpoint."""
+ATTEMPTS = 50
+"""How often ranks open a checkpoint until they have the same: for 12 s, since file systems show changes late."""
+SPARE_FILES = 64
+"""How many more files a process can open while it reads a checkpoint."""
 
 
 class OpenCheckpoint:
@@ -174,9 +177,10 @@ def _open_folder(path: Path) -> int:
 def _allow_open(num_files: int) -> None:
     """Raise the process's own limit on open files, if need be, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + OTHER_FILES if hard == resource.RLIM_INFINITY else min(num_files + OTHER_FILES, hard)
+    wanted = len(os.listdir("/dev/fd")) + num_files + SPARE_FILES
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def problems(path: str | Path) -> list[str]:
@@ -197,16 +201,7 @@ def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = T
     Raises:
         CheckpointError: on every rank, with the first problem of any: it is not whole.
     """
-    while True:  # until no save has replaced it between two ranks' opening it
-        checkpoint, problem = _try_to_open(path)
-        found = gather_objects((problem, checkpoint and checkpoint.digest), group)
-        if problem is None and len(set(found)) == 1:
-            assert checkpoint is not None
-            break
-        if checkpoint is not None:
-            checkpoint.close()
-        if failures := [problem for problem, _ in found if problem]:
-            raise CheckpointError(failures[0])
+    checkpoint = _open_the_same(path, group)
     damage = checkpoint.problems(dist.get_rank(group), dist.get_world_size(group)) if check else []
     unreadable = None
     try:
@@ -219,6 +214,23 @@ def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = T
         checkpoint.close()
         raise CheckpointError(failures[0])
     return checkpoint
+
+
+def _open_the_same(path: str | Path, group: dist.ProcessGroup) -> OpenCheckpoint:
+    for attempt in range(ATTEMPTS):
+        checkpoint, problem = _try_to_open(path)
+        found = gather_objects((problem, checkpoint and checkpoint.digest), group)
+        if checkpoint is not None:
+            if problem is None and len(set(found)) == 1:
+                return checkpoint
+            checkpoint.close()
+        if failures := [problem for problem, _ in found if problem]:
+            raise CheckpointError(failures[0])
+        time.sleep(0.01 * attempt)  # a save has replaced it between two ranks' opening it
+    raise CheckpointError(
+        f"{str(path)!r} leads to different checkpoints on different ranks; all machines have to share the file system "
+        "that checkpoints are in"
+    )
 
 
 def _try_to_open(path: str | Path) -> tuple[OpenCheckpoint | None, str | None]:
