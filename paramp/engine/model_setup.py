@@ -119,14 +119,11 @@ def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
     """
     own: list[tuple[Any, ...]] = [
         (
-            name,
-            tuple(value.shape),
-            value.dtype,
-            value.requires_grad,
-            *(["meta"] if value.is_meta else []),
-            *([f"{num_hooks(value)} hooks"] if with_hooks and num_hooks(value) else []),
+            *(name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else [])),
+            *([f"{count} hooks"] if with_hooks and count else []),
         )
         for name, value in named_tensors(model)
+        for count in [num_hooks(value)]
     ]
     # In a world of thousands it takes seconds to read the lists of all ranks: only if their digests differ.
     digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())

@@ -120,21 +120,6 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
 
 
-def _replicate_buffers(
-    module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, made: dict[torch.Tensor, DTensor]
-) -> None:
-    """Make the DTensors of buffers that ``style`` would make by a broadcast, which not every dtype has.
-
-    ``made`` are those of other modules: a buffer that is shared stays one.
-    """
-    if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-        for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None and not is_dtensor(buffer):
-                    whole = DTensor.from_local(buffer, mesh, [Replicate()], run_check=False)
-                    child._buffers[name] = made.setdefault(buffer, whole)
-
-
 def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:
     """Give ``new`` the attributes and hooks of ``old``, of whose values it holds this rank's shard."""
     hooks = old._backward_hooks
@@ -160,3 +145,18 @@ def _run_on_whole(
         whole = whole if result is None else result
     # Every rank has all of it, so that none is sent.
     return distribute_tensor(whole.reshape(sharded.shape), sharded.device_mesh, placements, src_data_rank=None)
+
+
+def _replicate_buffers(
+    module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, made: dict[torch.Tensor, DTensor]
+) -> None:
+    """Make the DTensors of buffers that ``style`` would make by a broadcast, which not every dtype has.
+
+    ``made`` are those of other modules: a buffer that is shared stays one.
+    """
+    if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and not is_dtensor(buffer):
+                    whole = DTensor.from_local(buffer, mesh, [Replicate()], run_check=False)
+                    child._buffers[name] = made.setdefault(buffer, whole)

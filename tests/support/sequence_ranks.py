@@ -19,7 +19,7 @@ from plain_training import (
     edited,
 )
 from pool import World
-from sequences import OFF, Case
+from sequences import Case
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import paramp
@@ -48,6 +48,10 @@ class Criterion:
             if self.fail_at < 0:
                 raise Failing("on purpose")
         return CRITERIA[self.kind](output, target)
+
+
+def zero_gradient(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.zero_()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -416,13 +420,11 @@ class SegmentRunner:
         first = plain.first_name(name)
         if not plain.parameters()[first].requires_grad or (kind == "accumulated" and plain.waiting):
             return
-        if kind == "accumulated" and "accumulated hooks" in OFF:
-            return
         for parameter in (plain.parameters()[first], *(value for _, value in self.holding(first))):
             if kind == "tensor":
                 self.handles.append(parameter.register_hook(lambda gradient: gradient * 0.5))
             else:
-                self.handles.append(parameter.register_post_accumulate_grad_hook(lambda own: own.grad.zero_()))
+                self.handles.append(parameter.register_post_accumulate_grad_hook(zero_gradient))
         if kind == "accumulated":
             plain.zeroed.add(first)
 

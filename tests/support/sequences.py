@@ -26,12 +26,6 @@ SECONDS = 30.0
 SHRINKING = 90.0
 """Seconds, and about as many attempts, that are spent on making a failing sequence shorter."""
 
-OFF: dict[str, str] = {
-    "accumulated hooks": "pending",
-    "hooks before": "pending",
-}
-"""Rules that are not tried, and why."""
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -107,7 +101,7 @@ def draw_layout(rng: random.Random, largest: int) -> dict[str, Any]:
     parallel = dict(parallel)
     size = parallel.pop("pipeline", 1)
     if size > 1:
-        schedule = rng.choice([name for name in SCHEDULES if name not in OFF])
+        schedule = rng.choice(SCHEDULES)
         parallel["pipeline"] = {"size": size, "schedule": schedule, "microbatches": rng.choice([2, 4])}
         if schedule == "dualpipev":
             parallel["pipeline"]["microbatches"] = 4
@@ -144,7 +138,7 @@ def draw(seed: str, largest: int) -> Case:
     optimizers = ["sgd", "sgd-plain"]
     if exact:
         optimizers += ["sgd-dampened", "adam", "adamw", "adamw-foreach", "rmsprop", "nadam"]
-    optimizer = rng.choice([kind for kind in optimizers if kind not in OFF])
+    optimizer = rng.choice(optimizers)
     others = ["64-true", "32-true"] if exact else [name for name in MODES if name not in ("64-true", "32-true")]
     return {
         **mode,
@@ -157,14 +151,13 @@ def draw(seed: str, largest: int) -> Case:
         "optimizer": optimizer,
         "lr": 0.05 if optimizer.startswith("sgd") else 0.01,
         "layout": draw_layout(rng, largest),
-        "hooked": None if "hooks before" in OFF else rng.choice([None, None, rng.choice(NAMES)]),
+        "hooked": rng.choice([None, None, rng.choice(NAMES[1:-1])]),
         "operations": _draw_operations(rng, rng.randrange(6, 22), largest, others),
     }
 
 
 def _draw_operations(rng: random.Random, length: int, largest: int, modes: list[str]) -> list[list[Any]]:
-    names = [name for name in OPERATIONS if name not in OFF]
-    weights = [OPERATIONS[name][0] for name in names]
+    names, weights = list(OPERATIONS), [often for often, _ in OPERATIONS.values()]
     operations: list[list[Any]] = []
     while len(operations) < length:
         if rng.random() < 0.3:  # the common loop, which random calls would rarely hit upon

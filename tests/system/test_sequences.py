@@ -12,7 +12,7 @@ import pytest
 import sequences
 from families import SEED, WHOLE, family
 
-NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 25, 500
+NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 15, 500
 SHRINKS = os.environ.get("PARAMP_TEST_SHRINK", "") != "0"
 REPLAYED = os.environ.get("PARAMP_TEST_SEQUENCE", "")
 
@@ -28,7 +28,7 @@ def seeds():
 @family
 @pytest.mark.parametrize("seed", seeds())
 def test_an_engine_does_what_plain_training_does(seed):
-    case = json.loads(seed) if seed.startswith("{") else sequences.draw(seed, 4 if WHOLE or SEED or REPLAYED else 2)
+    case = json.loads(seed) if seed.startswith("{") else sequences.draw(seed, 2 if seed.startswith("short") else 4)
     failure = sequences.run(case)
     if failure is not None and SHRINKS and not seed.startswith("{"):
         case, failure = sequences.shrink(case, failure)
