@@ -25,7 +25,6 @@ class Odd(nn.Linear):
         self.register_buffer("expanded", torch.randn(2, 1).expand(2, 4096))
         self.register_buffer("sliding", torch.randn(6).unfold(0, 3, 1))
         self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
-        self.register_buffer("empty", torch.zeros(0, 3))
         self.register_buffer("scalar", torch.randn(()))
         for dtype in DTYPES:
             self.register_buffer(str(dtype).replace(".", "_"), torch.randint(0, 9, (5, 3)).to(dtype)[:, :2])
