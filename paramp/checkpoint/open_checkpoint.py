@@ -7,6 +7,7 @@ the next save to delete. A shared lock on the manifest keeps a save from deletin
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -92,14 +93,11 @@ class OpenCheckpoint:
             self.damage[MANIFEST] = f"{str(self.path / MANIFEST)!r} cannot be read: {error.strerror}"
 
     def _has_its_name(self) -> bool:
-        try:
-            now = _open_folder(self.path)
-        except CheckpointError:
-            return False
-        try:
-            return os.path.samestat(os.fstat(now), os.fstat(self._descriptors[""]))
-        finally:
-            os.close(now)
+        real = Path(os.path.realpath(self.path))
+        for name in (real, replaced(real)):  # opening it would fail where too many files are open
+            with contextlib.suppress(FileNotFoundError):
+                return os.path.samestat(os.stat(name), os.fstat(self._descriptors[""]))
+        return False
 
     def _read(self, name: str) -> bytes:
         with open(self._descriptors[name], "rb", closefd=False) as file:
