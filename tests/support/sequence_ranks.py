@@ -331,7 +331,7 @@ class SegmentRunner:
     def infinite_gradient(self, rank: int, name: str) -> None:
         plain = self.plain
         parameter = plain.parameters()[plain.first_name(name)]
-        if plain.ended or parameter.grad is None or plain.first_name(name) in plain.zeroed:
+        if not plain.has_backward or parameter.grad is None or plain.first_name(name) in plain.zeroed:
             return
         made = torch.zeros(())
         if self.world.rank == rank % self.world.size:
@@ -443,7 +443,7 @@ class SegmentRunner:
         """Change a gradient between backward and step, where ZeRO has not reduced it yet."""
         plain = self.plain
         parameter = plain.parameters()[plain.first_name(name)]
-        if plain.ended or parameter.grad is None or self.context.config.parallel.zero:
+        if not plain.has_backward or parameter.grad is None or self.context.config.parallel.zero:
             return
         for own in (parameter, *(value for _, value in self.holding(name))):
             if change == "none":
