@@ -233,7 +233,7 @@ class Engine(Diagnosed):
         With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
 
         Raises:
-            RuntimeError: there was no backward since the last call.
+            RuntimeError: there was no backward since the last call, and no gradient was set by hand.
             ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
             TrainingDiverged: too many steps in a row were skipped (``max_skipped_in_a_row``); on every rank.
         """

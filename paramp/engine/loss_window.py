@@ -143,14 +143,15 @@ class LossWindow:
         with self.failing():
             self._failure.check()
         self._check_complete()
-        if not self._has_backward:
+        if not self._has_backward and self.gradients.are_unchanged():
             raise RuntimeError(
                 "step(): no backward since the last step, so there are no gradients to step with; call "
-                "engine.forward_backward(x, y), or engine.backward(loss) in place of loss.backward(), before each step"
+                "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
             )
         self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
+            self.gradients.note()
             return False
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)

@@ -36,6 +36,13 @@ class StepGradients:
     def begin(self) -> None:
         self._gradients.begin_window()
 
+    def note(self) -> None:
+        self._gradients.note()
+
+    def are_unchanged(self) -> bool:
+        """Whether no gradient was added to, changed or replaced since the last step, or :meth:`note`."""
+        return self._gradients.are_unchanged()
+
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
 

@@ -61,6 +61,7 @@ class FlatGradients:
         """Called before the forward of each batch."""
         self._allocated = False
         self._absent: list[FlatParam] = []
+        self._noted = [0] * len(params)
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._hooks = [
             param.parameter.register_hook(functools.partial(_find_mismatch, param))
@@ -81,6 +82,7 @@ class FlatGradients:
             if param.parameter.grad is not gradient:
                 param.parameter.grad = gradient
             param.seen = param.version
+        self.note()
         for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
             parameter.grad = None
 
@@ -160,7 +162,25 @@ class FlatGradients:
         for param in outside:
             if param.parameter.grad is not None or param.parameter in self._tied:
                 param.parameter.grad = param.gradient
-        self._absent = [param for param in self._params if param.version == param.seen]
+        self.note()
+        self._absent = [
+            param for param, version in zip(self._params, self._noted, strict=True) if version == param.seen
+        ]
+
+    def note(self) -> None:
+        """Note how the gradients are, for :meth:`are_unchanged`."""
+        self._noted = [param.version for param in self._params]
+
+    def are_unchanged(self) -> bool:
+        """Whether no gradient was added to, changed or replaced since the last step or :meth:`note`.
+
+        Zeroing all counts as none; those of tied parameters are not looked at, since the step itself changes them.
+        """
+        return all(
+            param.parameter in self._tied
+            or (param.version == noted and (param.parameter.grad is None or param.parameter.grad is param.gradient))
+            for param, noted in zip(self._params, self._noted, strict=True)
+        )
 
     def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""

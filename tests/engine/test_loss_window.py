@@ -238,6 +238,11 @@ def test_a_dropped_backward_is_none():
         engine.zero_grad()
         with pytest.raises(RuntimeError, match=MESSAGE):
             engine.step()
-        F.mse_loss(engine(torch.ones(2, 4)), torch.ones(2, 4)).backward()
-        with pytest.raises(RuntimeError, match=r"engine.backward\(loss\) in place of loss.backward"):
+        engine.evaluate(torch.ones(2, 4), torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match=MESSAGE):
             engine.step()
+        for parameter in model.parameters():  # gradients of the user's own are gradients
+            parameter.grad = torch.ones_like(parameter)
+        before = model.bias.detach().clone()
+        assert engine.step().stepped
+        torch.testing.assert_close(model.bias.detach(), before - 0.1)
