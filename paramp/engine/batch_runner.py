@@ -94,7 +94,10 @@ class BatchRunner:
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
         with self._taking_part(overlap) as before_last_backward, self._compute.enter():
             self.check(x, y)
-            self._gradients.before_batch()
+            try:
+                self._gradients.before_batch()
+            except RuntimeError as error:  # of this stage; the others wait for it
+                self.failure.record(error)
             if self.pipeline is None:
                 self._run_plain(x, y, loss, before_last_backward if backward else None)
             else:
