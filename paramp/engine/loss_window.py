@@ -143,19 +143,24 @@ class LossWindow:
         with self.failing():
             self._failure.check()
         self._check_complete()
-        if not self._has_backward and self.gradients.are_unchanged():
-            raise RuntimeError(
-                "step(): no backward since the last step, so there are no gradients to step with; call "
-                "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
-            )
+        if not self._has_backward:
+            self._check_changed()
         self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
-            self.gradients.note()
+            self.gradients.snapshot()
             return False
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)
         return True
+
+    def _check_changed(self) -> None:
+        """Raise on every rank unless gradients of all ranks were changed by hand since the last call; a collective."""
+        error = RuntimeError(
+            "step(): no backward since the last step, so there are no gradients to step with; call "
+            "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
+        )
+        self._failure.agree(error if self.gradients.are_unchanged() else None)
 
     def drop(self) -> None:
         """Drop losses and gradients; those of an unfinished window, which a plain loop accumulates, if it failed."""

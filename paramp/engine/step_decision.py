@@ -36,11 +36,11 @@ class StepGradients:
     def begin(self) -> None:
         self._gradients.begin_window()
 
-    def note(self) -> None:
-        self._gradients.note()
+    def snapshot(self) -> None:
+        self._gradients.snapshot()
 
     def are_unchanged(self) -> bool:
-        """Whether no gradient was added to, changed or replaced since the last step, or :meth:`note`."""
+        """Whether no gradient was added to, changed or replaced since the last step, or :meth:`snapshot`."""
         return self._gradients.are_unchanged()
 
     def complete(self) -> torch.Tensor:

@@ -82,7 +82,7 @@ class FlatGradients:
             if param.parameter.grad is not gradient:
                 param.parameter.grad = gradient
             param.seen = param.version
-        self.note()
+        self.snapshot()
         for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
             parameter.grad = None
 
@@ -162,17 +162,17 @@ class FlatGradients:
         for param in outside:
             if param.parameter.grad is not None or param.parameter in self._tied:
                 param.parameter.grad = param.gradient
-        self.note()
+        self.snapshot()
         self._absent = [
             param for param, version in zip(self._params, self._noted, strict=True) if version == param.seen
         ]
 
-    def note(self) -> None:
+    def snapshot(self) -> None:
         """Note how the gradients are, for :meth:`are_unchanged`."""
         self._noted = [param.version for param in self._params]
 
     def are_unchanged(self) -> bool:
-        """Whether no gradient was added to, changed or replaced since the last step or :meth:`note`.
+        """Whether no gradient was added to, changed or replaced since the last step or :meth:`snapshot`.
 
         Zeroing all counts as none; those of tied parameters are not looked at, since the step itself changes them.
         """

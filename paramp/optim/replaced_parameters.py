@@ -28,7 +28,13 @@ class ModelParameters:
 
     def _record(self) -> None:
         """Record what every module holds, such that comparing it takes no Python for each parameter."""
-        tables = [table for module in self._module.modules() for table in (module._parameters, module._modules)]
+        # A module of TorchScript has tables of its own class, whose parameters nobody replaces.
+        tables = [
+            table
+            for module in self._module.modules()
+            for table in (module._parameters, module._modules)
+            if isinstance(table, dict)
+        ]
         self._tables: list[dict[str, Any]] = [table for table in tables for _ in table]
         self._keys = [key for table in tables for key in table]
         self._held = [value for table in tables for value in table.values()]

@@ -146,9 +146,9 @@ def first_gradient(engine: Engine) -> dict[str, torch.Tensor]:
     weights = [parameter.detach().clone() for parameter in stepped]
     for parameter in stepped:
         parameter.copy_(optimizer.state[parameter]["momentum_buffer"])
-    engine._weights.gather_weights()
+    engine._weights.write_back()
     gradient = engine.full_state_dict()
     for parameter, weight in zip(stepped, weights, strict=True):
         parameter.copy_(weight)
-    engine._weights.gather_weights()
+    engine._weights.write_back()
     return gradient
