@@ -161,7 +161,7 @@ def test_hooks_whose_meaning_would_be_lost_are_an_error_on_every_rank(world):
         return model
 
     for parallel, plan in (({"tensor": 2}, {"0": "colwise", "1": "rowwise"}), ({"pipeline": 2}, None)):
-        message = r"rank 1 has \('1\.bias', \(4,\), True, '1 hooks'\)"
+        message = r"rank 1 has \('1\.bias', \(4,\), torch\.float32, True, '1 hooks'\)"
         with paramp.launch_from_torch({"parallel": parallel}), pytest.raises(paramp.ConfigError, match=message):
             start(on_one_rank(), plan)
     with paramp.launch_from_torch({"parallel": {"data": 2}}):
