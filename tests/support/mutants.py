@@ -17,6 +17,7 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -250,12 +251,15 @@ def _smallest(node: ast.AST, changed: ast.AST) -> tuple[ast.AST, ast.AST]:
     return node, changed
 
 
+@functools.cache
+def sites_by_area() -> dict[str, list[Mutant]]:
+    """Every mutant of every area."""
+    return {area: [one for module in modules for one in sites(area, module)] for area, (modules, _) in AREAS.items()}
+
+
 def drawn(num: int, seed: str) -> list[Mutant]:
     """``num`` mutants of all areas in turn."""
-    piles = {}
-    for area, (modules, _) in AREAS.items():
-        piles[area] = [mutant for module in modules for mutant in sites(area, module)]
-        random.Random(f"{seed} {area}").shuffle(piles[area])
+    piles = {area: random.Random(f"{seed} {area}").sample(found, len(found)) for area, found in sites_by_area().items()}
     chosen: list[Mutant] = []
     while len(chosen) < num and any(piles.values()):
         chosen += [pile.pop() for pile in piles.values() if pile]

@@ -39,12 +39,7 @@ def test_an_operator_changes_one_place(before, operator, after, tmp_path, monkey
 
 
 def test_what_is_argued_about_is_there():
-    named = {
-        one.name
-        for area, (modules, _) in mutants.AREAS.items()
-        for name in modules
-        for one in mutants.sites(area, name)
-    }
+    named = {one.name for found in mutants.sites_by_area().values() for one in found}
     argued = tomllib.loads(mutants.ARGUED.read_text()).get("equivalent", [])
     assert {one["mutant"] for one in argued} <= named
     assert all(one["reason"] for one in argued)
