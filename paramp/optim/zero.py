@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -44,9 +45,10 @@ class OverlappedReduceScatter:
         self._next: list[Buffer] = []  # of these, what has not been started, in this order
         self._running: list[Callable[[], None]] = []
         self._armed = False
-        for buffer in buffers:
-            for param in buffer.params:
-                param.parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, buffer, param))
+        self._places = [(buffer, param) for buffer in buffers for param in buffer.params]
+        for index, (_, param) in enumerate(self._places):
+            hook = functools.partial(_notify, weakref.ref(self), index)
+            param.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self) -> None:
         """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
@@ -67,14 +69,15 @@ class OverlappedReduceScatter:
         self._finish()
         self._reduced |= {param: param.version for buffer in self._overlappable for param in buffer.params}
 
-    def _arrived(self, buffer: Buffer, param: FlatParam, _: torch.Tensor) -> None:
-        """The hook of a parameter whose gradient has been added up. Starts every buffer that is complete in order.
+    def arrived(self, index: int) -> None:
+        """The gradient of a parameter has been added up. Starts every buffer that is complete in order.
 
         The parameter itself counts from the next call on: the user's hooks that come after this one may change its
         gradient.
         """
         if not self._armed:
             return
+        buffer, param = self._places[index]
         if param not in self._waiting[buffer]:
             raise RuntimeError(
                 f"{param.name!r} got two gradients in one backward, as under activation checkpointing with "
@@ -107,6 +110,14 @@ class OverlappedReduceScatter:
         self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}
+
+
+def _notify(reducer: weakref.ref[OverlappedReduceScatter], index: int, _: torch.Tensor) -> None:
+    """The hook of a parameter. It holds nothing: the garbage collector does not see through the hooks of a parameter,
+    so an engine that they held would never be freed, nor the process groups of its context."""
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(index)
 
 
 def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:

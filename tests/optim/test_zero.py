@@ -1,5 +1,8 @@
 """ZeRO-1: the same training as without, with the optimizer's work and memory shared out over data ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -292,3 +295,18 @@ def test_weights_without_dims_go_on_from_a_checkpoint(world, tmp_path):
                 close = {"rtol": 0, "atol": 0} if mode == "32-true" else {"rtol": 0.05, "atol": 0.02}
                 for name, value in engine.full_state_dict().items():
                     torch.testing.assert_close(value, expected[name], **close)
+
+
+@on_ranks(2)
+def test_an_engine_is_freed_with_its_context(world):
+    """Its parameters, which others may hold, do not keep it; the groups of a context that is kept have threads."""
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}) as context:
+        model = nn.Linear(4, 4)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        engine.step()
+    freed = weakref.ref(engine), weakref.ref(context)
+    del engine, context
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None]
+    model(torch.ones(2, 4)).sum().backward()

@@ -216,10 +216,15 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
         except BaseException:
             connection.send(("failed", (time.time(), traceback.format_exc())))
         finally:
+            from paramp.base.dtensor import forget_sharding_decisions
             from paramp.distributed.context import current_context
 
             while (context := current_context()) is not None:
                 context.close()
+            # Those that the body made itself. The mesh caches hold them too.
+            for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+                dist.destroy_process_group(group)
+            forget_sharding_decisions()
             # Engines are cycles. Until they are collected, each one's groups keep gloo's threads, which poll: after
             # some hundred bodies those of idle ranks took half of the machine.
             gc.collect()
