@@ -344,7 +344,13 @@ class PlainTraining:
             state["rule"] = own
             state["modes"].add(mode)
         self.model.load_state_dict(state.pop("model"))
-        self.optimizer.load_state_dict(state.pop("optimizer"))
+        saved = state.pop("optimizer")
+        self.optimizer.load_state_dict(saved)
+        # torch casts NAdam's product, a float32 number, to the weights' dtype, so that the run would go on otherwise.
+        for index, values in saved["state"].items():
+            if "mu_product" in values:
+                parameter = [each for group in self.optimizer.param_groups for each in group["params"]][index]
+                self.optimizer.state[parameter]["mu_product"] = values["mu_product"]
         for name, value in state.items():
             setattr(self, name, value)
         self.restart_window()
