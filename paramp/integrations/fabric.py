@@ -72,7 +72,8 @@ class FabricPrecision:
         if not self.mode.autocast and self.mode.scaling is None:
             # Fabric looks whether its own method is overridden, and if so refuses a plain loss.backward(), which is
             # as good here but for the speed of fp16 products on CPUs.
-            self.backward = functools.update_wrapper(functools.partial(self.backward), super().backward)  # type: ignore
+            own = functools.partial(self.backward)
+            self.backward = functools.update_wrapper(own, super().backward)  # type: ignore[method-assign,misc]
 
     def __reduce__(self) -> Any:
         """For strategies that start processes and send the plugin to them, before anything was set up."""
