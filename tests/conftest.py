@@ -6,7 +6,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(2, str(Path(__file__).parent / "data"))
 
+import warm
 from families import SEED
 from pool import choice, close_pools
 
@@ -15,13 +17,15 @@ def pytest_addoption(parser):
     parser.addoption("--write-matrix", action="store_true", help="write the README's support matrix anew")
 
 
-def pytest_configure():
+def pytest_configure(config):
     try:
         devices = choice().devices
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if devices == ("cpu",):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
+    if getattr(config.option, "numprocesses", None):
+        warm.share()
 
 
 def pytest_report_header():

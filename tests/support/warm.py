@@ -1,12 +1,16 @@
-"""Python processes that start with torch imported, because a test run starts hundreds and each import costs seconds.
+"""Python processes that start with torch and paramp imported: a test run starts hundreds, and an import costs seconds.
 
 :func:`start` writes a program ``python`` into a folder of the test run's. It takes a command line as Python does, but
 has a server that imported torch once fork a process for it, hands over its environment and open files, passes signals
 on and ends as that process does. Whatever the process starts with ``sys.executable`` goes the same way.
 
 Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
-they do in processes that were started one by one. Command lines with options of the interpreter, and all with another
-``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
+they do in processes that were started one by one. Command lines with options of the interpreter, those in or with a
+``PYTHONPATH`` of another tree, and all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an
+ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an
+``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
+
+The workers of pytest-xdist use the servers of the process that started them (:func:`share`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import gc
 import importlib
 import marshal
 import os
+import pkgutil
 import selectors
 import shutil
 import signal
@@ -31,6 +36,8 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+SHARED = "PARAMP_TEST_SERVERS"
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = (
@@ -56,8 +63,12 @@ def cold():
     os.execv({python!r}, [{python!r}, *words])
 if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
     cold()
-if os.environ.get("PARAMP_TEST_COLD") or os.environ.get("LD_LIBRARY_PATH", "") != {libraries!r}:
+known = {libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES")
+if os.environ.get("PARAMP_TEST_COLD") or os.environ.get("LD_LIBRARY_PATH", "") not in known:
     cold()
+for tree in [".", *os.environ.get("PYTHONPATH", "").split(":")]:
+    if os.path.isdir(f"{{tree}}/paramp") and not os.path.samefile(f"{{tree}}/paramp", {package!r}):
+        cold()
 rank = os.environ.get("RANK", "")
 server = bin(int(rank)).count("1") % {servers} if rank.isdecimal() else 0
 files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd < 3 or os.path.exists(f"/proc/self/fd/{{fd}}")]
@@ -90,6 +101,8 @@ os._exit(code)
 @functools.cache
 def folder() -> Path:
     """Where the programs are: first on the PATH of the commands that the tests run."""
+    if _is_shared():
+        return Path(os.environ[SHARED])
     path = Path(tempfile.mkdtemp(prefix="paramp-python-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -100,11 +113,25 @@ def python() -> str:
     return str(folder() / "python") if AVAILABLE and not os.environ.get("PARAMP_TEST_COLD") else sys.executable
 
 
+def _is_shared() -> bool:
+    """Whether the process that started this one has servers, with this tree's package."""
+    return Path(os.environ.get(SHARED, os.devnull), "root").exists() and os.path.samefile(
+        Path(os.environ[SHARED], "root"), ROOT
+    )
+
+
+def share() -> None:
+    """Start the servers for the processes that this one starts, too."""
+    start()
+    os.environ[SHARED] = str(folder())
+
+
 @functools.cache
 def start() -> None:
     """Start the servers. They are ready when torch is imported; until then commands wait for them."""
-    if python() == sys.executable:
+    if python() == sys.executable or _is_shared():
         return
+    (folder() / "root").symlink_to(ROOT)
     listeners = []
     for number in range(SERVERS):
         listener = socket.socket(socket.AF_UNIX)
@@ -124,6 +151,7 @@ def start() -> None:
         atexit.register(_stop, process)
     libraries = os.environ.get("LD_LIBRARY_PATH", "")
     names = {"python": sys.executable, "folder": str(folder()), "servers": SERVERS, "libraries": libraries}
+    names["package"] = str(ROOT / "paramp")
     for name, text in {
         "python": CLIENT.format(**names),
         "torchrun": f'#!/bin/sh\nexec "{python()}" -m torch.distributed.run "$@"\n',
@@ -265,7 +293,8 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
         import runpy
 
         sys.argv = words[1:]
-        sys.modules.pop(words[1], None)
+        if not hasattr(sys.modules.get(words[1]), "__path__"):  # of a package, another module is run
+            sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
@@ -298,9 +327,19 @@ def end_with(function: Callable[..., object], *arguments: object) -> None:
     os._exit(code & 0xFF)
 
 
+def preload() -> None:
+    """Import :data:`PRELOADED` and this tree's package."""
+    sys.path.insert(0, str(ROOT))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(importlib.import_module("paramp").__path__, "paramp."):
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
+    del sys.path[0]
+
+
 if __name__ == "__main__":
-    for module in PRELOADED:
-        importlib.import_module(module)
+    preload()
     gc.collect()
     gc.freeze()
     base_path, this = sys.path[1:], sys.modules["__main__"]

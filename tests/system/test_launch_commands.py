@@ -32,13 +32,18 @@ def expected(tmp_path_factory):
     return losses(folder)
 
 
-def mpi_variables(name):
-    """The environment in which ``mpirun`` is the one called ``name``."""
+def mpi_variables(name, ranks_use_mpi=True):
+    """The environment in which ``mpirun`` is the one called ``name``.
+
+    Without ``ranks_use_mpi`` ranks start warm, and cannot load its library.
+    """
     prefix = Path(sys.prefix, "mpi", name)
     if not (prefix / "bin" / "mpirun").exists():
         pytest.skip(f"the {name} wheel is not installed in {prefix}, as make test does")
     path = os.pathsep.join([str(prefix / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PATH": path, "LD_LIBRARY_PATH": str(prefix / "lib")}
+    libraries = str(prefix / "lib")
+    own = {} if ranks_use_mpi else {"PARAMP_TEST_LIBRARIES": libraries}
+    return {"PATH": path, "LD_LIBRARY_PATH": libraries} | own
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def hosts():
 # Each takes a quarter of a minute, so one of the two runs on one host and the other on two.
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_mpirun_with_a_hostfile(mpi, tmp_path, expected):
-    variables = mpi_variables(mpi)
+    variables = mpi_variables(mpi, ranks_use_mpi=False)
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=4\n")
     result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB, "--log-dir", str(tmp_path)], **variables)
@@ -131,7 +136,7 @@ def test_a_world_of_mpiruns_that_differs_from_the_layout(tmp_path):
     """MPICH's mpirun lets the other ranks go on when one has failed."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=3\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich"))
+    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich", ranks_use_mpi=False))
     assert result.returncode != 0
     assert result.stderr.count("tensor 2 x pipeline 2 = 4 does not divide the world of 3 ranks") == 1, result.stderr
 

@@ -4,9 +4,9 @@ import os
 import runpy
 from pathlib import Path
 
-import paramp.data.corpus
+from paramp.tools import train_data
 
-original = paramp.data.sampling.training_windows
+original = train_data.training_windows
 
 
 def failing(tokens, seq_len, seed, step, first, count):
@@ -15,6 +15,6 @@ def failing(tokens, seq_len, seed, step, first, count):
     return original(tokens, seq_len, seed, step, first, count)
 
 
-paramp.data.sampling.training_windows = failing
+train_data.training_windows = failing
 train = Path(__file__).parents[3] / "launch" / "train.py"
 runpy.run_path(str(train), run_name="__main__")
