@@ -265,6 +265,9 @@ def test_state_resumes_to_the_bit_in_either_order(name):
         if weights_first:
             again.load_state_dict(saved)
         resumed.load_state_dict(copy.deepcopy(state))  # torch's optimizers take tensors up as they are
+        for key, master in state["masters"].items():
+            weight = again.module.get_parameter(key)
+            assert torch.equal(weight, master.to(weight.dtype))
         if not weights_first:
             again.load_state_dict(saved)
         train(again, resumed, loss, pairs[3:])

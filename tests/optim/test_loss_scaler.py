@@ -444,6 +444,9 @@ def test_a_group_decides_for_itself(world):
     scaler.step(torch.optim.SGD([weight], lr=1.0))
     scaler.update()
     assert gathered(scaler.get_scale()) == [2.0, 2.0, 4.0, 4.0]
+    found = torch.tensor(float(world.rank > 0))
+    scaler.agree_(found)
+    assert float(found) == 1.0  # a flag, on how many ranks ever it was set
 
 
 @on_ranks(4)

@@ -11,6 +11,7 @@ from counting import Collectives
 from pool import on_ranks
 from reference import batches, rank_slice, small_gpt
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paramp
 import paramp.optim.flat_params
@@ -173,21 +174,48 @@ def test_an_optimizer_of_whole_matrices_is_refused(world):
             paramp.initialize(model, torch.optim.Adafactor(model.parameters()), F.mse_loss)
 
 
+@pytest.mark.parametrize("bucket", [2**25, 64])
 @on_ranks(2)
-def test_the_collectives_of_a_step(world):
+def test_the_collectives_of_a_step(world, bucket):
     """One control all-reduce; a reduce-scatter and an all-gather for each bucket, and nothing else."""
+    paramp.optim.param_buffer.BUCKET, whole = bucket, paramp.optim.param_buffer.BUCKET
+    try:
+        with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+            model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))  # each fills a small bucket
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+            for _ in range(2):
+                with Collectives() as before:
+                    engine.forward_backward(torch.ones(4, 10), torch.ones(4, 10), return_loss=False)
+                with Collectives() as within:
+                    result = engine.step()
+                engine.zero_grad()
+    finally:
+        paramp.optim.param_buffer.BUCKET = whole
+    assert result.loss > 0
+    num_buckets = 3 if bucket == 64 else 1
+    assert before.counts == {"reduce_scatter": num_buckets}
+    assert within.counts == {"allreduce": 1, "allgather": num_buckets}
+
+
+class Reentrant(nn.Module):
+    """Its layer is used twice, and the second time in a backward within the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.layer, self.layer(x), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_a_second_gradient_in_one_backward_is_refused(world):
+    """The buffer may be on its way to the other ranks by then."""
     with paramp.launch_from_torch({"parallel": {"zero": 1}}):
-        model = Branches()
+        model = Reentrant()
         engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
-        for _ in range(2):
-            with Collectives() as before:
-                engine.forward_backward(torch.ones(4, 40), torch.ones(4, 40), return_loss=False)
-            with Collectives() as within:
-                result = engine.step()
-            engine.zero_grad()
-        assert result.loss > 0
-        assert before.counts == {"reduce_scatter": 1}
-        assert within.counts == {"allreduce": 1, "allgather": 1}
+        with pytest.raises(RuntimeError, match=r"'layer.*got two gradients in one backward.*use_reentrant=False"):
+            engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
 
 
 @on_ranks(2)

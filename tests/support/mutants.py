@@ -50,18 +50,21 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "norm": (
         ["optim/grad_norm.py"],
-        ["tests/optim/test_grad_norm.py", SEQUENCES],
+        ["tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py"],
     ),
     "step": (
         ["optim/fused_step.py", "engine/step_decision.py", "engine/step_result.py", "engine/loss_window.py"],
-        [SEQUENCES, ENGINE, "tests/optim/test_flat_params.py"],
+        [SEQUENCES, ENGINE, "tests/optim/test_flat_params.py", "tests/engine/test_loss_window.py"],
     ),
     "flat buffers": (
         [
             *("optim/flat_params.py", "optim/flat_gradients.py", "optim/param_buffer.py", "optim/master_weights.py"),
             *("optim/master_storage.py", "optim/master_residuals.py"),
         ],
-        [SEQUENCES, "tests/optim/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE],
+        [
+            *(SEQUENCES, "tests/optim/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE),
+            *("tests/optim/test_replaced_parameters.py", "tests/compat/test_colossalai_amp.py"),
+        ],
     ),
     "zero": (
         ["optim/zero.py"],
@@ -69,18 +72,27 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "tensor styles": (
         ["parallel/tensor_styles.py", "parallel/tensor_plan.py"],
-        [SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_huggingface.py", ENGINE],
+        [
+            *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
+            *("tests/parallel/test_huggingface.py", ENGINE),
+        ],
     ),
     "ties": (
         ["optim/grad_reduce.py", "parallel/stage.py", "distributed/axes.py"],
-        [SEQUENCES, "tests/optim/test_grad_norm.py", "tests/parallel/test_pipeline.py", ENGINE],
+        [
+            *(SEQUENCES, "tests/optim/test_grad_norm.py", "tests/optim/test_loss_scaler.py"),
+            *("tests/parallel/test_pipeline.py", ENGINE),
+        ],
     ),
     "checkpoint state": (
         [
             *("engine/train_state.py", "engine/state/model_tensors.py", "engine/state/optimizer_state.py"),
             *("engine/state/random_streams.py", "engine/state/full_state.py"),
         ],
-        [SEQUENCES, "tests/checkpoint/test_resume.py", "tests/checkpoint/test_dcp_storage.py", ENGINE],
+        [
+            *(SEQUENCES, "tests/engine/test_train_state.py", "tests/checkpoint/test_resume.py"),
+            *("tests/checkpoint/test_dcp_storage.py", ENGINE),
+        ],
     ),
     "schedule": (
         ["engine/lr_scheduler.py"],
