@@ -174,6 +174,9 @@ OPERATORS: dict[str, Callable[[ast.AST], None]] = {
     "condition": _condition,
 }
 """All but the deletion: each changes a node in place where it applies."""
+CHANGED = (ast.Compare, ast.BinOp, ast.BoolOp, ast.AugAssign, ast.Constant)
+CHANGED += (ast.If, ast.IfExp, ast.While, ast.comprehension)
+"""The nodes that an operator may change."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the sites
@@ -244,7 +247,7 @@ def sites(area: str, module: str) -> list[Mutant]:
     for node, function in _walk(ast.parse(source), ""):
         if _deleted(node):
             add(function, "deletion", node, "pass")
-        for operator, change in OPERATORS.items():
+        for operator, change in OPERATORS.items() if isinstance(node, CHANGED) else ():
             changed = copy.deepcopy(node)
             change(changed)
             if ast.dump(changed) == ast.dump(node):
