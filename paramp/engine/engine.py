@@ -1,36 +1,37 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
-The parts have modules of their own: a batch in microbatches (``batch_runner``), what it computes in
-(``compute_context``), the losses of an accumulation window (``loss_window``), what all ranks decide about the step
-(``step_decision``), what it returns (``step_result``), what fails on one rank (``shared_failure``), skipped steps
-(``diagnostics``), checkpoints (``train_state``) and the whole model (``state.full_state``).
+The parts have modules of their own: a batch in microbatches (``batch_runner``), the losses of an accumulation window
+(``loss_window``), the decision of all ranks about the step (``step_decision``), its result and counters
+(``step_result``), failures of one rank (``shared_failure``), checkpoints (``train_state``), the whole model
+(``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from ..base.dtensor import full_tensor
 from ..base.spans import Observer, observed
+from ..observe.grad_histogram import GradientHistogram, histogram_of
+from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
-from ..observe.replica_check import Replicas
+from ..observe.replica_check import Difference, Replicas
+from ..observe.timeline import Timeline, recording
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
+from ..optim.overflow_report import OverflowReport
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
-from .batch_runner import BatchRunner, evaluation_mode, next_batch, no_loss
-from .compute_context import ComputeContext
-from .diagnostics import Diagnosed, stop, stops_after_skip
-from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
+from .batch_runner import BatchRunner, evaluation_mode, joined, next_batch
+from .loss_window import Criterion, Loss, LossWindow
+from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict
 from .state.model_tensors import ParamChunks
 from .step_decision import StepGradients, decide_step
@@ -38,7 +39,7 @@ from .step_result import StepCounters, StepResult
 from .train_state import Stateful, TrainingState
 
 
-class Engine(Diagnosed):
+class Engine:
     """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
 
     Attributes:
@@ -71,11 +72,10 @@ class Engine(Diagnosed):
         self._stages = stages
         self._params = params
         self._weights = weights
-        self._compute = ComputeContext.in_layout(context)
-        self._criterion = CheckedCriterion(criterion, self._compute)
-        self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
-        gradients = StepGradients(weights.gradients, params.ties, overflow, self._runner.failure)
-        self._losses = LossWindow(self.scaler, self._runner, gradients, Window(stages, device), context)
+        self._failure = SharedFailure(context)
+        gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
+        self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
+        self._runner = BatchRunner(stages, weights, criterion, self._losses, self._failure, self.observers, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
         self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
@@ -109,39 +109,8 @@ class Engine(Diagnosed):
             Exception: what model or criterion raised. A failure on one rank is raised on every rank, by this call or,
                 without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
-        self._run(x, y, backward=True)
+        self._runner.run(x, y, backward=True)
         return self._losses.mean() if return_loss else None
-
-    def _run(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        backward: bool = False,
-        totals: torch.Tensor | None = None,
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> None:
-        """Run a batch; append outputs and targets to ``seen``. Without ``backward``, add its losses to ``totals``."""
-        losses = self._losses
-        if backward or totals is not None:
-            self._criterion.require()
-        count = self._runner.begin(x, y)
-
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            if seen is not None:
-                seen.append((output.detach(), target))
-            if backward:
-                return losses.scaled(self._criterion(output, target))
-            if totals is None:
-                return no_loss(output, target)
-            value, added = losses.split(self._criterion(output, target))
-            totals.add_(added)
-            return value
-
-        if backward:
-            losses.begin_backward(count, (x, y))
-        with losses.failing() if backward else nullcontext():
-            self._runner.run(x, y, loss, backward=backward, overlap=backward and losses.in_last_call)
 
     def execute_schedule(
         self,
@@ -167,20 +136,17 @@ class Engine(Diagnosed):
             StopIteration: there is no further batch.
             Exception: as :meth:`forward_backward`; or what ``data_iter`` raised on a rank, on every rank.
         """
-        x, y = next_batch(data_iter, self._runner.failure)
+        x, y = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = self._losses.no_losses() if forward_only and return_loss else None
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
-            self._run(x, y, backward=not forward_only, totals=totals, seen=seen)
+            self._runner.run(x, y, backward=not forward_only, totals=totals, seen=seen)
         if not return_loss:
-            self._runner.failure.agree(self._runner.failure.take())
+            self._failure.agree(self._failure.take())
         mean = self._losses.mean(totals) if return_loss else None
-        if not seen:
-            return None, None, mean
-        outputs, labels = zip(*seen, strict=True)
-        return torch.cat([full_tensor(output) for output in outputs]), torch.cat(labels), mean
+        return *(joined(seen) if seen else (None, None)), mean
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
@@ -188,18 +154,7 @@ class Engine(Diagnosed):
         In training, an output that the plan leaves sharded (``vocab_logits``) is a DTensor, which :meth:`criterion`
         takes; in evaluation it is gathered.
         """
-        if self._runner.pipeline is None:
-            self._weights.put_back()
-            failing = self._losses.failing(incomplete=False) if self.module.training else nullcontext()
-            with failing, self.context.phase("forward"), self._compute.enter():
-                output = self._stages(*args, **kwargs)
-            return output if self.module.training else tree_map(full_tensor, output)
-        if self.module.training:
-            raise RuntimeError(
-                "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "
-                "interleave; call engine.forward_backward(x, y), or engine.eval() first to look at outputs"
-            )
-        return self._runner.pipelined_output(*args, **kwargs)
+        return self._runner.output(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
         """The criterion given to ``initialize``, of this rank's output and whatever else it takes; not reduced.
@@ -208,13 +163,11 @@ class Engine(Diagnosed):
             ValueError: ``initialize`` got none, or it returned neither one element nor two.
         """
         with self._losses.failing(incomplete=False):
-            return self._criterion(*args, **kwargs)
+            return self._runner.criterion(*args, **kwargs)
 
     def backward(self, loss: Loss) -> torch.Tensor:
         """Run the backward of ``loss``, as :meth:`criterion` returned it; the true loss as :meth:`forward_backward`."""
-        self._losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
-        with self.context.phase("backward"), self._losses.failing():
-            self._runner.run_backward(lambda: self._losses.scaled(loss), overlap=self._losses.in_last_call)
+        self._runner.run_backward(loss)
         return self._losses.mean()
 
     @torch.no_grad()
@@ -222,7 +175,7 @@ class Engine(Diagnosed):
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
         totals = self._losses.no_losses()
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._run(x, y, totals=totals)
+            self._runner.run(x, y, totals=totals)
         return self._losses.mean(totals)
 
     @observed("step")
@@ -240,15 +193,13 @@ class Engine(Diagnosed):
         scale = self.scaler.scale_tensor()
         if not self._losses.end_call(scale):
             return StepResult(scale.double().reshape(1), stepping=False)
-        may_stop = stops_after_skip(self._counters, self.context.config.max_skipped_in_a_row)
+        may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
         for prepare in self.before_step:
             prepare()
-        found_inf = self._losses.gradients.complete()
-        losses, names = self._losses, self._params.first_names
-        decision = decide_step(
-            found_inf, scale, self._weights.gradients, losses.findings(), losses.size, names, self.context
-        )
-        self._runner.failure.publish(decision.num_failed)
+        losses, gradients, names = self._losses, self._weights.gradients, self._params.first_names
+        found_inf = losses.gradients.complete()
+        decision = decide_step(found_inf, scale, gradients, losses.findings(), losses.size, names, self.context)
+        self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
@@ -259,8 +210,23 @@ class Engine(Diagnosed):
             print(f"paramp: the loss scale goes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
         self._replicas.check_in_turn()
         if may_stop and result.overflow:
-            stop(self)
+            raise divergence(self._counters.read(), self.diagnose_overflow)
         return result
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps made so far."""
+        return self._counters.read()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps skipped for an overflow so far."""
+        return self._counters.read()[1]
+
+    @property
+    def num_skipped_in_a_row(self) -> int:
+        """Optimizer steps skipped one after the other, up to the last one."""
+        return self._counters.read()[2]
 
     def zero_grad(self) -> None:
         """Make all gradients zero. Within an accumulation window only if a batch failed: plain loops accumulate."""
@@ -286,6 +252,42 @@ class Engine(Diagnosed):
         """
         return full_state_dict(self._params)
 
+    def recording(self) -> AbstractContextManager[Timeline]:
+        """A context that records what every rank does in ``forward_backward`` and ``step`` inside, and when.
+
+        Every rank enters and leaves it. The :class:`~paramp.observe.timeline.Timeline` is complete when it is left.
+        """
+        return recording(self.context, self.observers)
+
+    def check_replicas(self) -> list[Difference]:
+        """Compare what several ranks hold: weights, masters, optimizer state and the loss scale, bit for bit.
+
+        Every rank calls it, and gets the same differences; none if all is well. It changes nothing. With
+        ``check_replicas_every`` in the configuration, ``step`` compares automatically, and stops or repairs.
+        """
+        return self._replicas.check()
+
+    def gradient_histogram(self) -> GradientHistogram:
+        """The distribution of the scaled gradients in the range of the mode's compute dtype, by binary exponent.
+
+        Call it on every rank between ``forward_backward`` and ``step``.
+        """
+        return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
+
+    def diagnose_overflow(self) -> OverflowReport:
+        """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
+
+        Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
+        (:mod:`paramp.observe.overflow_trace`), which takes a few times as long as the step did, and leaves gradients of
+        zero; nothing else changes, neither random streams nor running statistics. After a loop of ``engine(x)`` and
+        ``backward`` the batches are not known, and the report is on the gradients alone.
+
+        Raises:
+            RuntimeError: no step was taken since the last batch, or it was not skipped.
+        """
+        losses, skipped = self._losses, self.num_skipped_in_a_row > 0
+        return diagnose_overflow(losses.batches, self._runner.rerun, losses.gradients, self.context, skipped=skipped)
+
     def track(self, name: str, thing: Stateful) -> None:
         """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
 
@@ -301,8 +303,7 @@ class Engine(Diagnosed):
         """Write a checkpoint, which :meth:`load` reads in any layout, to the folder ``path``. Every rank calls it.
 
         It holds weights (masters where there are), optimizer, scaler with all counters, scheduler, random streams,
-        the position in loaders and the configuration. The folder appears when it is complete; a checkpoint that was
-        there is replaced.
+        loader positions and the configuration. The folder appears when it is complete, and replaces an older one.
 
         Args:
             path: on a file system that all machines share.

@@ -22,8 +22,8 @@ from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
-from .batch_runner import BatchRunner
 from .compute_context import ComputeContext
+from .shared_failure import SharedFailure
 from .step_decision import StepGradients
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -84,15 +84,14 @@ class LossWindow:
     def __init__(
         self,
         scaler: DistributedGradScaler,
-        runner: BatchRunner,
         gradients: StepGradients,
         batches: Window,
+        failure: SharedFailure,
         context: ParallelContext,
     ) -> None:
         self._accumulation = context.config.gradient_accumulation
         self._scaler = scaler
-        self._runner = runner
-        self._failure = runner.failure
+        self._failure = failure
         self._context = context
         self._device = context.device
         self._num_calls = 0  # of step() in this window
@@ -101,7 +100,8 @@ class LossWindow:
         self.failed = False
         self._incomplete = False  # the failed batch left a part of its gradients
         self.gradients, self.batches = gradients, batches
-        self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
+        num_microbatches = context.config.parallel.pipeline.num_microbatches
+        self.size = num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
         self.count_unit: float | None = None
 
@@ -246,5 +246,5 @@ class LossWindow:
         summed = self.findings(totals)
         dist.all_reduce(summed)
         with self.failing() if totals is None else nullcontext():
-            self._failure.publish(summed[4], wait=self._runner.pipeline is not None)
+            self._failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
         return (summed[0] / summed[1]).float()

@@ -101,6 +101,16 @@ class StepCounters:
             self._copied.synchronize()
         return self._copy.tolist()
 
+    def stop_after_skip(self, max_skipped: int | None) -> bool:
+        """Whether training stops if the next step is skipped too; never if ``max_skipped`` is None.
+
+        The counts of the steps before decide, so the host waits for a step only if its skip would stop the training.
+        """
+        if max_skipped is None:
+            return False
+        _, _, in_a_row, at_floor = self.read()
+        return in_a_row >= max_skipped - 1 or at_floor > 0
+
     def _publish(self) -> None:
         # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.
         self._copy.copy_(self._counts, non_blocking=True)

@@ -189,7 +189,7 @@ def test_mistakes_are_named():
         with pytest.raises(ValueError, match="criterion: initialize got none"):
             engine.forward_backward(x, y)
         engine, *_ = engine_for(context)
-        with pytest.raises(paramp.ConfigError, match="8 samples in x and 4 in y, expected as many"):
+        with pytest.raises(paramp.ConfigError, match="8 samples in x and 4 in y, expected equal numbers"):
             engine.forward_backward(x, y[:4])
     with pytest.raises(RuntimeError, match=r"call paramp\.launch_from_torch"):
         paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
