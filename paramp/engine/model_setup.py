@@ -251,7 +251,6 @@ def flatten_weights(
 ) -> FlatWeights:
     """Move the parameters of ``module`` into flat buffers, make masters, and give the optimizer what it steps."""
     weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
-    weights.follow_loads(module)
     check_elementwise(optimizer, weights)
     repoint(optimizer, names_of, weights)
     if not context.config.precision.masters:

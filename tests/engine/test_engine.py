@@ -658,7 +658,7 @@ def test_a_parameter_that_was_frozen_is_not_left_behind_silently(precision):
         for parameter in engine.module[0].parameters():
             parameter.requires_grad_(True)
         engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
-        with pytest.raises(RuntimeError, match=r"'0\.weight' was frozen when the optimizer was taken over"):
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was frozen when the optimizer was set up"):
             engine.step()
 
 
