@@ -26,7 +26,7 @@ from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
 from .shared_failure import SharedFailure
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a microbatch's output and target to the 0-dim tensor at which its backward begins."""
+"""Maps a microbatch's output and target to the 0-dim tensor that its backward starts from."""
 
 
 class BatchRunner:
@@ -72,7 +72,7 @@ class BatchRunner:
         totals: torch.Tensor | None = None,
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
-        """Run a batch; append outputs and targets to ``seen``. What fails is recorded in the shared failure.
+        """Run a batch; append outputs and targets to ``seen``. Failures are recorded.
 
         Args:
             backward: add losses and gradients to the accumulation window.
@@ -179,7 +179,7 @@ class BatchRunner:
         """Run each microbatch forward, through ``loss`` on the last stage and, if asked, backward.
 
         Args:
-            problem: why the batch cannot be run; it is not, but takes part in the reductions.
+            problem: why the batch cannot be run. Then this rank only takes part in the reductions.
             overlap: start the reductions over data ranks during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
@@ -188,7 +188,7 @@ class BatchRunner:
                 raise problem
             try:
                 self._gradients.before_batch()
-            except RuntimeError as error:  # of this stage; the others wait for it
+            except RuntimeError as error:  # on this stage only: the others wait for it in the schedule
                 self._failure.record(error)
             if self.pipeline is None:
                 self._run_plain(x, y, loss, before_last_backward if backward else None)
@@ -197,9 +197,9 @@ class BatchRunner:
 
     @contextmanager
     def _taking_part(self, overlap: bool) -> Iterator[Callable[[], None]]:
-        """Record what fails inside, and take part in the reductions over data ranks whatever happens.
+        """Record an exception raised inside, and take part in the reductions over data ranks in any case.
 
-        Yields what is to be called before the last backward; with ``overlap`` it begins them.
+        Yields a function to call before the last backward; with ``overlap`` it starts the reductions.
         """
         self._failure.begin_batch()
         begun = not overlap
@@ -238,10 +238,10 @@ class BatchRunner:
 
     @torch.no_grad()
     def _pipelined_output(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's output for its one input on every rank of the pipeline; gathered if it is sharded.
+        """The model's output for one input, on every rank of the pipeline; gathered if it is sharded.
 
         Raises:
-            ConfigError: anything but one tensor is given.
+            ConfigError: the arguments are not one tensor, or the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or args[0].ndim == 0:
@@ -280,8 +280,8 @@ def next_batch(data_iter: Iterator[Any], failure: SharedFailure) -> tuple[Any, A
 
     Raises:
         StopIteration: there is no further batch; on every rank.
-        ValueError: on every rank: one has no further batch, or its ``data_iter`` is no iterator or yields no pairs.
-        Exception: on every rank: what ``data_iter`` raised on one.
+        ValueError: on every rank: on one, ``data_iter`` is exhausted, not an iterator, or yields something else.
+        Exception: on every rank: whatever ``data_iter`` raises on one.
     """
     batch, problem = None, None
     try:
@@ -298,7 +298,7 @@ def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
         raise ValueError(f"data_iter: got {type(data_iter).__name__}, expected an iterator, such as iter(loader)")
     batch = next(data_iter)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"data_iter: it yielded {type(batch).__name__}, expected a pair (data, label)")
+        raise ValueError(f"data_iter: yielded {type(batch).__name__}, expected a pair (data, label)")
     return batch[0], batch[1]
 
 
@@ -310,7 +310,7 @@ def joined(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, every module in ``module`` is in evaluation mode; afterwards each has its own mode again."""
+    """A context in which every module in ``module`` is in evaluation mode; on exit each returns to its own mode."""
     modes = {child: child.training for child in module.modules()}
     module.eval()
     try:
@@ -321,5 +321,5 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _no_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The loss function of a batch without one."""
+    """The loss function if no loss is computed."""
     return output.new_zeros(())

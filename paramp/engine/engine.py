@@ -40,11 +40,11 @@ from .train_state import Stateful, TrainingState
 
 
 class Engine:
-    """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
+    """A sharded model with its optimizer and loss scaler. :func:`paramp.initialize` returns one.
 
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
-        optimizer: steps this rank's weights or masters.
+        optimizer: the user's, which steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
         precision: the mode.
@@ -78,7 +78,7 @@ class Engine:
         self._runner = BatchRunner(stages, weights, criterion, self._losses, self._failure, self.observers, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
-        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
+        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
         replace_zero_grad(optimizer, self._losses.drop)
         self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
@@ -106,7 +106,7 @@ class Engine:
 
         Raises:
             ValueError: the batch does not divide into the microbatches, or there is no criterion.
-            Exception: what model or criterion raised. A failure on one rank is raised on every rank, by this call or,
+            Exception: of the model or the criterion. A failure on one rank is raised on every rank, by this call or,
                 without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
         self._runner.run(x, y, backward=True)
@@ -119,22 +119,22 @@ class Engine:
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Run the next batch of ``data_iter``, in every layout, as Colossal-AI trains and evaluates; no step, no mode.
+        """Run the next batch of ``data_iter`` in any layout, as in Colossal-AI; no step, no switch of modes.
 
         Args:
             data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
             forward_only: run no backward.
             return_loss: compute the loss; needed for a backward.
-            return_output_label: return output and label, too.
+            return_output_label: return output and label too.
 
         Returns:
-            ``(output, label, loss)``. Output and label are those of the whole batch, on this rank's device, detached;
-            None on all but the last stage of a pipeline. The loss is that of :meth:`forward_backward`, on every rank;
-            of this batch alone with ``forward_only``.
+            ``(output, label, loss)``. Output and label are of the whole batch, on this rank's device, detached; None on
+            all but the last stage of a pipeline. The loss is as :meth:`forward_backward` returns it, on every rank; of
+            this batch alone with ``forward_only``.
 
         Raises:
             StopIteration: there is no further batch.
-            Exception: as :meth:`forward_backward`; or what ``data_iter`` raised on a rank, on every rank.
+            Exception: as :meth:`forward_backward`; on every rank, whatever ``data_iter`` raises on one.
         """
         x, y = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
@@ -157,16 +157,16 @@ class Engine:
         return self._runner.output(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
-        """The criterion given to ``initialize``, of this rank's output and whatever else it takes; not reduced.
+        """Call the criterion given to ``initialize``: this rank's loss, not reduced.
 
         Raises:
-            ValueError: ``initialize`` got none, or it returned neither one element nor two.
+            ValueError: ``initialize`` got none, or it returned neither one element nor ``(sum, count)``.
         """
         with self._losses.failing(incomplete=False):
             return self._runner.criterion(*args, **kwargs)
 
     def backward(self, loss: Loss) -> torch.Tensor:
-        """Run the backward of ``loss``, as :meth:`criterion` returned it; the true loss as :meth:`forward_backward`."""
+        """Run the backward of ``loss``, as :meth:`criterion` returned it; return what :meth:`forward_backward` does."""
         self._runner.run_backward(loss)
         return self._losses.mean()
 
@@ -183,7 +183,7 @@ class Engine:
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
-        With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
+        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate.
 
         Raises:
             RuntimeError: there was no backward since the last call, and no gradient was set by hand.
@@ -202,12 +202,12 @@ class Engine:
         self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
         self.scaler.update_from_flag(decision.overflow, ~decision.skip)
         self._counters.add(decision.skip, decision.overflow, self.scaler.at_floor())
         result = StepResult(decision.values, with_zeros=self.precision.log_num_zeros)
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != result.loss_scale:
-            print(f"paramp: the loss scale goes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
+            print(f"paramp: loss scale changes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
         self._replicas.check_in_turn()
         if may_stop and result.overflow:
             raise divergence(self._counters.read(), self.diagnose_overflow)
@@ -229,38 +229,38 @@ class Engine:
         return self._counters.read()[2]
 
     def zero_grad(self) -> None:
-        """Make all gradients zero. Within an accumulation window only if a batch failed: plain loops accumulate."""
+        """Zero all gradients. Within an accumulation window only if a batch failed, as plain loops accumulate."""
         self._losses.drop()
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode of training, as ``nn.Module.train`` does."""
+        """Set training mode, as ``nn.Module.train`` does."""
         self._stages.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Set the mode of evaluation, as ``nn.Module.eval`` does."""
+        """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the whole model's names."""
+        """This rank's parameters, with the whole model's names."""
         return self.module.named_parameters()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
-        Where the mode has masters, their values; buffers are those of the first data rank. Every rank has to call it.
+        Weights have their masters' values if the mode has masters; buffers are the first data rank's. A collective.
         """
         return full_state_dict(self._params)
 
     def recording(self) -> AbstractContextManager[Timeline]:
-        """A context that records what every rank does in ``forward_backward`` and ``step`` inside, and when.
+        """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.
 
-        Every rank enters and leaves it. The :class:`~paramp.observe.timeline.Timeline` is complete when it is left.
+        Every rank enters and exits it. The :class:`~paramp.observe.timeline.Timeline` is complete on exit.
         """
         return recording(self.context, self.observers)
 
     def check_replicas(self) -> list[Difference]:
-        """Compare what several ranks hold: weights, masters, optimizer state and the loss scale, bit for bit.
+        """Compare replicas bit for bit: weights, masters, optimizer state and the loss scale.
 
         Every rank calls it, and gets the same differences; none if all is well. It changes nothing. With
         ``check_replicas_every`` in the configuration, ``step`` compares automatically, and stops or repairs.
@@ -289,49 +289,49 @@ class Engine:
         return diagnose_overflow(losses.batches, self._runner.rerun, losses.gradients, self.context, skipped=skipped)
 
     def track(self, name: str, thing: Stateful) -> None:
-        """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
+        """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.
 
-        Its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
+        Its ``state_dict()`` consists of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
         tracks the learning-rate scheduler and the loaders that it returns.
 
         Raises:
-            ConfigError: it has no ``state_dict`` or no ``load_state_dict``.
+            ConfigError: ``thing`` has no ``state_dict`` or no ``load_state_dict``.
         """
         self._state.track(name, thing)
 
     def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
-        """Write a checkpoint, which :meth:`load` reads in any layout, to the folder ``path``. Every rank calls it.
+        """Write a checkpoint to the folder ``path``; :meth:`load` reads it in any layout. Every rank calls it.
 
-        It holds weights (masters where there are), optimizer, scaler with all counters, scheduler, random streams,
+        It holds weights (or their masters), optimizer, scaler with all counters, scheduler, random streams,
         loader positions and the configuration. The folder appears when it is complete, and replaces an older one.
 
         Args:
             path: on a file system that all machines share.
-            wait: False returns as soon as all is copied to the CPU, and writes it beside the training. The next save,
+            wait: False returns when all values are copied to the CPU, and writes in the background. The next save,
                 :meth:`finish_saving` and the end of the context wait for it.
-            then: called on every rank when it is written; from another thread without ``wait``.
+            then: called on every rank after writing; without ``wait`` from another thread.
 
         Raises:
             CheckpointError: on every rank: something cannot be saved or written, ``then`` failed, or gradients are
-                being accumulated; without ``wait`` by the next call.
+                being accumulated; without ``wait``, raised by the next call.
         """
         self._state.save(path, wait=wait, then=then)
 
     def finish_saving(self) -> None:
-        """Wait until what :meth:`save` began is written; a CheckpointError on every rank if it failed. A collective."""
+        """Wait for the last :meth:`save`; raise a CheckpointError on every rank if it failed. A collective."""
         self._state.finish_saving()
 
     def load(self, path: str | Path, *, weights_only: bool = False, check: bool = True) -> None:
-        """Go on from the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
+        """Load the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
 
-        In the layout that saved it training goes on bit by bit as if it had never stopped. Nothing is changed before
-        every file of it has been compared with its checksum. One that was imported has weights only.
+        In the layout that saved it, training continues bit for bit. Nothing is changed before every file has been
+        compared with its checksum. An imported checkpoint has weights only.
 
         Args:
-            weights_only: leave optimizer, scaler, scheduler, random streams and position as they are.
-            check: False trusts that the files have just been compared with their checksums.
+            weights_only: do not change optimizer, scaler, scheduler, random streams and loader positions.
+            check: False skips the checksums, if they have just been compared.
 
         Raises:
-            CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
+            CheckpointError: on every rank: it is missing, damaged, or of another model or optimizer.
         """
         self._state.load(path, weights_only=weights_only, check=check)
