@@ -189,6 +189,14 @@ def carry_over(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def unfrozen(name: str, problem: str) -> str:
+    """The message for the parameter ``name``, which is trained now, as ``problem`` says, but was frozen at setup."""
+    return (
+        f"{name!r} was frozen when the optimizer was set up, so nothing steps it, but it {problem} now; unfreeze "
+        "parameters before that, and freeze them again until they are to be trained"
+    )
+
+
 def num_hooks(parameter: torch.Tensor) -> int:
     """How many hooks on its gradient ``parameter`` has."""
     return sum(len(getattr(parameter, hooks) or ()) for hooks in HOOKS)

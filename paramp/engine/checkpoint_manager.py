@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they are, which are kept, and which one to resume from.
+"""The checkpoints of a run: their folder, which are kept, and which one to resume from.
 
 ::
 
@@ -41,9 +41,9 @@ class Checkpoints:
     every: int | None = None
     """Steps between checkpoints. None: :meth:`due` is never True."""
     keep_last: int = 3
-    """How many of the newest are kept."""
+    """The number of newest checkpoints that are kept."""
     keep_every: int | None = None
-    """Those of steps that are multiples of this are never deleted. None: only the newest are kept."""
+    """Checkpoints of steps that are multiples of this are never deleted. None: only the newest are kept."""
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step``."""
@@ -52,7 +52,7 @@ class Checkpoints:
     def save(self, engine: Engine, step: int, *, wait: bool = False) -> Path:
         """Save the engine after ``step``, and return the folder. A collective; ``wait`` as for :meth:`Engine.save`.
 
-        When it is written, the checkpoints that are not kept are deleted.
+        After writing, older checkpoints that are not kept are deleted.
         """
         path = step_folder(Path(self.folder), step)
         then = functools.partial(self._delete_old, step) if engine.context.is_main else None
@@ -70,20 +70,20 @@ class Checkpoints:
 
 
 def find(resume: str | Path | None, folder: str | Path | None, report: Callable[[str], None] = print) -> Path | None:
-    """The checkpoint to resume from; the same on every rank. A collective.
+    """The checkpoint to resume from, equal on every rank. A collective.
 
     Args:
-        resume: ``auto`` for the newest whole one in ``folder``, the path of one, or None for none.
-        folder: where the run will save; None: nowhere.
-        report: called with a message for each checkpoint that was skipped, with the reason.
+        resume: ``auto`` for the newest complete one in ``folder``, the path of a checkpoint, or None.
+        folder: where the run will save; None if it does not.
+        report: called with a message and the reason for each checkpoint that was skipped.
 
     Returns:
         None if the run starts at step 1.
 
     Raises:
-        CheckpointError: on every rank: the one asked for is not whole, or none of several is.
-        ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would begin with, which its
-            own would be mixed up with; or it cannot be written to; or ``auto`` without a folder.
+        CheckpointError: on every rank: ``resume`` is not complete, or no checkpoint in ``folder`` is.
+        ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would start with, so those of
+            two runs would mix; or it cannot be written to; or ``auto`` without a folder.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -92,7 +92,7 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
         _check_writable(folder, group)
     if resume == "auto":
         if folder is None:
-            raise ConfigError("resume: got 'auto', expected a path where there is no checkpoint_dir to look in")
+            raise ConfigError("resume: got 'auto', expected a path, as there is no checkpoint_dir")
         return _newest(folder, group, report)
     found = None if resume is None else Path(resume)
     if found is not None and (damage := problem_together(found, group)):
@@ -106,7 +106,7 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
 
 
 def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
-    """Make ``folder`` and try to write to it, before a run has something to save; a ConfigError on every rank."""
+    """Create ``folder`` and test that it is writable, before a run saves; a ConfigError on every rank if not."""
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -125,14 +125,14 @@ def _newest(folder: Path, group: dist.ProcessGroup, report: Callable[[str], None
         report(f"resume: skipped: {reason}")
     if found is None and _later_than(None, folder, group):
         raise CheckpointError(
-            f"none of the checkpoints in {str(folder)!r} is whole ({skipped[0]}); move them away to start from step 1, "
-            "or put a whole one there"
+            f"none of the checkpoints in {str(folder)!r} is complete ({skipped[0]}); move them away to start from step "
+            "1, or copy a complete one there"
         )
     return found
 
 
 def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> list[str]:
-    """The names of the checkpoints in ``folder`` after ``found``, if that is one of them, else of all."""
+    """The names of the checkpoints in ``folder`` after ``found`` if it is one of them, else of all."""
     names: list[Any] = [None]
     if dist.get_rank(group) == 0:
         existing = checkpoints_in(folder)
@@ -143,14 +143,15 @@ def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> l
 
 
 def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation that keeps the global batch on ``data_size`` ranks, in microbatches no larger than before.
+    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
 
     Args:
-        batch_size: samples of an optimizer step, over all ranks; ``num_microbatches`` are those of a rank in each call.
+        batch_size: samples of an optimizer step, over all ranks.
+        num_microbatches: the microbatches of a rank in each call.
         before: accumulation and data ranks of the run that is resumed.
 
     Raises:
-        ConfigError: the batch does not divide in any such way.
+        ConfigError: the batch does not divide for any accumulation.
     """
     accumulation, ranks = before
     least = max(1, -(-accumulation * ranks // data_size))

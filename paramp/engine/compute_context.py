@@ -1,7 +1,7 @@
-"""What forward, criterion and backward compute in: the one implementation, for the engine and every other front end.
+"""The compute context of forward, criterion and backward: one implementation for the engine and other front ends.
 
 A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
-(:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax widened
+(:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax in fp32
 on the CPU as on CUDA (:mod:`paramp.precision.autocast`). Cross-entropy takes logits whose vocabulary is sharded
 (:mod:`paramp.parallel.loss`).
 """
@@ -27,18 +27,18 @@ from ..precision.policy import Precision
 
 @dataclass(frozen=True)
 class ComputeContext:
-    """What one model computes in on one device."""
+    """The compute context of one model on one device."""
 
     precision: Precision
     device: torch.device
     emulation: bool | Literal["auto"] | None = "auto"
-    """``emulate_fp16`` of the configuration. ``"auto"`` or None: where the device has no fp16 arithmetic."""
+    """``emulate_fp16`` of the configuration. ``"auto"`` or None: if the device has no fp16 arithmetic."""
     sharded: bool = False
-    """Parameters are DTensors, so that the vocabulary of the logits may be sharded."""
+    """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
 
     @staticmethod
     def of(model: nn.Module, precision: Precision) -> ComputeContext:
-        """That of ``model``, on the device of its first parameter, with ``emulate_fp16`` of the current context."""
+        """The context of ``model``, on the device of its first parameter, with the current ``emulate_fp16``."""
         context = current_context()
         first = next(model.parameters(), None)
         device = first.device if first is not None else context.device if context else torch.device("cpu")
@@ -47,7 +47,7 @@ class ComputeContext:
 
     @staticmethod
     def in_layout(context: ParallelContext) -> ComputeContext:
-        """That of an engine in ``context``."""
+        """The context of an engine in ``context``."""
         config, sharded = context.config, context.tensor_axis.size > 1
         return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded=sharded)
 
@@ -62,9 +62,9 @@ class ComputeContext:
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
         """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
 
-        With ``autocast``, for a forward: autocast and the default dtype too, where the mode has them.
+        With ``autocast``, for a forward: also autocast and the default dtype, if the mode has them.
         """
-        # The backward needs the widening too: checkpointing computes forwards again in it.
+        # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
         with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.sharded_loss():
             yield
@@ -72,10 +72,10 @@ class ComputeContext:
     def sharded_loss(self, *, smoothing: bool = False) -> AbstractContextManager[None]:
         """The part of :meth:`enter` that a criterion of fp32 outputs needs: cross-entropy over a sharded vocabulary.
 
-        With ``smoothing`` it may smooth labels.
+        With ``smoothing``, the cross-entropy may smooth labels.
         """
         if not self.sharded:
             return nullcontext()
-        from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do without
+        from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do not need
 
         return vocab_parallel_loss(smoothing=smoothing)

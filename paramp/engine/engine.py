@@ -1,36 +1,37 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
-The parts have modules of their own: a batch in microbatches (``batch_runner``), what it computes in
-(``compute_context``), the losses of an accumulation window (``loss_window``), what all ranks decide about the step
-(``step_decision``), what it returns (``step_result``), what fails on one rank (``shared_failure``), skipped steps
-(``diagnostics``), checkpoints (``train_state``) and the whole model (``state.full_state``).
+The parts have modules of their own: a batch in microbatches (``batch_runner``), the losses of an accumulation window
+(``loss_window``), the decision of all ranks about the step (``step_decision``), its result and counters
+(``step_result``), failures of one rank (``shared_failure``), checkpoints (``train_state``), the whole model
+(``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from ..base.dtensor import full_tensor
 from ..base.spans import Observer, observed
+from ..observe.grad_histogram import GradientHistogram, histogram_of
+from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
-from ..observe.replica_check import Replicas
+from ..observe.replica_check import Difference, Replicas
+from ..observe.timeline import Timeline, recording
 from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
+from ..optim.overflow_report import OverflowReport
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
-from .batch_runner import BatchRunner, evaluation_mode, next_batch, no_loss
-from .compute_context import ComputeContext
-from .diagnostics import Diagnosed, stop, stops_after_skip
-from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
+from .batch_runner import BatchRunner, evaluation_mode, joined, next_batch
+from .loss_window import Criterion, Loss, LossWindow
+from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict
 from .state.model_tensors import ParamChunks
 from .step_decision import StepGradients, decide_step
@@ -38,12 +39,12 @@ from .step_result import StepCounters, StepResult
 from .train_state import Stateful, TrainingState
 
 
-class Engine(Diagnosed):
-    """A model on its shards, with its optimizer and its loss scaler. :func:`paramp.initialize` makes one.
+class Engine:
+    """A sharded model with its optimizer and loss scaler. :func:`paramp.initialize` returns one.
 
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
-        optimizer: steps this rank's weights or masters.
+        optimizer: the user's, which steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
         precision: the mode.
@@ -71,14 +72,13 @@ class Engine(Diagnosed):
         self._stages = stages
         self._params = params
         self._weights = weights
-        self._compute = ComputeContext.in_layout(context)
-        self._criterion = CheckedCriterion(criterion, self._compute)
-        self._runner = BatchRunner(stages, weights.gradients, self._compute, context, self.observers)
-        gradients = StepGradients(weights.gradients, params.ties, overflow, self._runner.failure)
-        self._losses = LossWindow(self.scaler, self._runner, gradients, Window(stages, device), context)
+        self._failure = SharedFailure(context)
+        gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
+        self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
+        self._runner = BatchRunner(stages, weights, criterion, self._losses, self._failure, self.observers, context)
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
-        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step: a hook of ours is none of theirs
+        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
         replace_zero_grad(optimizer, self._losses.drop)
         self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
@@ -106,42 +106,11 @@ class Engine(Diagnosed):
 
         Raises:
             ValueError: the batch does not divide into the microbatches, or there is no criterion.
-            Exception: what model or criterion raised. A failure on one rank is raised on every rank, by this call or,
+            Exception: of the model or the criterion. A failure on one rank is raised on every rank, by this call or,
                 without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
-        self._run(x, y, backward=True)
+        self._runner.run(x, y, backward=True)
         return self._losses.mean() if return_loss else None
-
-    def _run(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        backward: bool = False,
-        totals: torch.Tensor | None = None,
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> None:
-        """Run a batch; append outputs and targets to ``seen``. Without ``backward``, add its losses to ``totals``."""
-        losses = self._losses
-        if backward or totals is not None:
-            self._criterion.require()
-        count = self._runner.begin(x, y)
-
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            if seen is not None:
-                seen.append((output.detach(), target))
-            if backward:
-                return losses.scaled(self._criterion(output, target))
-            if totals is None:
-                return no_loss(output, target)
-            value, added = losses.split(self._criterion(output, target))
-            totals.add_(added)
-            return value
-
-        if backward:
-            losses.begin_backward(count, (x, y))
-        with losses.failing() if backward else nullcontext():
-            self._runner.run(x, y, loss, backward=backward, overlap=backward and losses.in_last_call)
 
     def execute_schedule(
         self,
@@ -150,37 +119,34 @@ class Engine(Diagnosed):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Run the next batch of ``data_iter``, in every layout, as Colossal-AI trains and evaluates; no step, no mode.
+        """Run the next batch of ``data_iter`` in any layout, as in Colossal-AI; no step, no switch of modes.
 
         Args:
             data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
             forward_only: run no backward.
             return_loss: compute the loss; needed for a backward.
-            return_output_label: return output and label, too.
+            return_output_label: return output and label too.
 
         Returns:
-            ``(output, label, loss)``. Output and label are those of the whole batch, on this rank's device, detached;
-            None on all but the last stage of a pipeline. The loss is that of :meth:`forward_backward`, on every rank;
-            of this batch alone with ``forward_only``.
+            ``(output, label, loss)``. Output and label are of the whole batch, on this rank's device, detached; None on
+            all but the last stage of a pipeline. The loss is as :meth:`forward_backward` returns it, on every rank; of
+            this batch alone with ``forward_only``.
 
         Raises:
             StopIteration: there is no further batch.
-            Exception: as :meth:`forward_backward`; or what ``data_iter`` raised on a rank, on every rank.
+            Exception: as :meth:`forward_backward`; on every rank, whatever ``data_iter`` raises on one.
         """
-        x, y = next_batch(data_iter, self._runner.failure)
+        x, y = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = self._losses.no_losses() if forward_only and return_loss else None
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
-            self._run(x, y, backward=not forward_only, totals=totals, seen=seen)
+            self._runner.run(x, y, backward=not forward_only, totals=totals, seen=seen)
         if not return_loss:
-            self._runner.failure.agree(self._runner.failure.take())
+            self._failure.agree(self._failure.take())
         mean = self._losses.mean(totals) if return_loss else None
-        if not seen:
-            return None, None, mean
-        outputs, labels = zip(*seen, strict=True)
-        return torch.cat([full_tensor(output) for output in outputs]), torch.cat(labels), mean
+        return *(joined(seen) if seen else (None, None)), mean
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
@@ -188,33 +154,20 @@ class Engine(Diagnosed):
         In training, an output that the plan leaves sharded (``vocab_logits``) is a DTensor, which :meth:`criterion`
         takes; in evaluation it is gathered.
         """
-        if self._runner.pipeline is None:
-            self._weights.put_back()
-            failing = self._losses.failing(incomplete=False) if self.module.training else nullcontext()
-            with failing, self.context.phase("forward"), self._compute.enter():
-                output = self._stages(*args, **kwargs)
-            return output if self.module.training else tree_map(full_tensor, output)
-        if self.module.training:
-            raise RuntimeError(
-                "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "
-                "interleave; call engine.forward_backward(x, y), or engine.eval() first to look at outputs"
-            )
-        return self._runner.pipelined_output(*args, **kwargs)
+        return self._runner.output(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
-        """The criterion given to ``initialize``, of this rank's output and whatever else it takes; not reduced.
+        """Call the criterion given to ``initialize``: this rank's loss, not reduced.
 
         Raises:
-            ValueError: ``initialize`` got none, or it returned neither one element nor two.
+            ValueError: ``initialize`` got none, or it returned neither one element nor ``(sum, count)``.
         """
         with self._losses.failing(incomplete=False):
-            return self._criterion(*args, **kwargs)
+            return self._runner.criterion(*args, **kwargs)
 
     def backward(self, loss: Loss) -> torch.Tensor:
-        """Run the backward of ``loss``, as :meth:`criterion` returned it; the true loss as :meth:`forward_backward`."""
-        self._losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
-        with self.context.phase("backward"), self._losses.failing():
-            self._runner.run_backward(lambda: self._losses.scaled(loss), overlap=self._losses.in_last_call)
+        """Run the backward of ``loss``, as :meth:`criterion` returned it; return what :meth:`forward_backward` does."""
+        self._runner.run_backward(loss)
         return self._losses.mean()
 
     @torch.no_grad()
@@ -222,7 +175,7 @@ class Engine(Diagnosed):
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
         totals = self._losses.no_losses()
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._run(x, y, totals=totals)
+            self._runner.run(x, y, totals=totals)
         return self._losses.mean(totals)
 
     @observed("step")
@@ -230,7 +183,7 @@ class Engine(Diagnosed):
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
-        With ``gradient_accumulation=k`` only every k-th call does so; the others leave the gradients to accumulate.
+        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate.
 
         Raises:
             RuntimeError: there was no backward since the last call, and no gradient was set by hand.
@@ -240,97 +193,145 @@ class Engine(Diagnosed):
         scale = self.scaler.scale_tensor()
         if not self._losses.end_call(scale):
             return StepResult(scale.double().reshape(1), stepping=False)
-        may_stop = stops_after_skip(self._counters, self.context.config.max_skipped_in_a_row)
+        may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
         for prepare in self.before_step:
             prepare()
-        found_inf = self._losses.gradients.complete()
-        losses, names = self._losses, self._params.first_names
-        decision = decide_step(
-            found_inf, scale, self._weights.gradients, losses.findings(), losses.size, names, self.context
-        )
-        self._runner.failure.publish(decision.num_failed)
+        losses, gradients, names = self._losses, self._weights.gradients, self._params.first_names
+        found_inf = losses.gradients.complete()
+        decision = decide_step(found_inf, scale, gradients, losses.findings(), losses.size, names, self.context)
+        self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
         self.scaler.update_from_flag(decision.overflow, ~decision.skip)
         self._counters.add(decision.skip, decision.overflow, self.scaler.at_floor())
         result = StepResult(decision.values, with_zeros=self.precision.log_num_zeros)
         if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != result.loss_scale:
-            print(f"paramp: the loss scale goes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
+            print(f"paramp: loss scale changes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
         self._replicas.check_in_turn()
         if may_stop and result.overflow:
-            stop(self)
+            raise divergence(self._counters.read(), self.diagnose_overflow)
         return result
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps made so far."""
+        return self._counters.read()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps skipped for an overflow so far."""
+        return self._counters.read()[1]
+
+    @property
+    def num_skipped_in_a_row(self) -> int:
+        """Optimizer steps skipped one after the other, up to the last one."""
+        return self._counters.read()[2]
+
     def zero_grad(self) -> None:
-        """Make all gradients zero. Within an accumulation window only if a batch failed: plain loops accumulate."""
+        """Zero all gradients. Within an accumulation window only if a batch failed, as plain loops accumulate."""
         self._losses.drop()
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode of training, as ``nn.Module.train`` does."""
+        """Set training mode, as ``nn.Module.train`` does."""
         self._stages.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Set the mode of evaluation, as ``nn.Module.eval`` does."""
+        """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the whole model's names."""
+        """This rank's parameters, with the whole model's names."""
         return self.module.named_parameters()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
-        Where the mode has masters, their values; buffers are those of the first data rank. Every rank has to call it.
+        Weights have their masters' values if the mode has masters; buffers are the first data rank's. A collective.
         """
         return full_state_dict(self._params)
 
-    def track(self, name: str, thing: Stateful) -> None:
-        """Save the state of ``thing`` with the engine's from now on, as of rank 0, and load it on every rank.
+    def recording(self) -> AbstractContextManager[Timeline]:
+        """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.
 
-        Its ``state_dict()`` is made of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
+        Every rank enters and exits it. The :class:`~paramp.observe.timeline.Timeline` is complete on exit.
+        """
+        return recording(self.context, self.observers)
+
+    def check_replicas(self) -> list[Difference]:
+        """Compare replicas bit for bit: weights, masters, optimizer state and the loss scale.
+
+        Every rank calls it, and gets the same differences; none if all is well. It changes nothing. With
+        ``check_replicas_every`` in the configuration, ``step`` compares automatically, and stops or repairs.
+        """
+        return self._replicas.check()
+
+    def gradient_histogram(self) -> GradientHistogram:
+        """The distribution of the scaled gradients in the range of the mode's compute dtype, by binary exponent.
+
+        Call it on every rank between ``forward_backward`` and ``step``.
+        """
+        return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
+
+    def diagnose_overflow(self) -> OverflowReport:
+        """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
+
+        Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
+        (:mod:`paramp.observe.overflow_trace`), which takes a few times as long as the step did, and leaves gradients of
+        zero; nothing else changes, neither random streams nor running statistics. After a loop of ``engine(x)`` and
+        ``backward`` the batches are not known, and the report is on the gradients alone.
+
+        Raises:
+            RuntimeError: no step was taken since the last batch, or it was not skipped.
+        """
+        losses, skipped = self._losses, self.num_skipped_in_a_row > 0
+        return diagnose_overflow(losses.batches, self._runner.rerun, losses.gradients, self.context, skipped=skipped)
+
+    def track(self, name: str, thing: Stateful) -> None:
+        """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.
+
+        Its ``state_dict()`` consists of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
         tracks the learning-rate scheduler and the loaders that it returns.
 
         Raises:
-            ConfigError: it has no ``state_dict`` or no ``load_state_dict``.
+            ConfigError: ``thing`` has no ``state_dict`` or no ``load_state_dict``.
         """
         self._state.track(name, thing)
 
     def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
-        """Write a checkpoint, which :meth:`load` reads in any layout, to the folder ``path``. Every rank calls it.
+        """Write a checkpoint to the folder ``path``; :meth:`load` reads it in any layout. Every rank calls it.
 
-        It holds weights (masters where there are), optimizer, scaler with all counters, scheduler, random streams,
-        the position in loaders and the configuration. The folder appears when it is complete; a checkpoint that was
-        there is replaced.
+        It holds weights (or their masters), optimizer, scaler with all counters, scheduler, random streams,
+        loader positions and the configuration. The folder appears when it is complete, and replaces an older one.
 
         Args:
             path: on a file system that all machines share.
-            wait: False returns as soon as all is copied to the CPU, and writes it beside the training. The next save,
+            wait: False returns when all values are copied to the CPU, and writes in the background. The next save,
                 :meth:`finish_saving` and the end of the context wait for it.
-            then: called on every rank when it is written; from another thread without ``wait``.
+            then: called on every rank after writing; without ``wait`` from another thread.
 
         Raises:
             CheckpointError: on every rank: something cannot be saved or written, ``then`` failed, or gradients are
-                being accumulated; without ``wait`` by the next call.
+                being accumulated; without ``wait``, raised by the next call.
         """
         self._state.save(path, wait=wait, then=then)
 
     def finish_saving(self) -> None:
-        """Wait until what :meth:`save` began is written; a CheckpointError on every rank if it failed. A collective."""
+        """Wait for the last :meth:`save`; raise a CheckpointError on every rank if it failed. A collective."""
         self._state.finish_saving()
 
     def load(self, path: str | Path, *, weights_only: bool = False, check: bool = True) -> None:
-        """Go on from the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
+        """Load the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
 
-        In the layout that saved it training goes on bit by bit as if it had never stopped. Nothing is changed before
-        every file of it has been compared with its checksum. One that was imported has weights only.
+        In the layout that saved it, training continues bit for bit. Nothing is changed before every file has been
+        compared with its checksum. An imported checkpoint has weights only.
 
         Args:
-            weights_only: leave optimizer, scaler, scheduler, random streams and position as they are.
-            check: False trusts that the files have just been compared with their checksums.
+            weights_only: do not change optimizer, scaler, scheduler, random streams and loader positions.
+            check: False skips the checksums, if they have just been compared.
 
         Raises:
-            CheckpointError: on every rank: it is not there, damaged, or of another model or optimizer.
+            CheckpointError: on every rank: it is missing, damaged, or of another model or optimizer.
         """
         self._state.load(path, weights_only=weights_only, check=check)

@@ -1,12 +1,12 @@
-"""From a plain model to an :class:`~paramp.engine.engine.Engine`.
+"""Turns a plain model into an :class:`~paramp.engine.engine.Engine`.
 
 How a model is planned, partitioned and filled depends on its family (:mod:`paramp.parallel.adapters`). Under a pipeline
-it is an ``nn.Sequential``, a Hugging Face model, or any other of one input whose forward can be traced. A Hugging Face
-model's output is its logits. A model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and
-``pipeline_split(num_stages)`` win over its family's; the user's ``plan`` and ``parallel.pipeline.split`` over both.
+it is an ``nn.Sequential``, a Hugging Face model, or any other model of one input whose forward can be traced. A Hugging
+Face model's output is its logits. A model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and
+``pipeline_split(num_stages)`` override its family's; the user's ``plan`` and ``parallel.pipeline.split`` override both.
 
-A ``DataLoader`` is the same on every rank. It comes back with a sampler that gives each data rank its part, equal in a
-model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
+A ``DataLoader`` is the same on every rank. It is returned with a sampler that gives each data rank its part, equal
+within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def initialize(
     plan: Mapping[str, str | ParallelStyle] | None = None,
     algorithms: Sequence[Any] = (),
 ) -> tuple[Engine, Any, Any, Scheduler | None]:
-    """Prepare ``model`` for the current context's layout and mode. Use it through the engine from then on.
+    """Prepare ``model`` for the current context's layout and mode. From then on, use it only through the engine.
 
     Args:
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
-        optimizer: a fresh one over the model's parameters, whose param groups are kept; or a callable that makes it.
+        optimizer: a new one over the model's parameters, whose param groups are kept; or a callable that creates it.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
-        train_dataloader, test_dataloader: a ``DataLoader``, to be sharded; anything else is returned as it is.
-        lr_scheduler: a scheduler over that optimizer, or a callable that makes one from it.
+        train_dataloader, test_dataloader: a ``DataLoader`` is sharded; anything else is returned unchanged.
+        lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
         algorithms: changes to the model's modules; each has ``apply(model, precision)``.
 

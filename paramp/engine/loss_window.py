@@ -1,4 +1,4 @@
-"""An accumulation window: its losses, what the backward of each begins at, and their mean over all ranks.
+"""An accumulation window: its losses, the scaled value each backward starts from, and their mean over all ranks.
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
@@ -22,8 +22,8 @@ from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
-from .batch_runner import BatchRunner
 from .compute_context import ComputeContext
+from .shared_failure import SharedFailure
 from .step_decision import StepGradients
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ Criterion = Callable[..., Loss]
 
 
 class CheckedCriterion:
-    """The user's criterion, if there is one, with its losses checked."""
+    """The user's criterion, if any, with checks of the losses that it returns."""
 
     def __init__(self, criterion: Criterion | None, compute: ComputeContext) -> None:
         self._criterion = criterion
@@ -50,7 +50,7 @@ class CheckedCriterion:
         Tensors in ``args`` and ``kwargs`` are moved to the device.
 
         Raises:
-            ValueError: there is no criterion, or it returned neither one element nor two.
+            ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
         """
         criterion = self.require()
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._compute.device), (args, kwargs))
@@ -58,7 +58,7 @@ class CheckedCriterion:
             loss = criterion(*args, **kwargs)
         parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
         if len(parts) == 2:
-            parts[1] = torch.as_tensor(parts[1])  # a count may be a number of Python's
+            parts[1] = torch.as_tensor(parts[1])  # a count may be a Python number
         if len(parts) != expected or not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
             raise ValueError(
                 "criterion: expected a tensor of one element, or (sum, count) of two, got "
@@ -69,52 +69,52 @@ class CheckedCriterion:
 
 
 class LossWindow:
-    """The current accumulation window on this rank: its losses, and where its gradients begin and end.
+    """The current accumulation window on this rank.
 
     Attributes:
         size: microbatches in a window, over all data ranks.
         totals: 1-dim float64, on the device: the sum of the losses, of their weights, of those weights that are counts,
             and the number of losses. A mean over a microbatch has weight 1.
-        count_unit: sums and counts are divided by it. None before the first backward.
-        gradients: those of the window's losses.
-        batches: those of the window, to find out why its step was skipped.
-        failed: a batch of it failed, so that :meth:`drop` drops it.
+        count_unit: the divisor of sums and counts. None before the first backward.
+        gradients: the gradients of the window's losses.
+        batches: the batches of the window, for a diagnosis of a skipped step.
+        failed: whether a batch of the window failed, so that :meth:`drop` drops it.
     """
 
     def __init__(
         self,
         scaler: DistributedGradScaler,
-        runner: BatchRunner,
         gradients: StepGradients,
         batches: Window,
+        failure: SharedFailure,
         context: ParallelContext,
     ) -> None:
         self._accumulation = context.config.gradient_accumulation
         self._scaler = scaler
-        self._runner = runner
-        self._failure = runner.failure
+        self._failure = failure
         self._context = context
         self._device = context.device
-        self._num_calls = 0  # of step() in this window
-        self._ended = False  # by the last call of step(): the gradients are those of a past step
-        self._has_backward = False  # since the last call of step()
+        self._num_calls = 0  # calls of step() in this window
+        self._ended = False  # True if the gradients belong to a past step
+        self._has_backward = False  # True after a backward since the last call of step()
         self.failed = False
-        self._incomplete = False  # the failed batch left a part of its gradients
+        self._incomplete = False  # True if a failed batch left a part of its gradients
         self.gradients, self.batches = gradients, batches
-        self.size = runner.num_microbatches * self._accumulation * context.batch_axis.size
+        num_microbatches = context.config.parallel.pipeline.num_microbatches
+        self.size = num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
         self.count_unit: float | None = None
 
     def no_losses(self) -> torch.Tensor:
-        """What :attr:`totals` begins as; for losses that do not belong to the window."""
+        """The initial :attr:`totals`; also for losses outside the window."""
         return torch.zeros(4, dtype=torch.float64, device=self._device)
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def begin_backward(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Before a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
+        """Prepare a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
 
-        ``count`` is how many elements a microbatch's target has; ``batch`` is None if it is not known.
+        ``count`` is the number of elements of a microbatch's target; ``batch`` is None if it is not known.
         """
         if self._num_calls:
             self._check_complete()
@@ -135,10 +135,10 @@ class LossWindow:
         return self._num_calls == self._accumulation - 1
 
     def end_call(self, scale: torch.Tensor) -> bool:
-        """Count a call of ``step()``; whether it ends the window, whose gradients carry ``scale`` (0-dim).
+        """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
         Raises:
-            RuntimeError: there was no backward since the last call, or a batch failed, and it was not dropped.
+            RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
         """
         with self.failing():
             self._failure.check()
@@ -155,7 +155,7 @@ class LossWindow:
         return True
 
     def _check_changed(self) -> None:
-        """Raise on every rank unless gradients of all ranks were changed by hand since the last call; a collective."""
+        """Raise on every rank unless gradients were changed by hand on all ranks since the last call; a collective."""
         error = RuntimeError(
             "step(): no backward since the last step, so there are no gradients to step with; call "
             "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
@@ -163,7 +163,7 @@ class LossWindow:
         self._failure.agree(error if self.gradients.are_unchanged() else None)
 
     def drop(self) -> None:
-        """Drop losses and gradients; those of an unfinished window, which a plain loop accumulates, if it failed."""
+        """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
         if self._num_calls == 0 or self.failed:
             self.gradients.drop()
             self.totals.zero_()
@@ -172,13 +172,13 @@ class LossWindow:
             self._ended = self._has_backward = self.failed = self._incomplete = False
 
     def restart(self) -> None:
-        """Drop losses and gradients, those of an unfinished window too."""
+        """Drop losses and gradients, also of an unfinished window."""
         self._num_calls = 0
         self.drop()
 
     @contextmanager
     def failing(self, *, incomplete: bool = True) -> Iterator[None]:
-        """Note that the window has failed, if what is inside fails; ``incomplete``: with a part of its gradients."""
+        """Record a failure inside as one of the window; ``incomplete``: it may leave a part of the gradients."""
         try:
             yield
         except Exception:
@@ -188,39 +188,39 @@ class LossWindow:
     def _check_complete(self) -> None:
         if self._incomplete:
             raise RuntimeError(
-                "a batch of this step has failed and left a part of its gradients; call engine.zero_grad(), which "
-                "drops them, those of the whole accumulation window, and begin the window again"
+                "a batch of this step failed and left a part of its gradients; call engine.zero_grad(), which drops "
+                "the gradients of the whole accumulation window, and start the window again"
             )
 
     def check_ended(self) -> None:
-        """Raise a CheckpointError if gradients wait for a step."""
+        """Raise a CheckpointError within an accumulation window, whose gradients are not saved."""
         if self._num_calls or self.batches.is_open:
             raise CheckpointError(
-                f"save: got a call with gradients that wait for a step, after {self._num_calls} of "
-                f"{self._accumulation} accumulation steps; they are not saved: save after the step that takes them"
+                f"save: got a call in an accumulation window, after {self._num_calls} of {self._accumulation} calls of "
+                "step(), whose gradients are not saved; save after the step that uses them"
             )
 
     # ------------------------------------------------------------------------------------------------------- losses
 
     def scaled(self, loss: Loss) -> torch.Tensor:
-        """Add ``loss`` to the window; return what its backward begins at, 0-dim.
+        """Add ``loss`` to the window; return the value that its backward starts from, 0-dim.
 
-        That is scaled, and divided so that gradients are summed over the window.
+        It is scaled, and divided so that the sum of the gradients over the window is their mean.
 
         Raises:
-            ValueError: it does not depend on the model's output.
+            ValueError: it has no gradient.
         """
         value, parts = self.split(loss)
         if not value.requires_grad:
             raise ValueError(
-                "criterion: its loss does not depend on the model's output, so nothing can be learned from it; "
-                "do not detach it, and compute it in torch"
+                "criterion: got a loss without a gradient, expected one that depends on the model's output; do not "
+                "detach it, and compute it in torch"
             )
         self.totals += parts
         return self._scaler.scale(value) / self.size
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """What of ``loss`` is differentiated, 0-dim, and what it adds to totals. Sums and counts are over the unit."""
+        """The value of ``loss`` to differentiate, 0-dim, and what it adds to totals; a sum and count over the unit."""
         if not isinstance(loss, tuple):
             one = torch.ones((), dtype=torch.float64, device=self._device)
             return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one), one])
@@ -229,22 +229,22 @@ class LossWindow:
         return value, torch.stack([value.detach().double(), count, count, torch.ones_like(count)])
 
     def findings(self, totals: torch.Tensor | None = None) -> torch.Tensor:
-        """What all ranks add up, 1-dim float64: ``totals`` (None: the window's) and whether this rank has failed.
+        """This rank's terms of a sum over ranks, 1-dim float64: ``totals`` (None: the window's), and 1 if it failed.
 
-        The totals are zeros but on the one rank of each model group whose losses count.
+        The totals are zeros except on the one rank of each model group whose losses count.
         """
         totals = self.totals if totals is None else totals
         counted = totals if self._context.counts_loss else torch.zeros_like(totals)
         return torch.cat([counted, self._failure.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean loss in ``totals`` of all ranks, 0-dim float32; by default that of the window so far.
+        """The mean loss over the ``totals`` of all ranks (None: of the window so far), 0-dim float32.
 
         Raises:
-            Exception: a batch failed on a rank; on every rank (:mod:`paramp.engine.shared_failure`).
+            Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
         summed = self.findings(totals)
         dist.all_reduce(summed)
         with self.failing() if totals is None else nullcontext():
-            self._failure.publish(summed[4], wait=self._runner.pipeline is not None)
+            self._failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
         return (summed[0] / summed[1]).float()

@@ -1,4 +1,4 @@
-"""Learning rates that advance only with steps that were made."""
+"""A learning-rate scheduler that advances only with optimizer steps that were made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HAS_STEPPED = "engine_has_stepped"
 class Scheduler:
     """A learning-rate scheduler whose ``step()`` advances only if the engine has stepped since the last call.
 
-    That is not after a step skipped for an overflow, and not while gradients accumulate. All else is the wrapped one's.
-    On a GPU the host does not wait for the decision to step: the scheduler advances when the next step begins, or when
-    one of its attributes is read.
+    It does not advance after a skipped step or while gradients accumulate. Other attributes are those of the wrapped
+    scheduler. On a GPU the host does not wait for the decision of a step: the scheduler advances when the next step
+    begins, or when one of its attributes is read.
     """
 
     def __init__(self, scheduler: LRScheduler, engine: Engine) -> None:
@@ -45,21 +45,21 @@ class Scheduler:
             self._scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped scheduler, and ``engine_has_stepped``: since the last call of :meth:`step`."""
+        """The wrapped scheduler's, and ``engine_has_stepped``: whether, since the last call of :meth:`step`."""
         self._advance()
         return self._scheduler.state_dict() | {HAS_STEPPED: self._engine.num_steps > self._seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's present step."""
+        """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's current step."""
         self._due = None
         has_stepped = bool(state_dict.get(HAS_STEPPED))
         self._seen = self._engine.num_steps - has_stepped
-        if has_stepped:  # in a process that has ended, perhaps: torch's schedulers warn where no step came before
+        if has_stepped:  # perhaps in another process: torch's schedulers warn if no step came before
             self._engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != HAS_STEPPED})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy being made has no attributes yet
+        if name.startswith("_"):  # an incomplete copy has no attributes yet
             raise AttributeError(name)
         self._advance()
         return getattr(self._scheduler, name)
@@ -68,12 +68,12 @@ class Scheduler:
 def build_scheduler(
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
 ) -> LRScheduler | None:
-    """``lr_scheduler``, made from ``optimizer`` if it is a callable that makes one."""
+    """``lr_scheduler``, or the scheduler that it returns for ``optimizer`` if it is a callable."""
     if lr_scheduler is None:
         return None
     if not isinstance(lr_scheduler, LRScheduler) and not callable(lr_scheduler):
         raise ConfigError(f"lr_scheduler: got {lr_scheduler!r}, expected a scheduler or a callable that makes one")
     scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("lr_scheduler: it steps another optimizer than the one given; make it from that one")
+        raise ConfigError("lr_scheduler: steps another optimizer than the one given; create it from that one")
     return scheduler

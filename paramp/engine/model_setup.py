@@ -1,6 +1,6 @@
-"""The steps of :func:`paramp.initialize`, in the order in which it takes them.
+"""The steps of :func:`paramp.initialize`, in its order.
 
-The order matters. Names and ties are read off the whole model; only then is it partitioned into stages. Weights are
+The order matters. Names and ties are read from the whole model; only then is it partitioned into stages. Weights are
 sharded over the tensor axis in full precision, masters are copied from that, and only then are weights rounded to half.
 """
 
@@ -46,28 +46,28 @@ Parameters: TypeAlias = Iterable[nn.Parameter]
 
 
 def check_libraries(context: ParallelContext) -> None:
-    """Raise a ConfigError if what the mode computes with is not installed, before anything is built."""
+    """Raise a ConfigError if a package that the mode needs is not installed, before anything is built."""
     if context.config.precision.float8 is not None:
         find_library(context.config.precision.float8, context.device, context.tensor_axis.size)
 
 
-# ------------------------------------------------------------------------------------------------ what the user gave
+# ------------------------------------------------------------------------------------------------ user arguments
 
 
 def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> nn.Module:
-    """``model``, called if it is a callable that builds one."""
+    """``model``, or the model that it returns if it is a callable."""
     if isinstance(model, nn.Module):
         return model
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            "optimizer: got a finished optimizer for a model that is yet to be built; "
-            "pass a callable, such as lambda parameters: torch.optim.AdamW(parameters)"
+            "optimizer: got an optimizer for a model that is yet to be built, expected a callable; "
+            "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
         )
     return model()
 
 
 def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:
-    """Let each of ``algorithms`` change the modules of ``model``, in place."""
+    """Apply each of ``algorithms`` to the modules of ``model``, in place."""
     valid = isinstance(algorithms, Iterable) and not isinstance(algorithms, str)
     if not valid or any(isinstance(one, type) or not callable(getattr(one, "apply", None)) for one in algorithms):
         raise ConfigError(
@@ -81,11 +81,11 @@ def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Pre
 def build_optimizer(
     optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer], model: nn.Module
 ) -> torch.optim.Optimizer:
-    """``optimizer``, made from the parameters of ``model`` if it is a callable that makes one."""
+    """``optimizer``, or the optimizer that it returns for the parameters of ``model`` if it is a callable."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not callable(optimizer):
-        raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that makes one")
+        raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that creates one")
     return optimizer(model.parameters())
 
 
@@ -103,7 +103,7 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
 def read_names(
     model: nn.Module, optimizer: torch.optim.Optimizer, context: ParallelContext
 ) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter of the whole model, after checks of it and the optimizer. A collective."""
+    """All names of each parameter of the whole model. Checks the model and the optimizer. A collective."""
     names_of = names_by_parameter(model)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, with_hooks=is_split)
@@ -112,10 +112,10 @@ def read_names(
 
 
 def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
-    """Check that every rank has built the same parameters and buffers; else raise, on every rank, with the first that
-    differs: the values of one rank are written into the memory of others.
+    """Check that every rank built the same parameters and buffers; else raise on every rank, with the first difference.
 
-    ``with_hooks``: as many hooks too, since those of a sharded parameter communicate.
+    They have to agree, because values of one rank are broadcast into the memory of others. ``with_hooks``: compare the
+    numbers of hooks too, because hooks of a sharded parameter communicate.
     """
     own: list[tuple[Any, ...]] = [
         (
@@ -125,7 +125,7 @@ def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
         for name, value in named_tensors(model)
         for count in [num_hooks(value)]
     ]
-    # In a world of thousands it takes seconds to read the lists of all ranks: only if their digests differ.
+    # With thousands of ranks, gathering all lists takes seconds, so they are gathered only if their digests differ.
     digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -134,13 +134,13 @@ def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
         if theirs != models[0]:
             pairs = itertools.zip_longest(models[0], theirs, fillvalue="nothing more")
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ConfigError(f"model: rank 0 has {first}, where rank {rank} has {other}; build the same on every rank")
+            raise ConfigError(f"model: rank 0 has {first}, but rank {rank} has {other}; build the same on every rank")
 
 
 def plan_layers(
     adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle] | None, context: ParallelContext
 ) -> dict[str, ParallelStyle]:
-    """The tensor-parallel style of each module: of the user's ``plan``, else of the model's own."""
+    """The tensor-parallel style of each module, from the user's ``plan``, else from the model's own."""
     size = context.tensor_axis.size
     if plan is None and size > 1:
         plan = adapter.plan(size, context.config.parallel.sequence_parallel)
@@ -156,9 +156,9 @@ def plan_layers(
 def float8_conversion(
     model: nn.Module, styles: Mapping[str, ParallelStyle], overflow: torch.Tensor, context: ParallelContext
 ) -> Callable[[nn.Module], nn.Module]:
-    """A function that lets the layers of a stage compute in float8, those that are chosen of the whole ``model``.
+    """A function that converts the chosen layers of a stage to float8; the choice is made on the whole ``model``.
 
-    They set ``overflow``, 0-dim, to 1 when they are given a gradient that is not finite.
+    The layers set ``overflow``, 0-dim, to 1 when they receive a non-finite gradient.
     """
     precision, size = context.config.precision, context.tensor_axis.size
     if precision.float8 is None:
@@ -181,7 +181,7 @@ def float8_conversion(
 
 
 def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:
-    """The module of each pipeline stage, those of other ranks too; the model where there is one stage only."""
+    """The module of each pipeline stage, also of other ranks' stages; the model if there is one stage only."""
     pipeline = context.config.parallel.pipeline
     if pipeline.num_stages == 1:
         return [adapter.single_stage()]
@@ -189,7 +189,7 @@ def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], contex
     units = adapter.partition(pipeline.num_stages, split)
     for name in units.opened & styles.keys():
         raise ConfigError(
-            f"plan: {name!r} is split by the pipeline, so that a style for it would not run; split around it "
+            f"plan: {name!r} is split by the pipeline, so a style for it would have no effect; split around it "
             "(parallel.pipeline.split), or give styles to the modules in it"
         )
     return partition_model(adapter.model, units, pipeline.num_stages, split)
@@ -205,23 +205,23 @@ def shard(
     to_float8: Callable[[nn.Module], nn.Module],
     context: ParallelContext,
 ) -> None:
-    """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; those on ``meta`` are filled.
+    """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; fill those on ``meta``.
 
-    Every rank that has a replica gets the values of the first such rank, whatever it was built with.
+    All replicas get the values of the first rank that has one, whatever the other ranks were built with.
     """
     precision, module = context.config.precision, stages.module
     placed: dict[torch.Tensor, torch.Tensor] = {}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in placed:  # by another name of it
+        if tensor not in placed:  # False for another name of the same tensor
             moved = tensor if tensor.is_meta else tensor.to(context.device)
-            # A DTensor takes over the strides of the whole parameter, which its local part does not have.
+            # A DTensor keeps the strides of the whole parameter, which differ from those of its local part.
             placed[tensor] = moved.contiguous() if isinstance(tensor, nn.Parameter) else resolved(moved)
         return placed[tensor]
 
     module._apply(place)
     broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
-    whole = outline(module)  # with the layers' own classes, which know how they are filled
+    whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
     if styles and context.tensor_axis.size > 1:
         from ..parallel.tensor_plan import apply_plan
@@ -234,7 +234,7 @@ def shard(
         context.device,
         whole=whole,
         fill=fill,
-        dtype=None if precision.masters else precision.weights,  # masters are made from the values drawn
+        dtype=None if precision.masters else precision.weights,  # masters start from the full-precision values
         keep_batchnorm_fp32=precision.keep_batchnorm_fp32,
     )
     filled = dict(named_tensors(module))
@@ -249,9 +249,8 @@ def flatten_weights(
     ties: Sequence[TiedParameter],
     context: ParallelContext,
 ) -> FlatWeights:
-    """Move the parameters of ``module`` into flat buffers, make masters, and give the optimizer what it steps."""
+    """Move the parameters of ``module`` into flat buffers, create masters, and give the optimizer what it steps."""
     weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
-    weights.follow_loads(module)
     check_elementwise(optimizer, weights)
     repoint(optimizer, names_of, weights)
     if not context.config.precision.masters:
@@ -260,7 +259,7 @@ def flatten_weights(
 
 
 def make_stages(stages: Joined, context: ParallelContext) -> Stages:
-    """This rank's modules as stages that compute in the mode's precision, with random streams of their own."""
+    """This rank's modules as stages that compute in the mode's precision, each with a random stream."""
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
     stream = functools.partial(context.activation_stream, engine=context.num_engines)
@@ -274,7 +273,7 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
 
 
 def track(engine: Engine, **parts: Any) -> None:
-    """Let the engine's checkpoints hold the state of each of ``parts`` that has one."""
+    """Include the state of each of ``parts`` that has a ``state_dict`` in the engine's checkpoints."""
     for name, part in parts.items():
         if hasattr(part, "state_dict"):
             engine.track(name, part)

@@ -1,12 +1,12 @@
-"""A failure of one rank, raised by every rank in the same call.
+"""A failure on one rank, raised by every rank in the same call.
 
 A rank on which a batch fails (its data, the model's forward, the criterion) does not raise at once: the others would
 wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in the next
-all-reduce of all ranks, that of the loss or that of the step. Where the flag is set, every rank raises: its own error
-where there is one, elsewhere one with the message and the place of the rank that failed.
+all-reduce of all ranks, that of the loss or of the step. If the flag is set, every rank raises: its own error if it has
+one, else an error with the message and the coordinates of the rank that failed.
 
-Along the tensor axis ranks meet in the forward itself. If one of them fails alone, the others wait there for ever; so
-it raises at once, and the job ends when it leaves the context.
+Along the tensor axis ranks have collectives in the forward itself. If one of them fails alone, the others wait there
+forever; so it raises at once, and the job ends when it leaves the context.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..distributed.context import ParallelContext
 from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
 
 KINDS = ConfigError, ValueError, RuntimeError
-"""What the other ranks raise: the first that the error is one of, else the last."""
+"""The exceptions of the other ranks: the first that is a base class of the error's, else the last."""
 
 
 class SharedFailure:
-    """What failed on this rank, until every rank has raised it. One for each engine of ``context``."""
+    """The failure of this rank, until every rank has raised it. One for each engine of ``context``."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -41,13 +41,15 @@ class SharedFailure:
         self._unread = False
 
     def begin_batch(self) -> None:
-        """Every rank begins a batch; raises on a rank that has failed alone."""
+        """Count a batch, on every rank; raise on a rank that has failed alone."""
         if self._failed_alone:
-            raise RuntimeError("a batch failed on this rank of the tensor axis alone; the others wait: end the job")
+            raise RuntimeError(
+                "a batch failed on this rank of the tensor axis alone, and the others wait for it; end the job"
+            )
         self._num_batches += 1
 
     def record(self, error: Exception) -> None:
-        """Keep ``error``, with which a batch failed here, for the next all-reduce; raise it if none will come."""
+        """Keep ``error``, of a batch on this rank, for the next all-reduce; raise it at once if there will be none."""
         alone = self._context.world_size == 1 or is_lost_connection(error)
         if not alone and not self._tensor_ranks_failed_too():
             self._failed_alone = alone = True
@@ -59,7 +61,7 @@ class SharedFailure:
         self._own = self._own or error
 
     def take(self) -> Exception | None:
-        """What was recorded; it is forgotten."""
+        """Return the recorded error, and clear it."""
         own, self._own = self._own, None
         return own
 
@@ -70,7 +72,7 @@ class SharedFailure:
     def publish(self, num_failed: torch.Tensor, *, wait: bool = False) -> None:
         """Raise on every rank if the sum of the flags, 0-dim, is not 0.
 
-        On a GPU the host does not wait for it, unless ``wait``: :meth:`check` raises.
+        On a GPU, without ``wait``, the host does not wait for the sum: the next :meth:`check` raises.
         """
         if self._copied is None or wait:
             if num_failed:
@@ -101,7 +103,7 @@ class SharedFailure:
         described = None if own is None else (_kind(own), _text(own), self._context.name_of(self._context.rank))
         everyone = gather_objects(described, group)
         alike = len({failure and failure[1] for failure in everyone}) == 1
-        if own is not None and (alike or not isinstance(own, StopIteration)):  # which alone would end a loop in silence
+        if own is not None and (alike or not isinstance(own, StopIteration)):  # which alone would end a loop silently
             raise own
         kind, text, rank = next(failure for failure in everyone if failure is not None)
         raise KINDS[kind](f"{text}; on {rank}")
@@ -110,13 +112,13 @@ class SharedFailure:
         axis = self._context.tensor_axis
         if axis.size == 1:
             return True
-        # Not a collective, in which those that did not fail would not meet this rank.
+        # Not a collective: ranks that did not fail would not take part in it.
         store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._num_batches}"
         store.set(f"{key}/{self._context.rank}", "")
         try:
             ranks = dist.get_process_group_ranks(axis.group)
             store.wait([f"{key}/{rank}" for rank in ranks], timedelta(seconds=SECONDS_OF_GRACE))
-        except RuntimeError:  # of the store, when the time has passed
+        except RuntimeError:  # from the store, after the timeout
             return False
         return True
 
@@ -130,7 +132,7 @@ def _kind(error: Exception) -> int:
 def _text(error: Exception) -> str:
     text = str(error)
     if isinstance(error, StopIteration):
-        return "data_iter: it has no further batch, where other ranks have one"
+        return "data_iter: has no further batch, but other ranks have one"
     return (
         text if isinstance(error, ConfigError) or text.startswith("criterion: ") else f"{type(error).__name__}: {text}"
     )

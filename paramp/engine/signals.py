@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop."""
+"""Signals that request a run to save and stop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..distributed.context import ParallelContext
 
 
 class StopRequest:
-    """Records the signals that ask this process to stop, so that it can save first. A context manager.
+    """Records the signals that request a stop of this process, so that it can save first. A context manager.
 
-    Slurm sends SIGTERM before the time limit of a job and before preemption (with ``--signal`` another one, earlier);
-    torchrun sends it when torchrun itself is ended. Leaving the context restores the previous handlers.
+    Slurm sends SIGTERM before the time limit of a job and before preemption (``--signal``: another one, earlier);
+    torchrun sends it when it is terminated itself. Leaving the context restores the previous handlers.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:

@@ -1,7 +1,7 @@
-"""The decision of a step, the same on every rank: whether to skip it, and what to divide the gradients by.
+"""The decision of a step, equal on every rank: whether to skip it, and the divisor of the gradients.
 
-Each rank makes one pass over its gradients. One small all-reduce over the world adds up what they found, and everything
-that follows from it stays on the device.
+Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings, and all values
+computed from it stay on the device.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class StepGradients:
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
 
-        What a step would not take is a failure of this rank.
+        A gradient that a step cannot use is recorded as a failure of this rank.
 
-        Returns this rank's flag, 0-dim float32: 1 if a gradient was not finite that was then sharded, or cast to
-        float8, so that the finite check cannot find it any more.
+        Returns this rank's flag, 0-dim float32: 1 if a non-finite gradient was then sharded, or cast to float8, so
+        that the finite check would not find it.
         """
         found_inf = self._overflow.clone()
         self._overflow.zero_()
@@ -71,20 +71,20 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks do in a step, on the device."""
+    """The decision of a step, equal on all ranks; tensors on the device."""
 
     overflow: torch.Tensor
-    """0-dim bool: a gradient is not finite on some rank, so the step is skipped on all."""
+    """0-dim bool: a gradient is not finite on some rank, so the step is skipped on all ranks."""
     skip: torch.Tensor
-    """0-dim bool: the step is skipped on all ranks, for an overflow or because nothing was counted or a rank failed."""
+    """0-dim bool: the step is skipped on all ranks: an overflow, a total count of 0, or a failed rank."""
     num_failed: torch.Tensor
-    """0-dim float64: ranks on which a batch failed."""
+    """0-dim float64: the number of ranks on which a batch failed."""
     divisor: torch.Tensor
-    """0-dim float64: the gradients are divided by it: unscaled, averaged and clipped in one."""
+    """0-dim float64: the divisor that unscales, averages and clips the gradients in one operation."""
     absent: list[FlatParam]
     """Parameters for which no data rank has a gradient; they are not stepped."""
     values: torch.Tensor
-    """1-dim float64, what :class:`~paramp.engine.step_result.StepResult` reports."""
+    """1-dim float64: the values of :class:`~paramp.engine.step_result.StepResult`."""
 
 
 def decide_step(
@@ -96,16 +96,16 @@ def decide_step(
     first_names: Mapping[str, str],
     context: ParallelContext,
 ) -> StepDecision:
-    """Decide with all ranks on the step that ``gradients`` are for; a collective of the world.
+    """Decide with all ranks on the step with ``gradients``; a collective of the world.
 
     Args:
-        found_inf: 0-dim float32, what :meth:`StepGradients.complete` returned.
+        found_inf: 0-dim float32, from :meth:`StepGradients.complete`.
         scale: 0-dim float32, the loss scale that the gradients carry.
-        losses: 1-dim float64, what :meth:`~paramp.engine.loss_window.LossWindow.findings` returned.
+        losses: 1-dim float64, from :meth:`~paramp.engine.loss_window.LossWindow.findings`.
         window_size: microbatches in the accumulation window, over all data ranks.
-        first_names: for each name of a parameter in the whole model its first one there.
+        first_names: any name of a parameter of the whole model -> its first name.
     """
-    # Ranks may differ in which parameters have gradients where they have parts of the batch or of the model.
+    # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
     presence = [gradients.presence(first_names)] if differ else []
     control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
@@ -114,9 +114,9 @@ def decide_step(
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = control[:8].unbind()
     scale = scale.double()
     overflow = (found_any > 0) | ~squares.isfinite()
-    uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0: there is no mean to step with
+    uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
     skip = overflow | uncounted | (num_failed > 0)
-    # Means were divided by their number beforehand; sums are divided by their counts only here.
+    # Means are already divided by their number; sums are divided by their counts here.
     factor = torch.where(count > 0, window_size / count, 1.0)
     norm = squares.sqrt() / scale * factor
     if context.config.clip_grad_norm is not None:
@@ -132,7 +132,7 @@ def decide_step(
 
 
 def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: ParallelContext) -> torch.Tensor:
-    """This rank's part of the flag, and of the gradient's sum of squares and number of zeros; float64, 3 elements."""
+    """This rank's terms of the flag, the gradient's sum of squares and its number of zeros; float64, 3 elements."""
     zeros = torch.zeros((), dtype=torch.float64, device=context.device)
     if context.config.precision.log_num_zeros:
         zeros = count_zeros(*gradients.for_zero_count(), context.device)
@@ -144,10 +144,10 @@ def _absent(
 ) -> list[FlatParam]:
     """The parameters for which no rank has a gradient.
 
-    ``num_present``, 1-dim float64, is how many ranks have one for each parameter; None where all have the same.
+    ``num_present``, 1-dim float64: the number of ranks with one for each parameter; None if ranks do not differ.
     """
     absent = gradients.absent()
-    if not absent or num_present is None:  # the host waits for the numbers only where they matter
+    if not absent or num_present is None:  # the host waits for the numbers only if they matter
         return absent
     present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
     return [param for param in absent if not present[first_names[param.name]]]

@@ -1,4 +1,4 @@
-"""What a step did, and how many were made and skipped; read from the device only when asked for."""
+"""The result of a step, and counters of steps; read from the device only on access."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class StepResult:
-    """What :meth:`Engine.step` did; the same on every rank.
+    """The result of :meth:`Engine.step`; equal on every rank.
 
-    The values lie on the device. Reading the first of them waits for the step there; the others come with it.
+    The values are on the device. The first access waits for the step and reads all of them.
     """
 
     __slots__ = ("_stepping", "_values", "_with_zeros")
@@ -21,8 +21,8 @@ class StepResult:
         """``stepping`` is False while gradients accumulate.
 
         ``values``: the loss scale and, at the end of a window, 0 for a step that was made, 1 for an overflow or 2 for
-        another reason to skip it, gradient norm, number of zeros and loss; 1-dim float64, or numbers, None for what is
-        not known.
+        another reason to skip it, gradient norm, number of zeros and loss; 1-dim float64, or numbers, None for unknown
+        values.
         """
         self._values: torch.Tensor | Sequence[float | None] = values
         self._stepping = stepping
@@ -35,27 +35,27 @@ class StepResult:
 
     @property
     def stepped(self) -> bool:
-        """The weights changed. Not while gradients accumulate, after an overflow, or if all counts were 0."""
+        """Whether the weights changed. False while gradients accumulate, after an overflow, or if all counts were 0."""
         return self._stepping and not self._read(1)
 
     @property
     def overflow(self) -> bool:
-        """A gradient was not finite somewhere, so the step was skipped everywhere."""
+        """Whether a gradient was not finite on some rank, so that all ranks skipped the step."""
         return self._stepping and self._read(1) == 1
 
     @property
     def loss_scale(self) -> float:
-        """The scale that this step's gradients carried; 1 where losses are not scaled."""
+        """The loss scale of this step's gradients; 1 if losses are not scaled."""
         return self._read(0) or 0.0
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the logical model's gradient before clipping; None while accumulating; not finite on overflow."""
+        """The norm of the whole model's gradient before clipping; None while accumulating; not finite on overflow."""
         return self._read(2) if self._stepping else None
 
     @property
     def num_zeros(self) -> int | None:
-        """Zero elements in the logical gradient, where the mode asks for the count."""
+        """The number of zero elements in the whole model's gradient; None unless the mode has ``log_num_zeros``."""
         zeros = self._read(3) if self._stepping and self._with_zeros else None
         return None if zeros is None else round(zeros)
 
@@ -70,10 +70,10 @@ class StepResult:
 
 
 class StepCounters:
-    """Counts of what happened on the device. Reading them waits for the last step only, not for what was queued after.
+    """Counters of steps on the device. Reading them waits for the last step only, not for work queued after it.
 
-    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; and of those
-    in a row, the ones that left the loss scale at its floor.
+    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; and the number
+    of those in a row that left the loss scale at its floor.
     """
 
     SIZE = 4
@@ -84,13 +84,13 @@ class StepCounters:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
-        """Count a step: whether it was skipped, for an overflow, and the loss scale is at its floor now; 0-dim bool."""
+        """Count a step: skipped or not, for an overflow or not, with the loss scale at its floor or not; 0-dim bool."""
         self._counts[2:].mul_(overflow)
         self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor])
         self._publish()
 
     def load(self, counts: Sequence[int]) -> None:
-        """Go on from ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
+        """Set the values to ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
         rest = [0] * (self.SIZE - len(counts))
         self._counts.copy_(torch.tensor([*counts, *rest]))
         self._publish()
@@ -100,6 +100,16 @@ class StepCounters:
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.tolist()
+
+    def stop_after_skip(self, max_skipped: int | None) -> bool:
+        """Whether training stops if the next step is skipped too; never if ``max_skipped`` is None.
+
+        The counts of the steps before decide, so the host waits for a step only if its skip would stop the training.
+        """
+        if max_skipped is None:
+            return False
+        _, _, in_a_row, at_floor = self.read()
+        return in_a_row >= max_skipped - 1 or at_floor > 0
 
     def _publish(self) -> None:
         # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.

@@ -1,16 +1,16 @@
-"""What of an engine's training is saved, under names that do not depend on the layout, and how it is loaded.
+"""The training state of an engine: how it is saved, under names that do not depend on the layout, and loaded.
 
 ========================================  ==============================================================================
-``model.NAME``                            a weight, or its fp32 master where the mode has masters; a buffer of the first
+``model.NAME``                            a weight, or its fp32 master if the mode has masters; a buffer of the first
                                           data rank
-``optimizer.NAME.KEY``                    what the optimizer keeps for a weight
+``optimizer.NAME.KEY``                    optimizer state of a weight
 ``data.RANK.NAME``                        a buffer of another data rank: running statistics are each rank's own
 ``random.stage.STAGE.RANK.I``             the random stream of a stage on a data rank
 ``random.rank.PP.DP.TP.I``                the default streams of a rank: torch's, Python's, NumPy's
 ========================================  ==============================================================================
 
-A parameter that has several names is saved under the first of the whole model. Half-precision weights with masters are
-not saved: they are their masters, rounded. Beside these chunks go plain values that are equal on all ranks.
+A parameter that has several names is saved under its first name in the whole model. Half-precision weights with masters
+are not saved: they are the rounded masters. In addition to these chunks, plain values equal on all ranks are saved.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from .step_result import StepCounters
 
 
 class Stateful(Protocol):
-    """What :meth:`paramp.Engine.track` takes."""
+    """An object for :meth:`paramp.Engine.track`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be saved."""
+        """The state to save."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore a state that :meth:`state_dict` returned."""
 
 
 class TrainingState:
-    """What a rank trains, and how it is saved and loaded. Its methods are those of :class:`~paramp.Engine`."""
+    """Saves and loads the training state of a rank. Its methods are those of :class:`~paramp.Engine`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TrainingState:
     def track(self, name: str, thing: Stateful) -> None:
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(
-                f"track: got {type(thing).__name__}, expected something with state_dict() and load_state_dict()"
+                f"track: got {type(thing).__name__}, expected an object with state_dict() and load_state_dict()"
             )
         self._tracked[name] = thing
 
@@ -91,7 +91,7 @@ class TrainingState:
             self._saver.finish()
 
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
-        from ..checkpoint.dcp_storage import read  # brings torch's checkpointing and DTensor, as the first save does
+        from ..checkpoint.dcp_storage import read  # imports torch's checkpointing and DTensor, as the first save does
 
         with self._context.phase("checkpoint"):
             self._saver.finish()
@@ -102,7 +102,7 @@ class TrainingState:
                 self._load(fill, header, everything=not weights_only and not header.only_weights)
 
     def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
-        """``fill`` fills chunks from the checkpoint; not ``everything``: the weights alone."""
+        """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
         self._model.check(header)
         if everything:
             self._optimizer.check(header)
@@ -115,7 +115,7 @@ class TrainingState:
         self._losses.restart()
 
     def _contents(self) -> tuple[list[Chunk], dict[str, Any]]:
-        """The chunks that this rank holds, and the values that are equal on all ranks."""
+        """The chunks of this rank, and the values that are equal on all ranks."""
         self._losses.check_ended()
         values = {
             "layout": saved_layout(self._context),
@@ -131,7 +131,7 @@ class TrainingState:
         return [*self._model.chunks(), *self._optimizer.chunks(), *self._random.chunks()], values
 
     def _by_first_names(self, header: Header) -> Header:
-        """``header``, with what was saved under another name of a parameter under its first."""
+        """``header`` with each parameter under its first name, if it was saved under another one."""
         tensors = dict(header.tensors)
         for name, first in self._first_names.items():
             if name != first and (other := tensors.pop(f"{MODEL}{name}", None)) is not None:
@@ -149,7 +149,7 @@ class TrainingState:
             for name, thing in self._tracked.items():
                 if name in values["tracked"]:
                     thing.load_state_dict(values["tracked"][name])
-        except Exception as error:  # raised by this rank alone, it would leave the others waiting
+        except Exception as error:  # raised on this rank alone, it would leave the others waiting
             failure = error
         failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self._saver.group)
         if failure is not None:
@@ -159,7 +159,7 @@ class TrainingState:
 
 
 def _load_scaler(scaler: DistributedGradScaler, state: dict[str, Any], *, same_mode: bool) -> None:
-    """Load the scaler's state. From another mode only the scale and its counters, and only if both modes move it."""
+    """Load the scaler's state; from another mode only scale and counters, and only if both modes change the scale."""
     own = scaler.state_dict()
     if same_mode:
         scaler.load_state_dict(state)

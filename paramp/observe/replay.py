@@ -28,7 +28,7 @@ class Window:
     """The calls of an accumulation window, kept until the next window begins."""
 
     def __init__(self, stages: Stages, device: torch.device) -> None:
-        self._stages = stages
+        self.stages = stages
         self._device = device
         self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
         self.calls: list[Call] | None = []
@@ -66,7 +66,7 @@ class Window:
         On exit the random states and buffers of the entry are restored.
         """
         before = self._random_states()
-        with keeping_buffers(self._stages):
+        with keeping_buffers(self.stages):
             try:
                 yield self._rewound()
             finally:

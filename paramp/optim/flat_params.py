@@ -30,7 +30,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.policy import Precision
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
-from .master_weights import cast_weights, install_follower, trained_and_frozen
+from .master_weights import cast_weights, trained_and_frozen
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .replaced_parameters import ModelParameters
 from .zero import gather_weights
@@ -94,6 +94,8 @@ class FlatWeights:
         self._param_of = {param.parameter: param for param in self.params}
         self.step_ranges = StepRanges(self.buffers)
         self._model_parameters = ModelParameters(module)
+        if any(buffer.masters.state for buffer in self.buffers):
+            self._model_parameters.follow_loads(self.follow_weights)
         tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
         self.gradients.before_batch = self.put_back
@@ -142,11 +144,6 @@ class FlatWeights:
             buffer = self._buffer_of[param]
             buffer.masters.write(buffer.own_range(param), master)
         self.gather_weights()
-
-    def follow_loads(self, module: nn.Module) -> None:
-        """Let masters follow weights that are loaded into ``module`` or into any module in it."""
-        if any(buffer.masters.state for buffer in self.buffers):
-            install_follower(module, self)
 
     @torch.no_grad()
     def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:

@@ -6,19 +6,19 @@ The model computes with its own parameters, plain or DTensor, in the mode's weig
     with masters       it steps an fp32 copy, made before the weight was rounded to half
 
 :class:`MasterWeight` is one such pair, the same for :func:`paramp.amp.convert_to_amp` and for Apex's ``amp``. An engine
-keeps its weights in flat buffers (:mod:`paramp.optim.flat_params`); what follows loads and what is refused is the same.
+keeps its weights in flat buffers (:mod:`paramp.optim.flat_params`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local
-from ..base.module_surgery import cast_parameters
+from ..base.module_surgery import cast_parameters, unfrozen
 from ..precision.policy import Precision
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
@@ -107,7 +107,6 @@ class Weights:
             MasterWeight(parameter, _stepped_for(parameter, originals.pop(name, None))) for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
-        self._weight_of = {one.weight: one for one in self._weights if one.has_master}
 
     def by_name(self) -> Mapping[str, torch.Tensor]:
         """What the optimizer steps, by the model's names."""
@@ -137,21 +136,6 @@ class Weights:
         for name, master in own.items():
             master.copy_(masters[name])
         self.write_back()
-
-    def follow_loads(self, model: nn.Module) -> None:
-        """Let masters follow weights that are loaded into ``model`` or into any module in it."""
-        if self._weight_of:
-            install_follower(model, self)
-
-    @torch.no_grad()
-    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
-        """Give the masters of those ``weights`` that were changed from outside, by loading them, their values.
-
-        A master that rounds to its weight stays as it is, so that weights and masters may be loaded in any order.
-        """
-        for weight in weights:
-            if weight in self._weight_of:
-                follow(local(weight), self._weight_of[weight].stepped)
 
     @torch.no_grad()
     def load_gradients(self) -> list[torch.Tensor]:
@@ -189,32 +173,6 @@ def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.P
     return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
 
 
-class _Follower(Protocol):
-    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None: ...
-
-
-def install_follower(model: nn.Module, weights: _Follower) -> None:
-    """Let ``weights.follow_weights`` see every parameter that is loaded into ``model`` or into any module in it."""
-    hook = _FollowLoads(weights)
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_load_state_dict_post_hook(hook)
-
-
-class _FollowLoads:
-    """The hook of :func:`install_follower`. A copied model has no masters, and its hook does nothing."""
-
-    def __init__(self, weights: _Follower | None = None) -> None:
-        self._weights = weights
-
-    def __call__(self, module: nn.Module, _incompatible: Any) -> None:
-        if self._weights is not None:
-            self._weights.follow_weights(module.parameters(recurse=False))
-
-    def __reduce__(self) -> Any:
-        return _FollowLoads, ()
-
-
 def follow(weight: torch.Tensor, master: torch.Tensor) -> None:
     """Give ``master`` (float32) the value of ``weight`` (2 bytes) in each element that does not round to its bits.
 
@@ -243,7 +201,4 @@ def check_frozen(frozen: NamedParameters) -> None:
     """Raise a RuntimeError for gradients of parameters that nobody steps."""
     for name, parameter in frozen:
         if parameter.grad is not None:
-            raise RuntimeError(
-                f"{name!r} was frozen when the optimizer was taken over, so nothing steps it, but it has a "
-                "gradient now; unfreeze parameters before that, and freeze them again until they are to move"
-            )
+            raise RuntimeError(unfrozen(name, "has a gradient"))

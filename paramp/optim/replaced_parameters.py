@@ -1,19 +1,24 @@
-"""Parameters that a user puts in place of the model's own: their values are taken, and the model's own put back.
+"""Values that a user loads into the model's parameters, or puts in their place.
 
-``load_state_dict(assign=True)`` and ``module.weight = nn.Parameter(...)`` replace a parameter by another object. What
-steps, hooks and checkpoints know is the one that lies in a flat buffer.
+``load_state_dict`` changes parameters in place. ``load_state_dict(assign=True)`` and ``module.weight =
+nn.Parameter(...)`` replace a parameter by another object, but steps, hooks and checkpoints use the original one, which
+is a view of a flat buffer: its value is taken from the replacement, and it is put back.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local
+
+Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
+"""Updates the masters of parameters."""
 
 
 class ModelParameters:
@@ -25,6 +30,13 @@ class ModelParameters:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._names[parameter].append(name)
         self._record()
+
+    def follow_loads(self, follow: Follow) -> None:
+        """Call ``follow`` after each load into the module or into any module in it."""
+        hook = _FollowLoads(follow)
+        for module in self._module.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_load_state_dict_post_hook(hook)
 
     def _record(self) -> None:
         """Record what every module holds, such that comparing it takes no Python for each parameter."""
@@ -69,6 +81,20 @@ class ModelParameters:
                 self._module.get_submodule(owner)._parameters[leaf] = own
         self._record()
         return list(replaced)
+
+
+class _FollowLoads:
+    """The hook of :meth:`ModelParameters.follow_loads`. In a copied model, which has no masters, it does nothing."""
+
+    def __init__(self, follow: Follow | None = None) -> None:
+        self._follow = follow
+
+    def __call__(self, module: nn.Module, _incompatible: Any) -> None:
+        if self._follow is not None:
+            self._follow(module.parameters(recurse=False))
+
+    def __reduce__(self) -> Any:
+        return _FollowLoads, ()
 
 
 def _check(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.errors import ConfigError
-from ..base.module_surgery import keeping_buffers
+from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
@@ -212,10 +212,7 @@ class Pipeline:
         """What to raise for a parameter that was frozen when stages agreed on what gets gradients."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                return ValueError(
-                    f"{name!r} was frozen at initialize, so nothing steps it, but it requires a gradient now; unfreeze "
-                    "parameters before that, and freeze them again until they are to move"
-                )
+                return ValueError(unfrozen(name, "requires a gradient"))
         return None
 
     def _schedule(self, x: torch.Tensor, backward: bool) -> Any:

@@ -115,7 +115,7 @@ def test_checkpoints_of_other_models_are_refused_everywhere(world):
         with pytest.raises(CheckpointError, match=r"weight has the shape \(6, 6\) in .*, expected \(8, 8\)"):
             linear_engine(size=8).load(folder / "saved")
         step(engine)
-        with pytest.raises(CheckpointError, match="gradients that wait for a step, after 1 of 2 accumulation steps"):
+        with pytest.raises(CheckpointError, match="in an accumulation window, after 1 of 2 calls of step"):
             engine.save(folder / "saved")
         odd = type("Odd", (), {"state_dict": lambda self: {"hook": print}, "load_state_dict": print})()
         engine.track("odd", odd)

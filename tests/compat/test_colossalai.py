@@ -288,7 +288,7 @@ def check_schedule(context):
         engine.execute_schedule(iter([pair]), return_loss=False)
     with pytest.raises(ValueError, match="data_iter: got list, expected an iterator"):
         engine.execute_schedule([pair])
-    with pytest.raises(ValueError, match="data_iter: it yielded Tensor, expected a pair"):
+    with pytest.raises(ValueError, match="data_iter: yielded Tensor, expected a pair"):
         engine.execute_schedule(iter([x]))
 
 

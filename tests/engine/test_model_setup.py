@@ -84,7 +84,7 @@ def test_buffers_that_are_not_alike_are_an_error_on_every_rank(world):
         for buffers in differ.values():
             model = nn.Linear(2, 2)
             model.register_buffer("table", buffers[world.rank])
-            message = r"model: rank 0 has \('table', .*where rank 1 has \('table', "
+            message = r"model: rank 0 has \('table', .*but rank 1 has \('table', "
             with pytest.raises(paramp.ConfigError, match=message):
                 paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

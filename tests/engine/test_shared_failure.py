@@ -206,7 +206,7 @@ def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
         own, other = (OSError("no such disk"), StopIteration()), StopIteration()
         for error, raised, message in (
             (own[0], (OSError if world.rank else RuntimeError), "OSError: no such disk; on rank 1"),
-            (own[1], ValueError, "no further batch, where other ranks have one; on rank 1"),
+            (own[1], ValueError, "no further batch, but other ranks have one; on rank 1"),
         ):
             data = Broken(1 if world.rank else 2, error if world.rank else other)
             engine.execute_schedule(data)

@@ -177,5 +177,7 @@ def test_unfreezing_what_nothing_steps_is_an_error_on_every_rank(world):
         x, y = torch.rand(4, 3), torch.rand(4, 3, 4).double()
         engine.forward_backward(x, y)
         engine.module.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"'0\.weight' was frozen at initialize, so nothing steps it"):
+        with pytest.raises(
+            ValueError, match=r"'0\.weight' was frozen when the optimizer was set up, so nothing steps it"
+        ):
             engine.forward_backward(x, y)

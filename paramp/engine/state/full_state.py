@@ -1,4 +1,4 @@
-"""The whole model, put together on every rank."""
+"""The whole model, gathered on every rank."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .model_tensors import EXTRA_STATE, ParamChunks
 
 @torch.no_grad()
 def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
-    """What :meth:`paramp.Engine.full_state_dict` returns. A collective of the world."""
+    """The result of :meth:`paramp.Engine.full_state_dict`. A collective of the world."""
     own = _local_stages(params)
     stage_axis = params.context.stage_axis
     whole: dict[str, torch.Tensor] = {}
@@ -41,7 +41,9 @@ def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
     for name, value in params.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE):  # Transformer Engine's scales
             continue
-        if batch_axis.size > 1 and not isinstance(value, nn.Parameter):  # running statistics differ: the first's
+        if batch_axis.size > 1 and not isinstance(
+            value, nn.Parameter
+        ):  # running statistics differ between data ranks: the first rank's
             value = value.clone()
             broadcast_(value, batch_axis.group)
         value = full_tensor(by_parameter.get(id(value), value).detach())

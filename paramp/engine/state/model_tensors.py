@@ -1,4 +1,4 @@
-"""Weights, masters and buffers as chunks of a checkpoint: under which name, and which rank writes them."""
+"""Weights, masters and buffers as chunks of a checkpoint: their names, and the rank that writes each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
 
 DATA = "data."
-"""What the names of other data ranks' buffers begin with."""
+"""The prefix of the names of other data ranks' buffers."""
 EXTRA_STATE = "_extra_state"
-"""How ``state_dict`` calls what a module's ``get_extra_state`` returns."""
+"""The name in ``state_dict`` of the value of a module's ``get_extra_state``."""
 
 
 @dataclass(frozen=True)
 class ParamChunks:
-    """Makes chunks of what is laid out as a parameter: the weight, its master, its optimizer state."""
+    """Makes chunks of tensors with a parameter's layout: the weight, its master, its optimizer state."""
 
     module: nn.Module
     """This rank's stages."""
@@ -39,36 +39,36 @@ class ParamChunks:
     first_names: Mapping[str, str]
     """Any name of a parameter of the whole model -> its first."""
     shapes: Mapping[str, torch.Size]
-    """Those of this rank's parameters in the whole model, where a tensor-parallel style keeps another one."""
+    """The shapes of this rank's parameters in the whole model; a tensor-parallel style may store other shapes."""
 
     def model_name(self, name: str) -> str:
         """The parameter ``name`` in a checkpoint."""
         return f"{MODEL}{self.first_names[name]}"
 
     def stepped_here(self) -> list[FlatParam]:
-        """The parameters of which this rank steps a part, and those without elements."""
+        """The parameters of which this rank steps a part or all, and those without elements."""
         return [param for param in self.weights.params if param.own[0] < param.own[1] or not param.parameter.numel()]
 
     def trained(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
-        """The chunk ``name`` of a tensor laid out as ``param``: ``values``, 1-dim, are the elements this rank steps."""
+        """The chunk ``name`` of a tensor with the layout of ``param``; ``values``, 1-dim: what this rank steps."""
         shape = self.shapes[param.name]
         return chunk_of(name, param.parameter, values, shape=shape, own=param.own, written=self.writes(param))
 
     def frozen(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Chunk:
-        """The chunk of the frozen ``parameter``: ``values``, of its local shape."""
+        """The chunk of the frozen ``parameter`` with ``values``, of its local shape."""
         written = self.is_first_copy(parameter) and self._is_writer(parameter)
         return chunk_of(self.model_name(name), parameter, values, shape=self.shapes[name], written=written)
 
     def writes(self, param: FlatParam) -> bool:
-        """Whether this rank writes what it steps of a parameter, of the ranks that hold the same."""
+        """Whether this rank, of the ranks that hold the same elements, writes what it steps of a parameter."""
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
-        # Under ZeRO each data rank has another part and writes it; else all have the same, and one writes.
+        # Under ZeRO each data rank writes its own part; else all data ranks have the same elements, and one writes.
         chosen = self.weights.is_partitioned or self._is_writer(param.parameter)
         return chosen and self.is_first_copy(param.parameter)
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
-        """Whether this is the first rank, at its place on the batch axes, that holds this part of ``tensor``."""
+        """Whether this is the first rank, at its coordinates on the batch axes, that holds this part of ``tensor``."""
         copies = set(replicated_axes(tensor, self.context)) - {DATA_AXIS}
         return all(self.context.coordinates[axis] == 0 for axis in copies)
 
@@ -77,7 +77,7 @@ class ParamChunks:
 
     @functools.cached_property
     def _writer_of(self) -> dict[torch.Tensor, int]:
-        """The data rank that writes each parameter. Each writes about as many elements as the others."""
+        """The data rank that writes each parameter, chosen so that all write about the same number of elements."""
         num_written = [0] * self.context.batch_axis.size
         writers: dict[torch.Tensor, int] = {}
         for parameter in self.module.parameters():
@@ -87,7 +87,7 @@ class ParamChunks:
 
 
 class ModelTensors:
-    """What this rank holds of the model: trained weights or their masters, frozen weights, and buffers."""
+    """This rank's part of the model: trained weights or their masters, frozen weights, and buffers."""
 
     def __init__(self, params: ParamChunks) -> None:
         self._params = params
@@ -97,15 +97,15 @@ class ModelTensors:
         self._data_rank = params.context.batch_axis.rank
 
     def chunks(self) -> Iterator[Chunk]:
-        """All that this rank holds. Of what several ranks hold alike, one writes.
+        """All chunks of this rank. Of the ranks that hold the same chunk, one writes it.
 
         Raises:
-            CheckpointError: ``state_dict`` has something that :meth:`load` could not put back.
+            CheckpointError: ``state_dict`` has an entry that :meth:`load` could not restore.
         """
         self._weights.put_back()
         self._check_state_dict()
         for param in self._params.stepped_here():
-            if self._params.writes(param):  # where masters are kept as remainders, exact() computes them
+            if self._params.writes(param):  # exact() computes masters that are stored as remainders
                 yield self._trained(param, self._weights.exact(param))
         for name, parameter in self._frozen.items():
             yield self._params.frozen(name, parameter, local(parameter).detach())
@@ -118,14 +118,14 @@ class ModelTensors:
         return self._params.trained(param, self._params.model_name(param.name), values)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The persistent ones, under the whole model's names, but for those that a hook keeps out of ``state_dict``."""
+        """The persistent buffers by the whole model's names, without those that a hook removes from ``state_dict``."""
         saved = self._module.state_dict(keep_vars=True)
         for name, buffer in self._module.named_buffers(remove_duplicate=False):
-            if name in saved:  # not its value there: a hook may have made another, such as one of another dtype
+            if name in saved:  # not its value there, which a hook may have changed, such as its dtype
                 yield name, buffer.detach()
 
     def _check_state_dict(self) -> None:
-        """Refuse what a module or a hook of the user's adds to ``state_dict``."""
+        """Refuse entries that a user's module or hook adds to ``state_dict``."""
         own = {name for name, _ in self._module.named_buffers(remove_duplicate=False)} | {
             name for name, _ in self._module.named_parameters(remove_duplicate=False)
         }
@@ -134,12 +134,12 @@ class ModelTensors:
                 self._check_extra_state(name, value)
             elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in own:
                 raise CheckpointError(
-                    f"{name}: state_dict() has a tensor of that name, which is no parameter or buffer of the model, so "
-                    "it could not be loaded; make it a buffer, or save it with engine.track(name, thing)"
+                    f"{name}: state_dict() has a tensor of that name, which is not a parameter or buffer of the model, "
+                    "so it could not be loaded; make it a buffer, or save it with engine.track(name, thing)"
                 )
 
     def _check_extra_state(self, name: str, value: Any) -> None:
-        """Refuse what ``get_extra_state`` returns, but ignore Transformer Engine's: scales that it computes again."""
+        """Refuse extra state, except Transformer Engine's: scales, which it recomputes."""
         module = self._module.get_submodule(name.rpartition(".")[0])
         if value is not None and not type(module).__module__.startswith("transformer_engine"):
             raise CheckpointError(
@@ -151,7 +151,7 @@ class ModelTensors:
         """Compare the names in the checkpoint with the model's. Every rank calls this.
 
         Raises:
-            CheckpointError: on every rank: it lacks a tensor of the model, or has one that the model has not.
+            CheckpointError: on every rank: it lacks a tensor of the model, or has one that the model lacks.
         """
         buffers = gather_objects([name for name, _ in self._buffers()])
         own = {*self._params.first_names.values(), *(name for names in buffers for name in names)}
@@ -162,15 +162,15 @@ class ModelTensors:
         ):
             if names:
                 others = f", and {len(names) - 1} others" if len(names) > 1 else ""
-                raise CheckpointError(f"{min(names)} {where}{others}: it is another model's")
+                raise CheckpointError(f"{min(names)} {where}{others}; load a checkpoint of this model")
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers; ``read`` fills chunks from the checkpoint. A collective."""
         self._weights.put_back()
-        # Views of what is stepped; copies where masters are kept as remainders, for take_masters() to split.
+        # Views of the stepped tensors; for masters stored as remainders, copies that take_masters() splits.
         masters = {param: self._weights.exact(param) for param in self._params.stepped_here()}
         chunks = [self._trained(param, values) for param, values in masters.items()]
-        # Reading fills elements in row-major order; where they lie in another one, a copy of them.
+        # Chunks are filled in row-major order, so a tensor with other strides is read into a copy.
         rest = [(name, local(value).detach()) for name, value in (*self._frozen.items(), *self._buffers())]
         untrained = [(name, value, value.contiguous()) for name, value in rest]
         read([*chunks, *(self._untrained_chunk(name, filled, header) for name, _, filled in untrained)])
@@ -180,10 +180,10 @@ class ModelTensors:
         self._weights.take_masters(masters)
 
     def _untrained_chunk(self, name: str, values: torch.Tensor, header: Header) -> Chunk:
-        """What to read into ``values`` for a frozen weight or a buffer."""
+        """The chunk to read into ``values`` for a frozen weight or a buffer."""
         if name in self._frozen:
             return self._params.frozen(name, self._frozen[name], values)
-        # Without a buffer of this data rank, as after a run on fewer, that of the first.
+        # The first data rank's if there is none of this one, as after a run on fewer ranks.
         own = f"{DATA}{self._data_rank}.{name}"
         return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self._module.get_buffer(name), values)
 
@@ -191,6 +191,6 @@ class ModelTensors:
         if resolved(value) is value:
             value.copy_(filled)
             return
-        # A buffer that was put there after initialize cannot be written to: the copy replaces it.
+        # A buffer that was replaced after initialize cannot be written to, so the copy replaces it.
         owner, _, leaf = name.rpartition(".")
         self._module.get_submodule(owner)._buffers[leaf] = filled

@@ -1,4 +1,4 @@
-"""What the optimizer keeps as chunks of a checkpoint, and its param groups' options as plain values."""
+"""Optimizer state as chunks of a checkpoint, and the options of param groups as plain values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ...optim.param_buffer import FlatParam
 from .model_tensors import ParamChunks
 
 OPTIMIZER = "optimizer."
-"""What the names of state begin with."""
+"""The prefix of the names of optimizer state."""
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Options of a param group that select an implementation, not what a step computes. They are not saved."""
+"""Options of a param group that select an implementation and do not change the result. They are not saved."""
 STATE_OPTIONS = ("amsgrad", "momentum", "nesterov", "centered")
-"""Options of a param group on which depends what state there is."""
+"""Options of a param group that determine which state exists."""
 PYTHON_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""As which dtype, exactly, a Python number is saved: a checkpoint's state is tensors."""
+"""The dtype that holds a Python number exactly; a checkpoint's state is tensors."""
 
 
 class OptimizerState:
@@ -42,24 +42,24 @@ class OptimizerState:
         ]
 
     def numbers(self) -> dict[str, str]:
-        """The name of the type of each state that the optimizer keeps as a Python number, by the state's key."""
+        """The type's name of each state that the optimizer keeps as a Python number, by the state's key."""
         kept = (self._optimizer.state.get(stepped, {}) for _, stepped in self._stepped_here())
         return {
             key: type(value).__name__ for state in kept for key, value in state.items() if type(value) in PYTHON_NUMBERS
         }
 
     def chunks(self) -> Iterator[Chunk]:
-        """What the optimizer keeps on this rank. Of what several ranks keep alike, one writes.
+        """The chunks of optimizer state on this rank. Of the ranks that hold the same chunk, one writes it.
 
         Raises:
-            CheckpointError: something is neither a tensor nor a number, or a tensor of unknown layout.
+            CheckpointError: a state is neither a tensor nor a number, or a tensor of unknown layout.
         """
         for param, stepped in self._stepped_here():
             for key, value in self._optimizer.state.get(stepped, {}).items():
                 yield self._chunk(param, stepped, key, value)
 
     def _stepped_here(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
-        """The parameters of which the optimizer steps a part here, and what it steps for them."""
+        """The parameters of which the optimizer steps a part or all on this rank, with the tensors that it steps."""
         for param, stepped, _ in self._params.weights.pairs():
             if param.own[0] < param.own[1] and param.group != NO_GROUP:
                 yield param, stepped
@@ -73,54 +73,53 @@ class OptimizerState:
             value = torch.tensor(value, dtype=PYTHON_NUMBERS[type(value)])
         if not isinstance(value, torch.Tensor) or "." in key:
             raise CheckpointError(
-                f"{name}: the optimizer keeps a {type(value).__name__} there, which a checkpoint does not hold; "
-                "expected tensors and numbers, under names without a dot"
+                f"{name}: got {type(value).__name__} as state, expected tensors and numbers with names without a dot"
             )
-        if value.shape == stepped.shape:  # elementwise, such as a moment: sliced as the weight is
+        if value.shape == stepped.shape:  # elementwise, such as a moment: sliced like the weight
             return self._params.trained(param, name, value)
         whole = param.own == (0, math.prod(self._params.shapes[param.name]))
         if value.ndim and not whole:
             raise CheckpointError(
-                f"{name}: a tensor of {tuple(value.shape)} for a part of a weight, of {tuple(stepped.shape)}: how it "
-                "is made up of several ranks' is not known; use an elementwise optimizer"
+                f"{name}: got a tensor of shape {tuple(value.shape)} for a part of a weight of shape "
+                f"{tuple(stepped.shape)}, expected the same shape; use an elementwise optimizer"
             )
-        # One for the whole weight, such as a step count: equal on all ranks that step a part of it.
+        # One value for the whole weight, such as a step count: equal on all ranks that step a part of it.
         return whole_chunk(name, value, written=self._params.writes(param) and param.own[0] == 0)
 
     def check(self, header: Header) -> None:
         """Compare the checkpoint's optimizer with this one.
 
         Raises:
-            CheckpointError: it is another kind, has other groups, or keeps other state.
+            CheckpointError: it is of another kind, has other groups, or has other state.
         """
         own, groups, kind = self._optimizer.param_groups, header.values["groups"], header.values["optimizer"]
         if kind != self.kind:
             raise CheckpointError(
-                f"optimizer: got {self.kind}, expected the checkpoint's {kind}; make the same, or load with "
+                f"optimizer: got {self.kind}, expected the checkpoint's {kind}; use the same, or load with "
                 "weights_only=True"
             )
         if len(groups) != len(own):
             raise CheckpointError(
-                f"optimizer: it has {len(own)} param groups, the checkpoint's had {len(groups)}; make the same groups, "
-                "or load with weights_only=True"
+                f"optimizer: got {len(own)} param groups, expected the checkpoint's {len(groups)}; use the same "
+                "groups, or load with weights_only=True"
             )
         for group, saved in zip(own, groups, strict=True):
             for key in STATE_OPTIONS:
                 if bool(saved.get(key)) != bool(group.get(key)):
                     raise CheckpointError(
                         f"optimizer: got {key}={group.get(key)!r}, expected the checkpoint's {saved.get(key)!r}: "
-                        "other state is kept for it; set the same, or load with weights_only=True"
+                        "it changes which state exists; set the same, or load with weights_only=True"
                     )
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: bool) -> None:
         """Fill the optimizer's state, and set its groups' options; ``read`` fills chunks, a collective.
 
-        State that the checkpoint does not have is set to zero with ``begins_at_zero``; else it is deleted, and the
-        optimizer makes it at its next step.
+        State that the checkpoint lacks is set to zero with ``begins_at_zero``; else it is deleted, and the optimizer
+        creates it at its next step.
         """
         self._set_options(header)
-        keys: dict[str, list[str]] = {}  # of the state in the checkpoint, by the parameter's first name
-        whole = {"step"}  # the keys of one value for a whole weight, which a weight without dims does not show
+        keys: dict[str, list[str]] = {}  # keys of the state in the checkpoint, by the parameter's first name
+        whole = {"step"}  # keys with one value for a whole weight; the shape does not show it for a 0-dim weight
         for name, stored in header.tensors.items():
             if name.startswith(OPTIMIZER):
                 parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -134,7 +133,7 @@ class OptimizerState:
         for param, stepped in self._stepped_here():
             state = self._optimizer.state[stepped]
             in_checkpoint = keys.get(self._params.first_names[param.name], [])
-            for key in set(state).difference(in_checkpoint):  # it was saved before its first step
+            for key in set(state).difference(in_checkpoint):  # the checkpoint was saved before the first step
                 if begins_at_zero:
                     state[key].zero_()
                 else:
@@ -151,7 +150,7 @@ class OptimizerState:
     def _set_options(self, header: Header) -> None:
         for group, saved in zip(self._optimizer.param_groups, header.values["groups"], strict=True):
             for key, value in saved.items():
-                if isinstance(group.get(key), torch.Tensor):  # such as a learning rate that a compiled step reads
+                if isinstance(group.get(key), torch.Tensor):  # such as the learning rate of a compiled step
                     group[key].fill_(value)
                 elif key not in IMPLEMENTATION:
                     group[key] = value
@@ -159,10 +158,10 @@ class OptimizerState:
     def _allocate(
         self, param: FlatParam, stepped: nn.Parameter, key: str, header: Header, *, elementwise: bool
     ) -> torch.Tensor:
-        """Where to load a state that the optimizer does not have yet, as it would have made it."""
+        """A tensor to load a state into that the optimizer does not have yet, as the optimizer would create it."""
         stored = header.tensors[self._name(param, key)]
         if elementwise and stored.shape == tuple(self._params.shapes[param.name]):
-            # An optimizer keeps state in the dtype of what it steps, which another mode may have changed.
+            # Optimizer state has the dtype of the stepped tensor, which may be another one in another mode.
             weight = header.tensors[self._params.model_name(param.name)]
             same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point
             return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)

@@ -1,4 +1,4 @@
-"""Random streams as chunks of a checkpoint: those of the stages, and each rank's default ones."""
+"""Random streams as chunks of a checkpoint: the streams of stages, and each rank's default streams."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...parallel.stage import Stages
 
 STAGE, RANK = "random.stage.", "random.rank."
 PYTHON_STATE = 2**15
-"""Bytes for the states of Python's and NumPy's streams, as JSON: two times 624 numbers of 32 bits."""
+"""Bytes for the states of Python's and NumPy's streams as JSON: 2 x 624 numbers of 32 bits."""
 
 
 def saved_layout(context: ParallelContext) -> dict[str, int]:
-    """The sizes on which depends what each rank holds, under the names that checkpoints have."""
+    """The sizes that determine what each rank holds, by their names in checkpoints."""
     pipeline = context.config.parallel.pipeline
     return {
         "pp": context.stage_axis.size,
@@ -39,7 +39,7 @@ class RandomStreams:
 
     def __init__(self, stages: Stages, context: ParallelContext) -> None:
         self._context = context
-        self._engine = context.num_engines  # the engine that is being made is not among them yet
+        self._engine = context.num_engines  # the engine under construction is not counted yet
         self._device = context.device
         streams = [cast(RandomStream, stage.random) for stage in stages]
         self._streams = list(zip(context.local_stages, streams, strict=True))
@@ -47,7 +47,7 @@ class RandomStreams:
         self._rank_prefix = RANK + "".join(f"{axis.rank}." for axis in axes)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All states. A stage's stream is equal over the tensor axis, whose first rank writes it."""
+        """All states. A stage's stream is equal on all tensor ranks; the first one writes it."""
         first = self._context.tensor_axis.rank == 0
         for stage, stream in self._streams:
             for name, state in zip(self._stage_names(stage, stream), stream.states, strict=True):
@@ -60,7 +60,7 @@ class RandomStreams:
         return [f"{STAGE}{stage}.{data_rank}.{index}" for index in range(len(stream.states))]
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, num_steps: int) -> None:
-        """Set the streams to where they were; in another layout, to a seed that depends on the steps made.
+        """Restore the streams; in another layout, seed them from the number of steps made.
 
         ``read`` fills chunks from the checkpoint, a collective.
         """
@@ -91,7 +91,7 @@ class RandomStreams:
 def _default_states(device: torch.device) -> list[torch.Tensor]:
     """The states of the default streams, 1-dim uint8: torch's, and Python's and NumPy's as JSON, padded."""
     text = json.dumps(encode([random.getstate(), list(np.random.get_state())])).encode()
-    # Padded, because a tensor in a checkpoint has to have the shape that is expected.
+    # Padded, because a tensor in a checkpoint must have the expected shape.
     return [*random_states(device), torch.frombuffer(bytearray(text.ljust(PYTHON_STATE)), dtype=torch.uint8)]
 
 

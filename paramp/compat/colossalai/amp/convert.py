@@ -102,7 +102,6 @@ def convert_to_amp(
     check_elementwise(optimizer, weights)
     repoint(optimizer, names_of, weights)
     warn_of_eps(optimizer)
-    weights.follow_loads(model)
     wrapped = None if criterion is None else AmpCriterion(criterion, compute)
     return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped
 

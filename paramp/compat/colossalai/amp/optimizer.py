@@ -177,7 +177,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
         self._spent, self._found_inf, self._norm = True, None, None
         if self.precision.verbose and self.scaler.get_scale() != scale and not (_is_distributed() and dist.get_rank()):
-            print(f"paramp: the loss scale goes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
+            print(f"paramp: loss scale changes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
