@@ -106,6 +106,21 @@ def test_a_step_is_that_of_torchs_optimizer(name):
                     torch.testing.assert_close(own[key], torch.as_tensor(value), atol=1e-5, rtol=1e-5, msg=key)
 
 
+def test_a_group_has_the_state_of_its_own_options():
+    def make(model):
+        first, *others = model.parameters()
+        return torch.optim.SGD([{"params": others, "momentum": 0.9}, {"params": [first]}], lr=0.05)
+
+    with paramp.launch_from_torch({}) as context:
+        engine = train(context, make, data(2))
+        model, _ = reference(make, data(2))
+        for (key, actual), expected in zip(engine.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(actual.detach(), expected.detach(), atol=1e-6, rtol=1e-6, msg=key)
+        with_momentum, without = (group["params"] for group in engine.optimizer.param_groups)
+        assert all("momentum_buffer" in engine.optimizer.state[weight] for weight in with_momentum)
+        assert not any(engine.optimizer.state.get(weight) for weight in without)
+
+
 @pytest.mark.parametrize("masters", ["full", "remainder"])
 @pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
 def test_masters_follow_torchs_optimizer_on_fp32(mode, masters):
