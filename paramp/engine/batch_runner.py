@@ -44,12 +44,14 @@ class BatchRunner:
     ) -> None:
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
-        self.pipeline = Pipeline(stages, context, config, observers) if config.size > 1 else None
         self._observers = observers
         self._stages = stages
         self._gradients = gradients
         self._compute = compute
-        self.failure = SharedFailure(context)
+        self.failure = failure = SharedFailure(context)
+        self.pipeline = (
+            Pipeline(stages, context, config, observers, failure.raise_if_alone) if config.size > 1 else None
+        )
         self._context = context
 
     def begin(self, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -168,6 +170,7 @@ class BatchRunner:
             )
         (x,) = args
         self._check_divides(x.shape[0])
+        self.failure.begin_batch()
         with self._compute.enter():
             output, failure = None, None
             try:

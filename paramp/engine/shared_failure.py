@@ -1,12 +1,12 @@
 """A failure of one rank, raised by every rank in the same call.
 
-A rank on which a batch fails (its data, the model's forward, the criterion) does not raise at once: the others would
-wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in the next
-all-reduce of all ranks, that of the loss or that of the step. Where the flag is set, every rank raises: its own error
-where there is one, elsewhere one with the message and the place of the rank that failed.
+A rank on which a batch fails (its data, the model's forward or backward, the criterion) does not raise at once: the
+others would wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in
+the next all-reduce of all ranks, that of the loss or that of the step. Where the flag is set, every rank raises: its
+own error where there is one, elsewhere one with the message and the place of the rank that failed.
 
-Along the tensor axis ranks meet in the forward itself. If one of them fails alone, the others wait there for ever; so
-it raises at once, and the job ends when it leaves the context.
+Along the tensor axis ranks meet in the forward and backward themselves. If one of them fails alone, the others wait
+there for ever; so it raises at once, and the job ends when it leaves the context.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class SharedFailure:
 
     def record(self, error: Exception) -> None:
         """Keep ``error``, with which a batch failed here, for the next all-reduce; raise it if none will come."""
+        self.raise_if_alone(error)
+        self._own = self._own or error
+
+    def raise_if_alone(self, error: Exception) -> None:
+        """Raise ``error``, with which a batch failed here, if the others cannot take part in what follows."""
         alone = self._context.world_size == 1 or is_lost_connection(error)
         if not alone and not self._tensor_ranks_failed_too():
             self._failed_alone = alone = True
@@ -56,7 +61,6 @@ class SharedFailure:
             )
         if alone:
             raise error
-        self._own = self._own or error
 
     def take(self) -> Exception | None:
         """What was recorded; it is forgotten."""
