@@ -50,7 +50,8 @@ class BatchRunner:
     ) -> None:
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
-        self.pipeline = Pipeline(stages, context, config, observers) if config.size > 1 else None
+        pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone) if config.size > 1 else None
+        self.pipeline = pipeline
         self._compute = ComputeContext.in_layout(context)
         self.criterion = CheckedCriterion(criterion, self._compute)
         self._observers = observers
@@ -255,6 +256,7 @@ class BatchRunner:
         labels = torch.zeros(x.shape[0])
         if (problem := self._problem_of(x, labels)) is not None:
             raise problem
+        self._failure.begin_batch()
         with self._compute.enter():
             output, failure = None, None
             try:

@@ -1,12 +1,12 @@
 """A failure on one rank, raised by every rank in the same call.
 
-A rank on which a batch fails (its data, the model's forward, the criterion) does not raise at once: the others would
-wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in the next
-all-reduce of all ranks, that of the loss or of the step. If the flag is set, every rank raises: its own error if it has
-one, else an error with the message and the coordinates of the rank that failed.
+A rank on which a batch fails (its data, the model's forward or backward, the criterion) does not raise at once: the
+others would wait for it in the next collective. It records the error, takes part in what follows, and sets a flag in
+the next all-reduce of all ranks, that of the loss or of the step. If the flag is set, every rank raises: its own error
+if it has one, else an error with the message and the coordinates of the rank that failed.
 
-Along the tensor axis ranks have collectives in the forward itself. If one of them fails alone, the others wait there
-forever; so it raises at once, and the job ends when it leaves the context.
+Along the tensor axis ranks have collectives in the forward and backward themselves. If one of them fails alone, the
+others wait there forever; so it raises at once, and the job ends when it leaves the context.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class SharedFailure:
 
     def record(self, error: Exception) -> None:
         """Keep ``error``, of a batch on this rank, for the next all-reduce; raise it at once if there will be none."""
+        self.raise_if_alone(error)
+        self._own = self._own or error
+
+    def raise_if_alone(self, error: Exception) -> None:
+        """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
         alone = self._context.world_size == 1 or is_lost_connection(error)
         if not alone and not self._tensor_ranks_failed_too():
             self._failed_alone = alone = True
@@ -58,7 +63,6 @@ class SharedFailure:
             )
         if alone:
             raise error
-        self._own = self._own or error
 
     def take(self) -> Exception | None:
         """Return the recorded error, and clear it."""

@@ -214,7 +214,8 @@ class FlatGradients:
         whole = [buffer.gradients for buffer in self._buffers] if self._overlapped is None else tied
         for gradients in whole:
             sum_([gradients], group, self._reduce_dtypes.dp)
-        sum_tied_gradients(self._context, [param.parameter for param in self._params], self._reduce_dtypes.pp)
+        parameters = [param.parameter for param in self._params]
+        sum_tied_gradients(self._context, parameters, self._reduce_dtypes.pp, complete=True)
         if self._overlapped is not None:
             if tied and self._context.batch_axis.rank > 0:
                 torch._foreach_zero_(tied)  # complete already: one data rank alone adds them to the sum to come

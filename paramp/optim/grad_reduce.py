@@ -76,25 +76,48 @@ def _summed_placements(
 
 
 def sum_tied_gradients(
-    context: ParallelContext, parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None
+    context: ParallelContext,
+    parameters: Iterable[torch.Tensor],
+    reduce_dtype: torch.dtype | None = None,
+    *,
+    complete: bool = False,
 ) -> None:
     """Replace the gradient of each tied parameter among ``parameters`` by the sum over its copies.
 
-    A gradient that already holds the sum is left alone. A copy without a gradient counts as zero.
+    A gradient that already holds the sum is left alone. A copy without a gradient counts as zero, and gets the sum;
+    where no copy has one, all keep None.
+
+    Args:
+        reduce_dtype: what sums are made in. None: the gradients' own dtype.
+        complete: every copy has a gradient. Else the ranks ask each other, and the host waits for it.
     """
     wanted = {id(parameter) for parameter in parameters}
-    ties = [tie for tie in context.ties if id(tie.parameter) in wanted and not _is_summed(tie)]
-    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
-    for tie in ties:
-        gradient = writable_gradient(tie.parameter)
-        if gradient is None:
-            tie.parameter.grad = torch.zeros_like(tie.parameter)
-        elif gradient.layout is not torch.strided:  # other stages' may be dense, and so is the sum
-            tie.parameter.grad = gradient.to_dense()
-        by_group[tie.group].append(local(cast(torch.Tensor, tie.parameter.grad)))
-    for group, gradients in by_group.items():
-        sum_(gradients, group, reduce_dtype)
-    mark_tied_sums(ties)
+    by_group: dict[dist.ProcessGroup, list[TiedParameter]] = defaultdict(list)
+    for tie in context.ties:
+        if id(tie.parameter) in wanted and not _is_summed(tie):
+            by_group[tie.group].append(tie)
+    for group, ties in by_group.items():
+        present = ties if complete else _with_gradients(ties, group)
+        sum_([_dense_gradient(tie.parameter) for tie in present], group, reduce_dtype)
+        mark_tied_sums(present)
+
+
+def _with_gradients(ties: list[TiedParameter], group: dist.ProcessGroup) -> list[TiedParameter]:
+    """Those of ``ties`` that have a gradient on any rank of ``group``; a collective."""
+    counts = torch.tensor([float(tie.parameter.grad is not None) for tie in ties])
+    counts = counts.to(local(ties[0].parameter).device)
+    dist.all_reduce(counts, group=group)
+    return [tie for tie, count in zip(ties, counts.tolist(), strict=True) if count]
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The local gradient of ``parameter``, to be summed in place; zeros are made if it has none."""
+    gradient = writable_gradient(parameter)
+    if gradient is None:
+        parameter.grad = gradient = torch.zeros_like(parameter)
+    elif gradient.layout is not torch.strided:  # other stages' may be dense, and so is the sum
+        parameter.grad = gradient = gradient.to_dense()
+    return local(gradient)
 
 
 def writable_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

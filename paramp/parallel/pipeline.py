@@ -107,10 +107,18 @@ FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
 class Pipeline:
-    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes."""
+    """Runs the stages of one rank in their schedule. Every rank of the model group calls it with the same shapes.
+
+    ``check`` is called with the first failure in a :meth:`run`, and raises it where the schedule cannot go on.
+    """
 
     def __init__(
-        self, stages: Stages, context: ParallelContext, config: PipelineConfig, observers: Sequence[Observer] = ()
+        self,
+        stages: Stages,
+        context: ParallelContext,
+        config: PipelineConfig,
+        observers: Sequence[Observer] = (),
+        check: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -138,6 +146,7 @@ class Pipeline:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._num_losses = 0
         self._failure: Exception | None = None
+        self._check = check
         self.in_step = True
         """False after a :meth:`run` that broke off, while other ranks wait for this one."""
 
@@ -199,14 +208,19 @@ class Pipeline:
             with span(self.observers, "loss", self._stage_indices[-1], microbatch):
                 return self._loss(self._linked[-1].whole(output), target)
         except Exception as error:
-            self._failure = self._failure or _criterion_failure(error)
+            self._record(_criterion_failure(error))
             return output.sum() * 0.0
 
     def _stage_failed(self, index: int, error: Exception) -> None:
+        what = f"stage {index} of {self._config.num_stages} failed: {type(error).__name__}: {error}"
+        failure = error if isinstance(error, ConfigError) else RuntimeError(f"pipeline: {what}")
+        failure.__cause__ = None if failure is error else error
+        self._record(failure)
+
+    def _record(self, failure: Exception) -> None:
         if self._failure is None:
-            what = f"stage {index} of {self._config.num_stages} failed: {type(error).__name__}: {error}"
-            self._failure = error if isinstance(error, ConfigError) else RuntimeError(f"pipeline: {what}")
-            self._failure.__cause__ = None if self._failure is error else error
+            self._failure = failure
+            self._check(failure)
 
     def _thawed_later(self) -> ValueError | None:
         """What to raise for a parameter that was frozen when stages agreed on what gets gradients."""
@@ -254,7 +268,7 @@ class Pipeline:
 
         place = (index, self._config.num_stages, self._link_device)
         stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
-        stage.observers = self.observers
+        stage.observers, stage.failed = self.observers, linked.failed
         stage.before_last_backward = lambda: self._before_last_backward()
         return stage
 

@@ -1,4 +1,4 @@
-"""torch's pipeline stage, with its forwards and backwards reported. Importing this imports torch's schedules."""
+"""torch's pipeline stage, with its forwards, backwards and failures reported. Importing this imports its schedules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
+from ..distributed.failures import is_lost_connection
 from .split_backward import SplitBackward
 
 
@@ -19,6 +20,8 @@ class RecordedStage(PipelineStage):
     observers: Sequence[Observer]
     before_last_backward: Callable[[], None]
     """Called before the last full backward of a schedule."""
+    failed: Callable[[Exception], None]
+    """Called where a backward fails."""
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
         return span(self.observers, kind, self.stage_index, microbatch)
@@ -42,12 +45,30 @@ class RecordedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        """The gradients of the inputs, and what the second half of a backward needs.
+
+        Where it fails it calls :attr:`failed` and returns zeros, so that the schedule goes on and no rank waits.
+        """
+        try:
+            return self._run_backward(backward_type, bwd_kwargs, last_backward)
+        except Exception as error:
+            if is_lost_connection(error):
+                raise
+            cause = error.__cause__ if backward_type == "full" else None  # torch wraps what fails there
+            self.failed(cause if isinstance(cause, Exception) else error)
+            inputs = bwd_kwargs.get("input_values", ())
+            return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
+
+    def _run_backward(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
         """torch's own, but for the halves of a backward, which lose gradients there."""
         if backward_type == "input":
             split = SplitBackward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
             return split.inputs(), split
         if backward_type == "weight":
-            bwd_kwargs["param_groups"].weights()
+            if bwd_kwargs["param_groups"] is not None:  # the first half did not fail
+                bwd_kwargs["param_groups"].weights()
             (loss,) = bwd_kwargs["stage_output"] if self.is_last else (None,)
             if loss is not None and not loss._is_view():
                 loss.detach_()  # the schedule keeps it, and with it its graph

@@ -16,11 +16,31 @@ class Fragile(nn.Module):
         super().__init__()
         self.linear = nn.Linear(size, size)
         self.fails = False
+        self.refuses = ""  # in the backward: the gradient of the "activation", or of the "weight"
+        self.good_backwards = 0  # before that
 
     def forward(self, x):
         if self.fails and x.detach().any():
             raise ArithmeticError("the layer is broken")
-        return self.linear(x)
+        return Refusing.apply(self.linear(x), self)
+
+    def check(self, what):
+        if self.refuses == what:
+            self.good_backwards -= 1
+            if self.good_backwards < 0:
+                raise ArithmeticError("the backward is broken")
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.layer.check("activation")
+        return gradient, None
 
 
 class Loss:
@@ -34,18 +54,18 @@ class Loss:
         return F.mse_loss(output, target)
 
 
-def build(parallel, **config):
+def build(parallel, num_layers=2, **config):
     context = paramp.launch_from_torch({"parallel": parallel, **config})
     torch.manual_seed(5)
-    model, loss = nn.Sequential(Fragile(), Fragile()), Loss()
+    model, loss = nn.Sequential(*(Fragile() for _ in range(num_layers))), Loss()
     engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
     return context, engine, loss
 
 
-def reference(batches):
+def reference(batches, num_layers=2):
     """The weights after steps of plain torch, each on the batches of one window."""
     torch.manual_seed(5)
-    model = nn.Sequential(Fragile(), Fragile())
+    model = nn.Sequential(*(Fragile() for _ in range(num_layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in batches:
         optimizer.zero_grad()
@@ -127,6 +147,54 @@ def test_a_batch_that_fails_on_one_rank(world, layout):
         check_weights(engine, reference([[batch(1), batch(2)], [batch(5), batch(6)]]))
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2-zero1", *SCHEDULES])
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank(world, layout):
+    """In the last batch of a window of two, in its second microbatch where there are four."""
+    parallel = CASES.get(layout, {"pipeline": {"size": 2, "schedule": layout, "microbatches": 4}})
+    context, engine, _ = build(parallel, num_layers=4, gradient_accumulation=2)
+    with context:
+        pipeline = context.config.parallel.pipeline
+        layers = {name: layer for name, layer in engine.module.named_children() if isinstance(layer, Fragile)}
+        for layer in layers.values():
+            layer.linear.weight.register_hook(lambda _, layer=layer: layer.check("weight"))
+
+        def run(seed, **kwargs):
+            return engine.forward_backward(*my_part(context, *batch(seed)), **kwargs)
+
+        run(1), engine.step(), run(2), engine.step()
+        for index in range(4):
+            rank = pipeline.rank_of(index * pipeline.num_stages // 4) if pipeline.size > 1 else index % 2
+            mine = world.rank == rank
+            raised = ArithmeticError if mine and pipeline.size == 1 else RuntimeError
+            message = "ArithmeticError: the backward is broken; on rank" if not mine else "the backward is broken$"
+            for return_loss, refused in enumerate(("activation", "weight")):
+                engine.zero_grad()
+                run(3)
+                engine.step()
+                if mine:
+                    layers[str(index)].refuses = refused
+                    layers[str(index)].good_backwards = int(pipeline.size > 1)
+                if return_loss:
+                    with pytest.raises(raised, match=message):
+                        run(4)
+                    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+                        engine.step()
+                else:
+                    assert run(4, return_loss=False) is None
+                    with pytest.raises(raised, match=message):
+                        engine.step()
+                if mine:
+                    layers[str(index)].refuses = ""
+        engine.zero_grad()
+        run(5), engine.step(), run(6)
+        assert engine.step().stepped
+        check_weights(engine, reference([[batch(1), batch(2)], [batch(5), batch(6)]], num_layers=4))
+
+
 @on_ranks(2)
 def test_a_batch_of_the_wrong_size_on_one_rank(world):
     context, engine, _ = build({"data": 2, "zero": 1})
@@ -177,6 +245,33 @@ def test_tensor_ranks_that_fail_together_and_alone(world):
             for _ in range(2):
                 with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|tensor axis alone"):
                     engine.evaluate(*batch(1))
+            torch.distributed.all_reduce(torch.zeros(5, dtype=torch.float64))
+    finally:
+        module.SECONDS_OF_GRACE = grace
+
+
+@on_ranks(4)
+def test_a_tensor_rank_of_a_pipeline_that_fails_alone(world):
+    """It raises at once: where tensor ranks meet in what follows, it would not reach the end of the schedule."""
+    import paramp.engine.shared_failure as module
+
+    grace, module.SECONDS_OF_GRACE = module.SECONDS_OF_GRACE, 0.3
+    try:
+        pipeline = {"size": 2, "microbatches": 4, "schedule": "gpipe"}
+        with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": pipeline}}) as context:
+            model = nn.Sequential(Fragile(), Fragile())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = paramp.initialize(model, optimizer, Loss(), plan={})
+            if world.rank != 1:
+                engine.forward_backward(*batch(1))
+                return
+            layer = engine.module.get_submodule("0")
+            layer.refuses, layer.good_backwards = "activation", 1
+            with pytest.raises(RuntimeError, match="the backward is broken"):
+                engine.forward_backward(*batch(1))
+            assert layer.good_backwards == -1
+            for _ in range(2):  # the test comes in its place: two microbatches, and the loss
+                torch.distributed.recv(torch.empty(2, 4), group=context.pp.group, group_src=1)
             torch.distributed.all_reduce(torch.zeros(5, dtype=torch.float64))
     finally:
         module.SECONDS_OF_GRACE = grace

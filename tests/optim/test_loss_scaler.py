@@ -489,3 +489,22 @@ def test_a_context_gives_the_scaler_its_ties(world):
         weight.grad = torch.tensor([2.0, 4.0 * world.rank])
         scaler.step(optimizer)
         assert weight.tolist() == [-4.0, -12.0]
+
+
+@on_ranks(2)
+def test_a_tied_parameter_that_no_stage_uses_keeps_its_gradient_of_none(world):
+    """The optimizer skips it, as torch does; zeros would be stepped with: here weight decay alone."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
+        from paramp.distributed.context import TiedParameter
+
+        unused, used_once = weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        context.ties += [TiedParameter("w", weight, context.pp.group, owner=world.rank == 0) for weight in weights]
+        optimizer = torch.optim.SGD(weights, lr=1.0, weight_decay=0.25)
+        scaler = DistributedGradScaler("cpu", init_scale=2.0)
+        used_once.grad = torch.full((2,), 4.0) if world.rank else None
+        scaler.unscale_(optimizer)
+        paramp.clip_grad_norm_(weights, 100.0)
+        scaler.step(optimizer)
+        assert unused.grad is None
+        assert unused.tolist() == [1.0, 1.0]
+        assert used_once.tolist() == [1.0 - 0.25 - 2.0] * 2
