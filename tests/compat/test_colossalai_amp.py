@@ -364,7 +364,7 @@ def test_what_is_refused():
     refused("model: got function", network, sgd(model), None, AMP_TYPE.TORCH)
     refused("optimizer: got function", model, sgd, None, AMP_TYPE.TORCH)
     refused("criterion: got 3", model, sgd(model), 3, AMP_TYPE.TORCH)
-    refused("no parameter of the model", model, sgd(network()), None, AMP_TYPE.TORCH)
+    refused("not a parameter of the model", model, sgd(network()), None, AMP_TYPE.TORCH)
     refused("LBFGS", model, torch.optim.LBFGS(model.parameters()), None, AMP_TYPE.TORCH)
     refused("wrapped in DataParallel", nn.DataParallel(model), sgd(model), None, AMP_TYPE.TORCH)
     refused("paramp.initialize", model, sgd(model), None, "fp8-mixed")
