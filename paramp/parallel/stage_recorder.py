@@ -1,4 +1,4 @@
-"""torch's pipeline stage, with its forwards and backwards reported. Importing this imports torch's schedules."""
+"""torch's pipeline stage, with spans around its forwards and backwards. Importing this imports torch's schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .split_backward import SplitBackward
 
 
 class RecordedStage(PipelineStage):
-    """A ``PipelineStage`` whose forwards and backwards are spans of observers."""
+    """A ``PipelineStage`` that reports its forwards and backwards to observers as spans."""
 
     observers: Sequence[Observer]
     before_last_backward: Callable[[], None]
@@ -42,7 +42,7 @@ class RecordedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
-        """torch's own, but for the halves of a backward, which lose gradients there."""
+        """As torch's, except the two halves of a split backward, in which torch's loses gradients."""
         if backward_type == "input":
             split = SplitBackward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
             return split.inputs(), split
