@@ -393,10 +393,10 @@ def test_what_a_loop_may_do_wrong():
     optimizer.clip_grad_norm(model, 1.0)
     with pytest.raises(RuntimeError, match="unscaled already"):
         optimizer.backward(criterion(model(x), y).mean())
-    with pytest.raises(RuntimeError, match="call step\\(\\) of what convert_to_amp returned"):
+    with pytest.raises(RuntimeError, match="call step\\(\\) of the one that convert_to_amp returned"):
         own.step()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="no backward since the last one"):
+    with pytest.raises(RuntimeError, match="no backward since the last step"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 0.0)
