@@ -444,7 +444,9 @@ with paramp.launch_from_torch({"precision": "fp8-mixed"}) as context:
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     (line,) = result.stdout.splitlines()
-    assert line.startswith("paramp: 1 linear layers compute in float8 with tensorwise scales; not 1 (a size is no mult")
+    assert line.startswith(
+        "paramp: 1 linear layers compute in float8 with tensorwise scales; not 1 (a size is not a mu"
+    )
     assert "emulated: a CPU has no float8 products" in line
 
 
