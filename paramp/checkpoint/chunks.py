@@ -3,11 +3,10 @@
 A slice is a rectangle of the whole tensor, with values of the same shape. A tensor-parallel shard is one slice. Under
 ZeRO a rank has a range of elements of a flattened shard, with any start and end, which is a few slices::
 
-    elements 5 to 9 of a 4 x 4 matrix
+    elements 5 to 9 of a 3 x 4 matrix
     . . . .
     . 5 6 7      the rest of a row, 1 x 3; then complete rows, if any
     8 9 . .      the beginning of a row, 1 x 2
-    . . . .
 """
 
 from __future__ import annotations

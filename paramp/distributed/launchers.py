@@ -253,7 +253,7 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
-    """NCCL if every rank of the world has a GPU of its own, else gloo; the same answer on every rank."""
+    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank."""
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"

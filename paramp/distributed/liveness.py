@@ -21,7 +21,7 @@ class ProgressRecord(NamedTuple):
     stage: int | None = None
     microbatch: int | None = None
     step: int = 1
-    """Which call of the engine's ``step``."""
+    """The number of the engine's ``step`` call."""
 
     def __str__(self) -> str:
         preposition = "in" if self.inside else "after"

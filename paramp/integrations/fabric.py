@@ -1,8 +1,8 @@
 """A precision plugin for Lightning Fabric: ``Fabric(plugins=paramp.FabricPrecision("16-mixed"), ...)``.
 
-Fabric does not support ``precision="16-mixed"`` with ``ModelParallelStrategy``, because torch's ``GradScaler`` decides
-from the gradients of one rank whether to skip a step, nor on the CPU. It does not restrict plugins. This plugin is used
-in Fabric's loop and computes as an :class:`~paramp.Engine` does: the mode's dtypes, norms and softmax that are the
+Fabric does not support ``precision="16-mixed"`` on the CPU, nor with ``ModelParallelStrategy``, because torch's
+``GradScaler`` decides from the gradients of one rank whether to skip a step; plugins are not restricted. This plugin
+keeps Fabric's loop and computes as an :class:`~paramp.Engine` does: the mode's dtypes, norms and softmax that are the
 same on CPU and CUDA, fp16 products on CPUs without fp16, a :class:`~paramp.DistributedGradScaler` that all ranks share,
 and in every mode a step that all ranks skip if a gradient of any rank is not finite.
 

@@ -156,10 +156,7 @@ class Weights:
 
     @torch.no_grad()
     def load_gradients(self) -> list[torch.Tensor]:
-        """Set each stepped tensor's gradient to its weight's (in fp32 for a master).
-
-        Returns:
-            The gradients of the stepped tensors that have one.
+        """Set each stepped tensor's gradient to its weight's (in fp32 for a master); return those that exist.
 
         Raises:
             RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient.

@@ -180,7 +180,7 @@ class StepRanges:
         if tuple(absent) != self._absent:
             self._absent = tuple(absent)
             self._current = self._made(self._absent)
-        # Only the device knows if this step is skipped, so the absent get a separate history in either case.
+        # Only the device has the flag that skips this step, so the absent get a separate history in either case.
         missed: dict[int, int] = {}
         for param in absent:
             before = self._missed.get(param, 0)

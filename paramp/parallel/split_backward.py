@@ -1,7 +1,6 @@
 """A stage's backward in two halves, for schedules that run them separately (zero bubble: Qi et al. 2023).
 
-The first half computes the gradients of the stage's inputs, for which the stage before waits; the second half those of
-the weights::
+The first half computes the gradients of the inputs, for which the stage before waits; the second those of the weights::
 
     inputs ◄─── node ◄─── node ◄─── outputs    the way: nodes of the autograd graph that the first half runs
                  │         │           │

@@ -46,7 +46,7 @@ Norm = Callable[..., Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 WITHOUT_EFFECT = ("fp16", "fp8", "amp_fp8", "fp8-mixed")
-"""Precisions with autocast in which Composer's low-precision norms have no effect."""
+"""Precisions, besides those without autocast, in which Composer's low-precision norms have no effect."""
 
 
 class NoEffectWarning(UserWarning):

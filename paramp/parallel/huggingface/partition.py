@@ -27,8 +27,7 @@ from .output import call_options, check_output, main_output
 class PretrainedPartition:
     """The partition of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.
 
-    Raises ConfigError if the model has no pipeline plan, has parameters outside of its units, or does more than apply
-    its units one after the other.
+    ConfigError if the model has no pipeline plan, has parameters outside of its units, or does more than apply them.
     """
 
     opened: frozenset[str] = frozenset()

@@ -128,7 +128,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             ValueError: ``max_norm`` or ``norm_type`` is not above 0; or there are plain parameters in a world of
                 several ranks and no context, so that it is not known which ranks hold copies.
         """
-        max_norm = positive("max_norm", max_norm, "a number above 0; leave out the call to not clip")
+        max_norm = positive("max_norm", max_norm, "a number above 0; leave out the call to skip clipping")
         norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
         norm_weights = self._norm_weights()
         gradients = self._unscaled()
@@ -151,7 +151,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step: got a closure, whose backwards would not be scaled; leave it out")
         if self._spent:
             raise RuntimeError(
-                "step: no backward since the last step; call backward(loss), or zero_grad() and your own"
+                "step: no backward since the last step; call backward(loss), or zero_grad() before your own backward"
             )
         if not self.scaler.in_group() and all(parameter.grad is None for parameter in self._weights.parameters):
             raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
@@ -196,7 +196,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         raise RuntimeError("add_param_group: make all groups, with frozen parameters, before convert_to_amp")
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: ``optimizer``, ``scaler``, ``masters`` by the model's names. Resuming is bit for bit."""
+        """This rank's state: ``optimizer``, ``scaler``, ``masters`` by the model's names. Resuming is exact."""
         scaler = self.scaler.state_dict()
         return {"optimizer": self.optim.state_dict(), "scaler": scaler, "masters": self._weights.masters()}
 
