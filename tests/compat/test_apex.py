@@ -715,7 +715,7 @@ def test_misuse_is_refused():
         optimizer.step(lambda: loss)
     with pytest.raises(AmpError, match="unexpected 'scale'"):
         amp.load_state_dict({"scale": 3.0})
-    with pytest.warns(UserWarning, match="holds 1 loss scalers, but num_losses is 2"):
+    with pytest.warns(UserWarning, match="got 1 loss scalers, but num_losses is 2"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 5}})
     assert scales() == [4.0, START]
     amp.reset()
