@@ -1,1 +1,1 @@
-"""Checkpoints: tensors under the whole model's names, written atomically, read in any layout."""
+"""Checkpoints with tensors under the whole model's names, written atomically and read in any layout."""

@@ -1,8 +1,8 @@
-"""Writing a checkpoint beside the training: the step waits for the copy only.
+"""Asynchronous saving of checkpoints: training waits only for the copy to the CPU.
 
-What is to be saved is copied to the CPU (to page-locked memory, from a GPU) into buffers that are kept for the next
-time; a thread writes it from there, over a process group of its own, so that its collectives do not meet those of the
-training. A save that failed is reported, on every rank, by the next call.
+The state is copied to CPU buffers (page-locked ones, from a GPU), which are reused by the next save; a thread writes it
+from there, with a separate process group, so that its collectives do not mix with those of the training. The next call
+raises the error of a save that failed, on every rank.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Saver:
     def save(
         self, path: str | Path, collect: Callable[[], Collected], *, wait: bool, then: Callable[[], None] | None = None
     ) -> None:
-        """Write what ``collect`` returns to the folder ``path``; ``wait`` until that is done, else until it is copied.
+        """Write the result of ``collect`` to the folder ``path``; ``wait`` for the write, else only for the copy.
 
         Raises:
-            CheckpointError: on every rank: one has something that cannot be saved, or this save, ``then`` or the last
-                save failed.
+            CheckpointError: on every rank, if any has a value that cannot be saved, or if this save, ``then`` or the
+                last save failed.
         """
-        from . import dcp_storage  # brings torch's checkpointing and DTensor, which not every training needs
+        from . import dcp_storage  # imports torch's checkpointing and DTensor, which not every training needs
 
         self.finish()
         path, group = Path(path).resolve(), self.group
@@ -73,7 +73,7 @@ class Saver:
         self._running = self._thread.submit(work)
 
     def _call_together(self, then: Callable[[], None] | None) -> None:
-        """Call ``then``, if there is one; what it raises on one rank is an error on every rank."""
+        """Call ``then``, if given; an exception on one rank is raised on every rank."""
         failure: Exception | None = None
         try:
             if then is not None:
@@ -83,10 +83,10 @@ class Saver:
         for rank, text in enumerate(gather_objects(failure and f"{type(failure).__name__}: {failure}", self.group)):
             if text is not None:
                 where = self._context.name_of(rank)
-                raise CheckpointError(f"save: the checkpoint is written, but then: {text}; on {where}") from failure
+                raise CheckpointError(f"save: the checkpoint was written, but then: {text}; on {where}") from failure
 
     def finish(self) -> None:
-        """Wait for the save that is running, if one is.
+        """Wait for the running save, if there is one.
 
         Raises:
             CheckpointError: on every rank, if it failed.
@@ -98,7 +98,7 @@ class Saver:
     def _stage(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """``chunks`` with copies of their values on the CPU."""
         staged = [replace(chunk, slices=tuple(self._copied(chunk.name, s) for s in chunk.slices)) for chunk in chunks]
-        # Copies to page-locked memory run beside the host: they are complete once the stream has passed them.
+        # Copies to page-locked memory are asynchronous, so the stream has to be synchronised.
         if self._context.device.type == "cuda":
             torch.cuda.current_stream(self._context.device).synchronize()
         return staged
@@ -112,7 +112,7 @@ class Saver:
         return TensorSlice(slice_.offsets, copy.copy_(slice_.values, non_blocking=True))
 
     def _end(self) -> None:
-        """Finish what is being written, before the process groups are destroyed."""
+        """Finish the running save before the process groups are destroyed."""
         try:
             self.finish()
         finally:
@@ -121,17 +121,17 @@ class Saver:
 
 
 def _collected(collect: Callable[[], Collected]) -> tuple[list[Chunk], Any, CheckpointError | None]:
-    """What this rank writes: its chunks, the encoded values; or why there is nothing to write.
+    """This rank's chunks and the encoded values; or the error that prevents the save.
 
-    An error must not be raised here, on one rank: the others would wait in the collective that plans the writing, which
-    carries it to all.
+    The error must not be raised here, on one rank: the others would wait in the collective that plans the writing, by
+    which all ranks get it.
     """
     try:
         chunks, values = collect()
         return [chunk for chunk in chunks if chunk.written], encode(dict(values), "checkpoint"), None
     except CheckpointError as error:
         return [], None, error
-    except Exception as error:  # of a state_dict() of the user's
+    except Exception as error:  # raised by a user's state_dict()
         failure = CheckpointError(f"save: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return [], None, failure

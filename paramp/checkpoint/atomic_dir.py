@@ -1,14 +1,14 @@
-"""Folders that exist whole or not at all.
+"""Atomic folders: a checkpoint is either complete or not visible.
 
-What is to become ``step-00000100`` is written to ``step-00000100.partial-...`` first. When every file is on the disk,
-``manifest.json`` is written, with the size and the SHA-256 of each, and the folder gets its name: one rename, which is
-atomic. So a folder by the right name was complete once; the checksums show whether it still is. The manifest holds its
-own checksum, and is valid only if it is, byte by byte, what would be written for its content.
+``step-00000100`` is first written as ``step-00000100.partial-...``. When every file is on the disk, ``manifest.json``
+is written, with the size and the SHA-256 of each, and the folder is renamed, which is atomic. So a folder with the
+final name was complete once; the checksums show whether it still is. The manifest contains its own checksum, and is
+valid only if it equals, byte by byte, the manifest that would be written for its content.
 
 Other processes may save to a path or load from it at the same time. A save holds a lock, ``NAME.partial-lock``, which
-the system releases when the process ends: what lies beside a path without one was left by a save that failed, and the
-next save deletes it. A folder that is replaced is called ``NAME.replaced`` between the two renames that this takes, for
-readers to find, and is not deleted while one holds it (:mod:`.open_checkpoint`).
+the system releases when the process ends: a partial folder without a lock was left by a save that failed, and the next
+save deletes it. Replacing a folder takes two renames; between them the old one is called ``NAME.replaced``, so that
+readers find it, and it is not deleted while a reader holds it (:mod:`.open_checkpoint`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ LEFTOVER = re.compile(rf"(.+){re.escape(PARTIAL)}(?:[0-9a-f]{{8}}|lock)")
 OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 PATIENCE = 60.0
-"""Seconds that a save waits for another process's to the same path."""
+"""Seconds that a save waits for another process's save to the same path."""
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder in which to write what will be ``path``: beside it, so that one rename gives it its name.
+    """A new partial folder beside ``path``, to be filled and then renamed to ``path`` by :func:`publish`.
 
-    One at a time, over all processes. Unless it is published, it is deleted at the end. What earlier saves left beside
-    ``path`` when they failed is deleted first, so that there is room.
+    One at a time, over all processes. It is deleted at the end unless it was published. Partial folders that failed
+    saves left beside ``path`` are deleted first, to free the space.
 
     Raises:
-        CheckpointError: something else than a checkpoint lies at ``path``, or another process is saving there.
+        CheckpointError: ``path`` exists and is not a checkpoint, or another process is saving there.
     """
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             )
         if path.exists() and not _may_be_replaced(path):
             raise CheckpointError(
-                f"{str(path)!r} is there already and no checkpoint, so it is not replaced; choose another path"
+                f"{str(path)!r} exists and is not a checkpoint, so it is not replaced; choose another path"
             )
         _delete_leftovers(path)
         partial = unnamed(path)
@@ -69,28 +69,28 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             yield partial
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # it is not there if it was published
+            shutil.rmtree(partial, ignore_errors=True)  # it does not exist if it was published
 
 
 def unnamed(path: Path) -> Path:
-    """A new name for what has the name ``path`` not yet, or no longer."""
+    """A new random name for a folder or file that will be ``path``, or was."""
     return path.with_name(f"{path.name}{PARTIAL}{os.urandom(4).hex()}")
 
 
 def replaced(path: Path) -> Path:
-    """Where a checkpoint is that is being replaced, from when it has lost its name until the new one has got it."""
+    """The name of the old checkpoint while it is being replaced, between the two renames."""
     return path.parent / f"{path.name}{REPLACED}"
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether ``path`` is an empty folder or a checkpoint, be it damaged, with no other files in it."""
+    """Whether ``path`` is an empty folder or a checkpoint, even a damaged one, without other files in it."""
     if not _has_only_own_files(path):
         return False
     try:
         return bool(json.loads((path / MANIFEST).read_bytes())["format"] == FORMAT)
     except FileNotFoundError:
         return True
-    # A damaged manifest; a whole one of another format, such as a web page's, has just returned False.
+    # A damaged manifest; a valid one of another format, such as a web page's, has returned False above.
     except (OSError, ValueError, KeyError, TypeError):
         return (path / HEADER).is_file()
 
@@ -125,7 +125,7 @@ def _lock_file(file: Path) -> int | None:
     """Make ``file`` and lock it; its descriptor, or None if another process has locked it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     with contextlib.suppress(FileNotFoundError):
-        # The one who had it before deletes it: what counts is a lock on the file that has the name.
+        # The previous holder deletes the file: only a lock on the file that still has this name counts.
         if lock(descriptor, fcntl.LOCK_EX) and os.path.samestat(file.stat(), os.fstat(descriptor)):
             return descriptor
     os.close(descriptor)
@@ -133,9 +133,9 @@ def _lock_file(file: Path) -> int | None:
 
 
 def lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file as ``fcntl.flock`` does. False if another process has a lock that excludes this one.
+    """Lock an open file as ``fcntl.flock`` does. False if another process has a conflicting lock.
 
-    File systems without locks grant all of them: there, one process at a time has to save to a path.
+    On file systems without locks it always succeeds: there, only one process at a time may save to a path.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ def lock(descriptor: int, kind: int) -> bool:
 
 
 def _delete_leftovers(path: Path) -> None:
-    """Delete what failed saves and removals left in the folder of ``path``, whose lock is held."""
+    """Delete the leftovers of failed saves and removals in the parent of ``path``, whose lock is held."""
     if path.exists():
         _discard(replaced(path), path)
     for left in path.parent.iterdir():
@@ -160,13 +160,13 @@ def _delete_leftovers(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``, and what it was about to replace."""
+    """Delete the checkpoint at ``path``, and an old one that it was replacing."""
     _discard(path, path)
     _discard(replaced(path), path)
 
 
 def _discard(folder: Path, path: Path) -> None:
-    """Delete ``folder``, if it is there: first it loses its name, so that nobody takes half of it for whole."""
+    """Delete ``folder`` if it exists; it is renamed first, so that a partly deleted one is not taken for complete."""
     with contextlib.suppress(FileNotFoundError):
         doomed = unnamed(path)
         folder.rename(doomed)
@@ -174,9 +174,9 @@ def _discard(folder: Path, path: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder that has no name any more; if a reader holds it, a later save does."""
+    """Delete a renamed folder; if a reader holds it, a later save deletes it."""
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # without a manifest it has no readers
+        with contextlib.suppress(OSError):  # a folder without a manifest has no readers
             descriptor = os.open(folder / MANIFEST, os.O_RDWR)
             opened.callback(os.close, descriptor)
             if not lock(descriptor, fcntl.LOCK_EX):
@@ -197,7 +197,7 @@ class Written:
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> Written:
-    """Write ``parts``, bytes or buffers of bytes, to a file and have them on the disk before this returns."""
+    """Write ``parts``, bytes or buffers of bytes, to a file, and sync it to the disk."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part in parts:
@@ -209,7 +209,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> Written:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Written:
-    """Write ``content``, without numbers that are not finite, as JSON, and have it on the disk before this returns."""
+    """Write ``content``, in which all numbers are finite, as JSON, and sync it to the disk."""
     return write_file(path, [(json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n").encode()])
 
 
@@ -217,17 +217,17 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
     """Write the manifest of ``files`` into ``partial`` and rename it to ``path``, replacing a checkpoint there.
 
     Raises:
-        CheckpointError: a file is not there: the ranks do not share the file system.
+        CheckpointError: a file is missing, because the ranks do not share the file system.
     """
     for file, written in ((partial / name, written) for name, written in files.items()):
         if not file.is_file() or file.stat().st_size != written.size:
             raise CheckpointError(
-                f"{str(file)!r} was written by another rank, but is not to be seen from here; all machines "
-                "have to share the file system that checkpoints go to"
+                f"{str(file)!r} was written by another rank, but is not visible on rank 0; all machines "
+                "have to share the file system of the checkpoints"
             )
     write_file(partial / MANIFEST, [_manifest(files)])
     _sync(partial)
-    if path.exists():  # a folder that has files cannot be renamed over: the old one moves away first
+    if path.exists():  # a rename cannot replace a folder that has files, so the old one is renamed first
         path.rename(replaced(path))
     partial.rename(path)
     _sync(path.parent)
@@ -235,7 +235,7 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk: syncing a file does not write its entry in the folder."""
+    """Sync the entries of ``folder`` to the disk: syncing a file does not write its entry in the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -254,7 +254,7 @@ def _manifest(files: Mapping[str, Written]) -> bytes:
 
 
 def parse_manifest(data: bytes, file: Path) -> dict[str, Written]:
-    """The files that a manifest lists, by name; ``data`` is what ``file`` holds.
+    """The files that a manifest lists, by name; ``data`` is the content of ``file``.
 
     Raises:
         CheckpointError: it is damaged.
@@ -270,7 +270,7 @@ def parse_manifest(data: bytes, file: Path) -> dict[str, Written]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise CheckpointError(f"{str(file)!r} is damaged: it is not what was written; take another checkpoint")
+        raise CheckpointError(f"{str(file)!r} is damaged: it was changed after it was written; use another checkpoint")
     if HEADER not in files:
-        raise CheckpointError(f"{str(file.with_name(HEADER))!r} is not in the manifest: this is no checkpoint of a run")
+        raise CheckpointError(f"{str(file.with_name(HEADER))!r} is not in the manifest: this is not a checkpoint")
     return files

@@ -1,12 +1,12 @@
-"""What a rank holds of a logical tensor, as slices of it: the form in which checkpoints are written and read.
+"""Chunks: the slices of a logical tensor that a rank holds, as checkpoints write and read them.
 
-A slice is a rectangle of the whole tensor, and its values a tensor of the same shape. A tensor-parallel shard is one
-slice. Under ZeRO a rank has a range of elements of a flattened shard, which begins and ends anywhere: a few slices::
+A slice is a rectangle of the whole tensor, with values of the same shape. A tensor-parallel shard is one slice. Under
+ZeRO a rank has a range of elements of a flattened shard, with any start and end, which is a few slices::
 
-    rows 0 .. 3 of a matrix, elements 5 to 13 of 4 x 4
+    elements 5 to 9 of a 3 x 4 matrix
     . . . .
-    . 5 6 7      the rest of a row      1 x 3
-    8 9 . .      whole rows, if any; and the beginning of one
+    . 5 6 7      the rest of a row, 1 x 3; then complete rows, if any
+    8 9 . .      the beginning of a row, 1 x 2
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSlice:
 
     offsets: Ints
     values: torch.Tensor
-    """A view of what this rank holds, of the rectangle's shape."""
+    """A view of this rank's storage, of the rectangle's shape."""
 
     @property
     def sizes(self) -> Ints:
@@ -38,31 +38,31 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What this rank holds of one logical tensor."""
+    """The slices of one logical tensor that this rank holds."""
 
     name: str
     dtype: torch.dtype
     shape: Ints
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     slices: tuple[TensorSlice, ...]
     written: bool = True
-    """Whether this rank is the one, of those that hold the same, that writes it."""
+    """Whether this rank writes the chunk, rather than another rank that holds a copy."""
 
 
 def whole_chunk(name: str, values: torch.Tensor, *, written: bool = True) -> Chunk:
-    """``values``, of any shape and dtype, as a chunk that is a whole tensor."""
+    """A chunk that covers a whole tensor: ``values``, of any shape and dtype."""
     return Chunk(name, values.dtype, tuple(values.shape), (TensorSlice((0,) * values.ndim, values),), written)
 
 
 def ranges(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """The rectangle at ``offsets``, to index a tensor with; indexing gives a view."""
+    """The index of the rectangle at ``offsets``; indexing a tensor with it gives a view."""
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def flat_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Offsets and sizes of the rectangles that make up elements ``start`` to ``stop - 1`` of a row-major tensor.
+    """Offsets and sizes of the rectangles that cover elements ``start`` to ``stop - 1`` of a row-major tensor.
 
-    They come in the order of the elements, and each one's elements are contiguous.
+    They are in the order of the elements, and the elements of each are contiguous.
     """
     if start >= stop:
         return
@@ -70,8 +70,8 @@ def flat_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[I
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # of whole rows
-    if first > last:  # all of it within one row
+    first, last = -(-start // row), stop // row  # the range of complete rows
+    if first > last:  # the range is within one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -96,14 +96,14 @@ def chunk_of(
     own: tuple[int, int] | None = None,
     written: bool = True,
 ) -> Chunk:
-    """The chunk of a logical tensor that ``values`` is, laid out as the parameter ``like``.
+    """The chunk of a logical tensor with ``values`` in the layout of the parameter ``like``.
 
     Args:
         like: plain or a DTensor.
-        values: of any dtype. As the local part of ``like``; with ``own`` the elements ``own[0]`` to ``own[1] - 1`` of
-            the flattened local part, 1-dim. The slices are views of it.
-        shape: that of the whole tensor, where a tensor-parallel style stores one of its dims as two, such as query,
-            key and value side by side.
+        values: of any dtype, in the shape of the local part of ``like``; with ``own`` the elements ``own[0]`` to
+            ``own[1] - 1`` of the flattened local part, 1-dim. The slices are views of it.
+        shape: the shape of the whole tensor, if a tensor-parallel style stores one of its dims as two, such as fused
+            query, key and value.
 
     Raises:
         CheckpointError: ``like`` is a partial sum.
@@ -113,11 +113,11 @@ def chunk_of(
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if any(placement.is_partial() for placement in like.placements):
-            raise CheckpointError(f"{name}: its placements are {like.placements}, a sum that is still to be reduced")
+            raise CheckpointError(f"{name}: its placements are {like.placements}, but a partial sum cannot be saved")
         part, base = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     else:
         part, base = tuple(like.shape), (0,) * like.ndim
-    if not math.prod(whole):  # it has no elements, but is there: in the checkpoint, too
+    if not math.prod(whole):  # a tensor without elements is saved too
         return Chunk(name, values.dtype, whole, (TensorSlice((0,) * len(whole), values.reshape(whole)),), written)
     flat = values.reshape(-1)
     slices: list[TensorSlice] = []
@@ -131,13 +131,13 @@ def chunk_of(
 
 
 def _folded(slice_: TensorSlice, shape: torch.Size, whole: Ints) -> list[TensorSlice]:
-    """A slice of a tensor of ``shape`` as slices of the tensor of the shape ``whole``, in which two dims are one."""
+    """A slice of a tensor of ``shape`` as slices of the tensor of shape ``whole``, in which two dims are merged."""
     if shape == whole:
         return [slice_]
     dim = next(dim for dim in range(len(whole)) if shape[dim] != whole[dim])
     assert whole == (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]), (shape, whole)
     folded = []
-    for index in range(slice_.sizes[dim]):  # of the two dims' elements only those with one first index are contiguous
+    for index in range(slice_.sizes[dim]):  # only elements with the same index in the first of the dims are contiguous
         place = (slice_.offsets[dim] + index) * shape[dim + 1] + slice_.offsets[dim + 1]
         offsets = (*slice_.offsets[:dim], place, *slice_.offsets[dim + 2 :])
         folded.append(TensorSlice(offsets, slice_.values.select(dim, index)))

@@ -1,4 +1,4 @@
-"""Checkpoints and plain files of weights: export, import, and a list of what is in one. For one process."""
+"""Export, import and inspection of checkpoints, in one process."""
 
 import os
 from collections import Counter
@@ -17,19 +17,19 @@ from .safetensors_io import TensorFile, write_tensors
 
 
 def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | None = torch.float32) -> Path:
-    """Write the weights of a checkpoint, whole and under the model's names, to one safetensors file.
+    """Write the weights of a checkpoint, unsharded and under the model's names, to one safetensors file.
 
     Args:
-        to: the file; ``.safetensors`` is what others expect it to end in.
-        dtype: of floating-point weights. None: as they are stored, which is fp32 where the mode has masters.
+        to: the file; other programs expect the suffix ``.safetensors``.
+        dtype: the dtype of floating-point weights. None: the stored dtype, which is fp32 if the mode has masters.
 
     Raises:
-        CheckpointError: the checkpoint is not whole.
-        ConfigError: something is at ``to`` already.
+        CheckpointError: the checkpoint is damaged or incomplete.
+        ConfigError: ``to`` exists already.
     """
     checkpoint, to = Path(checkpoint), Path(to)
     if to.exists():
-        raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
+        raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
     with OpenCheckpoint(checkpoint) as source:
         if damage := source.problems():
             raise CheckpointError(damage[0])
@@ -47,25 +47,25 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
                 partial,
                 {name: (stored(name), tensors[names[name]].shape) for name in names},
                 lambda name: read_tensor(source, names[name]).to(stored(name)),
-                metadata={"format": "pt"},  # Hugging Face's loaders ask for it
+                metadata={"format": "pt"},  # Hugging Face's loaders require it
             )
             os.replace(partial, to)
         finally:
-            partial.unlink(missing_ok=True)  # it is not there if all went well
+            partial.unlink(missing_ok=True)  # it does not exist if the export succeeded
     return to
 
 
 def import_weights(file: str | Path, to: str | Path) -> Path:
-    """Make a checkpoint, of weights only, of a safetensors file; :meth:`paramp.Engine.load` reads it in any layout.
+    """Make a weights-only checkpoint from a safetensors file; :meth:`paramp.Engine.load` reads it in any layout.
 
     Raises:
-        CheckpointError: the file is no whole safetensors file.
-        ConfigError: something is at ``to`` already.
+        CheckpointError: the file is not a complete safetensors file.
+        ConfigError: ``to`` exists already.
         OSError: the file cannot be read.
     """
     file, to = Path(file), Path(to)
     if to.exists():
-        raise ConfigError(f"--to: {str(to)!r} is there already; move it away, or choose another name")
+        raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
     source, stored_in = TensorFile(file), rank_file(0)
     shapes = {f"{MODEL}{name}": shape for name, shape in source.shapes.items()}
     tensors = [
@@ -80,9 +80,9 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
 
 
 def inspect(checkpoint: str | Path) -> dict[str, Any]:
-    """What is in a checkpoint: ``damage`` (by file, empty if it is whole), ``values`` and ``tensors``.
+    """The content of a checkpoint: ``damage`` (messages; empty if it is intact), ``values`` and ``tensors``.
 
-    Of one whose manifest or header cannot be read, ``damage`` alone.
+    If the manifest or header cannot be read, only ``path`` and ``damage``.
     """
     found: dict[str, Any] = {"path": str(checkpoint)}
     try:
@@ -108,13 +108,13 @@ def inspect(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def describe(found: Mapping[str, Any]) -> str:
-    """What :func:`inspect` found, as text."""
-    lines = [f"{found['path']}: " + ("damaged" if found["damage"] else "whole")]
+    """The result of :func:`inspect` as text."""
+    lines = [f"{found['path']}: " + ("damaged" if found["damage"] else "complete")]
     lines += [f"  {line}" for line in found["damage"]]
     if "values" not in found:
         return "\n".join(lines)
-    lines.append(f"{found['bytes']:,} bytes in {found['files']} files, each with its checksum")
-    lines += [f"  {name} is none of them, and is not read" for name in found["unknown_files"]]
+    lines.append(f"{found['bytes']:,} bytes in {found['files']} files, all with checksums")
+    lines += [f"  {name} is not one of them, and is not read" for name in found["unknown_files"]]
     lines += _facts(found["values"])
     tensors = found["tensors"]
     weights = {name: item for name, item in tensors.items() if name.startswith(MODEL)}

@@ -1,4 +1,4 @@
-"""Planners for ``torch.distributed.checkpoint``: which slices of which tensors each rank writes, and reads."""
+"""Planners for ``torch.distributed.checkpoint``: they assign to each rank the slices that it writes or reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .header import StoredSlice
 
 
 def rectangle(slice_: TensorSlice | StoredSlice) -> ChunkStorageMetadata:
-    """Where ``slice_`` lies in its tensor, as DCP has it."""
+    """The offsets and sizes of ``slice_`` in its tensor, in DCP's form."""
     return ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes))
 
 
@@ -43,7 +43,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
-        # Raised here, DCP carries it to every rank. Raised before, the others would wait for this one's plan.
+        # DCP passes errors raised here to every rank. If it was raised before, the others would wait for this plan.
         if self._failure is not None:
             raise self._failure
         items = [_write_item(index, chunk, slice_) for index, (chunk, slice_) in self._slices.items()]
@@ -53,12 +53,12 @@ class ChunkSavePlanner(DefaultSavePlanner):
         for rank, plan in enumerate(all_plans):
             if plan.planner_data != self._path:
                 raise CheckpointError(
-                    f"path: got {self._path!r} on rank 0 and {plan.planner_data!r} on rank {rank}; give every rank the "
-                    "same, for instance by broadcasting a name that contains the time"
+                    f"path: got {self._path!r} on rank 0 and {plan.planner_data!r} on rank {rank}; pass the same path "
+                    "on every rank, for instance by broadcasting a name that contains the time"
                 )
         seen: set[MetadataIndex] = set()
         plans = []
-        for plan in all_plans:  # what several ranks hold alike, such as a buffer in several stages, the first writes
+        for plan in all_plans:  # a slice that several ranks have, such as a buffer in two stages, the first writes
             own = [item for item in plan.items if item.index not in seen]
             seen.update(item.index for item in own)
             plans.append(replace(plan, items=own))
@@ -68,8 +68,8 @@ class ChunkSavePlanner(DefaultSavePlanner):
             num_elements = sum(rectangle.sizes.numel() for rectangle in tensor.chunks)
             if num_elements != tensor.size.numel():
                 raise CheckpointError(
-                    f"{name}: all ranks together hold {num_elements} of its {tensor.size.numel()} elements, so it is "
-                    "not saved"
+                    f"{name}: all ranks together hold {num_elements} of its {tensor.size.numel()} elements, so it "
+                    "cannot be saved"
                 )
         return final, metadata
 
@@ -101,8 +101,8 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
                 raise CheckpointError(f"{chunk.name} is missing in the checkpoint")
             if tuple(stored.size) != chunk.shape:
                 raise CheckpointError(
-                    f"{chunk.name} has the shape {tuple(stored.size)} in the checkpoint, expected {chunk.shape}: it is "
-                    "another model's"
+                    f"{chunk.name} has the shape {tuple(stored.size)} in the checkpoint, expected {chunk.shape}; load "
+                    "a checkpoint of the same model"
                 )
             items += create_read_items_for_chunk_list(chunk.name, stored, [rectangle(each) for each in chunk.slices])
         return LoadPlan(items)

@@ -1,13 +1,13 @@
-"""Sharded checkpoints on ``torch.distributed.checkpoint`` (DCP) that any layout can read, and that run no code.
+"""Sharded checkpoints on ``torch.distributed.checkpoint`` (DCP) that can be read in any layout and contain no pickles.
 
-The layers above pass :class:`~paramp.checkpoint.chunks.Chunk` s, what each rank holds of tensors under the whole
-model's names, and a tree of plain values. DCP plans, over all ranks, which slice of which tensor each writes, and at
-loading which slices of which files make up what each rank holds now. DCP's own storage pickles; this one does not::
+The callers pass :class:`~paramp.checkpoint.chunks.Chunk` s, the slices that each rank holds of tensors under the whole
+model's names, and a tree of plain values. DCP plans, over all ranks, which slices of which tensors each rank writes, or
+reads from which files. DCP's own storage uses pickle, whose reading can run any code; this one does not::
 
     step-00000100/
       manifest.json            size and SHA-256 of every other file
-      checkpoint.json          the header: plain values, and in which file each slice of each tensor lies
-      rank-00000.safetensors   what rank 0 wrote
+      checkpoint.json          the header: plain values, and the file of each slice of each tensor
+      rank-00000.safetensors   the slices that rank 0 wrote
       ...
 
 Nothing is read before every file has been compared with the manifest.
@@ -43,7 +43,7 @@ from .safetensors_io import TensorFile, write_tensors
 
 @contextmanager
 def _one_error(what: str, path: str | Path) -> Iterator[None]:
-    """Raise DCP's collection of every rank's failures as one error."""
+    """Replace DCP's exception, a collection of every rank's failures, by one error."""
     try:
         yield
     except CheckpointException as error:
@@ -61,15 +61,15 @@ def _one_error(what: str, path: str | Path) -> Iterator[None]:
 def write(
     path: Path, chunks: Sequence[Chunk], values: Any, group: dist.ProcessGroup, failure: CheckpointError | None
 ) -> None:
-    """Write a checkpoint to the folder ``path``, which appears when it is whole. Every rank of ``group`` calls this.
+    """Write a checkpoint to the folder ``path``, which appears when it is complete. Every rank of ``group`` calls this.
 
     Args:
-        chunks: what this rank has to write. A slice that several ranks have is written by the first.
-        values: plain ones, encoded (:mod:`paramp.checkpoint.json_codec`); those of the first rank are written.
-        failure: why this rank has nothing to write. All ranks raise it.
+        chunks: this rank's chunks. A slice that several ranks have is written by the first of them.
+        values: plain values, encoded (:mod:`paramp.checkpoint.json_codec`); those of the first rank are written.
+        failure: the error that kept this rank from collecting its chunks. All ranks raise it.
 
     Raises:
-        CheckpointError: on every rank, naming the first problem of any.
+        CheckpointError: on every rank, with the first rank's problem.
     """
     planner = ChunkSavePlanner(chunks, failure, str(path))
     with _one_error("written", path), ExitStack() as unpublished:
@@ -78,15 +78,15 @@ def write(
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file of what ``rank`` writes."""
+    """The name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 class _Storage:
-    """What DCP asks of every storage and these have no use for: each serves one checkpoint, on every rank alike."""
+    """DCP storage methods that are not needed here, because each object serves one checkpoint, on every rank."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing."""
+        """No action."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -97,9 +97,9 @@ class _Storage:
 
 
 class _Writer(_Storage, StorageWriter):
-    """Writes one file of tensors for each rank that has any, in a folder that gets its name in the end.
+    """Writes one file of tensors for each rank that has any, in a partial folder that is renamed at the end.
 
-    ``unpublished``: at its end, the folder is deleted if it has not got its name.
+    ``unpublished`` deletes the folder, when it is closed, if it was not renamed.
     """
 
     def __init__(self, path: Path, values: Any, unpublished: ExitStack) -> None:
@@ -109,10 +109,10 @@ class _Writer(_Storage, StorageWriter):
         self._partial = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the folder is made when all plans are there."""
+        """No action: the folder is made after planning."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # On the first rank only; the others learn the folder's name, in which a random number is, with their plan.
+        # On the first rank only; the others get the folder's name, which contains a random number, with their plan.
         self._partial = self._unpublished.enter_context(new_folder(self._path))
         return [replace(plan, storage_data=(self._partial.name, rank)) for rank, plan in enumerate(plans)]
 
@@ -155,13 +155,13 @@ def _stored(name: str, tensor: TensorStorageMetadata, placed: Mapping[MetadataIn
 def read(checkpoint: OpenCheckpoint, chunks: Sequence[Chunk], header: Header, group: dist.ProcessGroup) -> None:
     """Fill the slices of ``chunks`` from a checkpoint. Every rank of ``group`` calls this.
 
-    What is read is converted to the dtype of the slice's values and copied to their device.
+    The stored values are converted to the dtype of the slice's values and copied to their device.
 
     Args:
-        header: the checkpoint's, with tensors under the names that ``chunks`` have.
+        header: the checkpoint's header, with tensors under the names that ``chunks`` have.
 
     Raises:
-        CheckpointError: on every rank, if a tensor of any has another shape in the checkpoint or is missing there.
+        CheckpointError: on every rank, if a tensor of any rank is missing in the checkpoint or has another shape there.
     """
     reader, planner = _Reader(checkpoint, header), ChunkLoadPlanner(chunks)
     with _one_error("read", checkpoint.path):
@@ -169,7 +169,7 @@ def read(checkpoint: OpenCheckpoint, chunks: Sequence[Chunk], header: Header, gr
 
 
 class _Reader(_Storage, StorageReader):
-    """Reads slices of the files that :class:`_Writer` wrote."""
+    """Reads slices from the files that :class:`_Writer` wrote."""
 
     def __init__(self, checkpoint: OpenCheckpoint, header: Header) -> None:
         self._checkpoint = checkpoint
@@ -189,7 +189,7 @@ class _Reader(_Storage, StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the header was read before."""
+        """No action: the header was read before."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -207,20 +207,20 @@ class _Reader(_Storage, StorageReader):
 
 
 def _read(file: TensorFile, stored: StoredTensor, slice_: StoredSlice, wanted: tuple[slice, ...] = ()) -> torch.Tensor:
-    """What lies at ``wanted`` in a slice of ``stored``; by default the whole slice. On the CPU."""
+    """The values at ``wanted`` of a slice of ``stored``; by default the whole slice. On the CPU."""
     key = key_in_file(stored.name, slice_.offsets)
     if file.shapes.get(key) != (stored.dtype, slice_.sizes):
         raise CheckpointError(
-            f"{str(file.path)!r} does not hold {stored.name} as {HEADER} says; take another checkpoint"
+            f"{str(file.path)!r} does not have {stored.name} as {HEADER} describes it; use another checkpoint"
         )
     return file.read(key, wanted)
 
 
 def read_tensor(checkpoint: OpenCheckpoint, name: str) -> torch.Tensor:
-    """The whole of one tensor, in the dtype in which it is stored, on the CPU.
+    """One complete tensor, in the dtype in which it is stored, on the CPU.
 
     Raises:
-        CheckpointError: it is not in its files as the header describes it.
+        CheckpointError: its files do not have it as the header describes it.
     """
     stored = checkpoint.header.tensors[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)

@@ -1,4 +1,4 @@
-"""The header of a checkpoint, ``checkpoint.json``: plain values, and in which file each slice of each tensor lies."""
+"""The header of a checkpoint, ``checkpoint.json``: plain values, and the file of each slice of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .json_codec import decode
 from .safetensors_io import DTYPES
 
 MODEL = "model."
-"""What the names of weights and buffers begin with."""
+"""The prefix of the names of weights and buffers."""
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 VALUES: dict[str, type] = {
     "layout": dict,
@@ -28,7 +28,7 @@ VALUES: dict[str, type] = {
     "groups": list,
     "tracked": dict,
 }
-"""The types of what a run's checkpoint holds beside its tensors."""
+"""The types of the values in a run's checkpoint."""
 
 
 class StoredSlice(NamedTuple):
@@ -44,14 +44,14 @@ class StoredTensor:
     """A tensor in a checkpoint."""
 
     name: str
-    """In its files."""
+    """The tensor's name in its files."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: tuple[StoredSlice, ...]
-    """Together they are the whole tensor."""
+    """The slices, which together cover the tensor."""
 
     def to_json(self) -> dict[str, Any]:
-        """As the header has it."""
+        """The tensor's entry in the header."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
@@ -60,7 +60,7 @@ class StoredTensor:
 
     @classmethod
     def from_json(cls, name: str, item: Mapping[str, Any], files: Collection[str]) -> StoredTensor:
-        """The tensor ``name``, of which the header has ``item``; an error unless it is whole and in ``files``."""
+        """The tensor ``name`` from its header entry ``item``; an error unless it is complete and in ``files``."""
         shape = tuple(int(size) for size in item["shape"])
         slices = tuple(StoredSlice(tuple(offsets), tuple(sizes), file) for offsets, sizes, file in item["chunks"])
         inside = all(
@@ -71,43 +71,43 @@ class StoredTensor:
         num_elements = sum(math.prod(sizes) for _, sizes, _ in slices)
         distinct = len({offsets for offsets, _, _ in slices}) == len(slices)
         if not inside or not distinct or num_elements != math.prod(shape):
-            raise ValueError(f"the slices of {name} are not the whole of it")
+            raise ValueError(f"the slices of {name} do not cover it")
         if not all(file in files for _, _, file in slices):
-            raise ValueError(f"a slice of {name} lies in a file that is not in the manifest")
+            raise ValueError(f"a slice of {name} is in a file that is not in the manifest")
         return cls(name, DTYPE_NAMES[item["dtype"]], shape, slices)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     values: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
     @property
     def only_weights(self) -> bool:
-        """Whether it was imported from a file of weights, and has nothing else."""
+        """Whether the checkpoint was imported from a file of weights."""
         return "layout" not in self.values
 
 
 def key_in_file(name: str, offsets: Sequence[int]) -> str:
-    """The name of a slice in its file: the tensor's, and where the slice begins unless that is its origin."""
+    """The name of a slice in its file: the tensor's name, and the slice's offsets unless all are 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def write_header(folder: Path, values: Any, tensors: Sequence[StoredTensor]) -> Written:
-    """Write the header of the checkpoint in ``folder``; ``values`` are encoded ones (:mod:`.json_codec`)."""
+    """Write the header of the checkpoint in ``folder``; ``values`` are already encoded (:mod:`.json_codec`)."""
     described = {tensor.name: tensor.to_json() for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
     return write_json(folder / HEADER, {"values": values, "tensors": described})
 
 
 def parse_header(data: bytes, file: Path, files: Collection[str]) -> Header:
-    """The header that ``file`` holds, of a checkpoint of ``files``; ``data`` is its content.
+    """The header in ``file``, of a checkpoint of ``files``; ``data`` is the content of ``file``.
 
     Raises:
-        CheckpointError: it is not what :func:`write_header` writes.
+        CheckpointError: it is not a header that :func:`write_header` writes.
     """
-    # Checksums show damage, not who wrote the file: nothing in it is trusted to be of its type.
+    # Checksums detect damage, but not who wrote the file, so every type is checked.
     try:
         content = json.loads(data)
         tensors = {name: StoredTensor.from_json(name, item, files) for name, item in content["tensors"].items()}
@@ -117,4 +117,4 @@ def parse_header(data: bytes, file: Path, files: Collection[str]) -> Header:
                 raise ValueError(f"its {name!r} is {type(values.get(name)).__name__}, expected {kind.__name__}")
         return Header(values, tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{str(file)!r} is no header of a checkpoint: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{str(file)!r} is not a checkpoint header: {type(error).__name__}: {error}") from None

@@ -1,13 +1,13 @@
-"""State as JSON, and back, without losing a bit and without ever running code.
+"""A JSON codec for state: exact to the bit, and decoding runs no code.
 
-JSON has no tuples, no keys but strings, and no number that is not finite. Such values become an object with one key
-that no other object here has, ``"<type>"``::
+JSON has no tuples, only string keys, and only finite numbers. Other values become an object with the reserved key
+``"<type>"``::
 
     (0.9, 0.95)               {"<type>": "tuple", "items": [0.9, 0.95]}
     Counter({30: 1})          {"<type>": "Counter", "items": [[30, 1]]}
     tensor([1, 2]), uint8     {"<type>": "tensor", "dtype": "uint8", "shape": [2], "hex": "0102"}
 
-Pickle could hold anything, but reading it runs whatever code the file asks for.
+Pickle supports any object, but reading it runs any code that the file contains.
 """
 
 import math
@@ -22,16 +22,16 @@ from ..base.errors import CheckpointError
 
 TYPE = "<type>"
 LARGEST_TENSOR = 2**16
-"""Bytes. What is larger belongs among a checkpoint's tensors."""
+"""Bytes. Larger tensors belong among a checkpoint's tensors."""
 
 
 def encode(value: Any, name: str = "value") -> Any:
-    """``value``, called ``name`` in messages, as what :func:`json.dumps` takes with ``allow_nan=False``.
+    """``value``, called ``name`` in messages, encoded for :func:`json.dumps` with ``allow_nan=False``.
 
-    Numbers, strings, None, lists, tuples, dicts, counters, sets, small tensors and arrays, and these in one another.
+    Supported: numbers, strings, None, lists, tuples, dicts, counters, sets, small tensors and arrays, and nested ones.
 
     Raises:
-        CheckpointError: something of another type is in it, named by its place.
+        CheckpointError: it contains another type; the message names the path to it.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -56,7 +56,7 @@ def encode(value: Any, name: str = "value") -> Any:
         pairs = [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
         return {TYPE: "Counter" if isinstance(value, Counter) else "dict", "items": pairs}
     raise CheckpointError(
-        f"{name}: got {type(value).__name__}, which a checkpoint does not hold (it would have to be pickled, and "
+        f"{name}: got {type(value).__name__}, which a checkpoint cannot store (it would have to be pickled, and "
         "reading that runs code); expected numbers, strings, tensors, lists and dicts of these from state_dict()"
     )
 
@@ -65,7 +65,7 @@ def _encode_tensor(value: torch.Tensor, name: str) -> Any:
     size = value.numel() * value.element_size()
     if size > LARGEST_TENSOR or value.is_sparse:
         raise CheckpointError(
-            f"{name}: got a tensor of {size} bytes, expected at most {LARGEST_TENSOR}; large tensors belong into the "
+            f"{name}: got a tensor of {size} bytes, expected at most {LARGEST_TENSOR}; put large tensors into the "
             "model (register_buffer) or the optimizer's state"
         )
     data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -74,7 +74,7 @@ def _encode_tensor(value: torch.Tensor, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given, tensors on the CPU. A type that it does not write is a CheckpointError."""
+    """The value that :func:`encode` got, tensors on the CPU. A CheckpointError for a type that it does not write."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -97,5 +97,5 @@ def decode(value: Any) -> Any:
     makers = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
     if kind not in makers:
         expected = ", ".join(makers)
-        raise CheckpointError(f"state: of the type {kind!r}, expected one of {expected}; it was not saved here")
+        raise CheckpointError(f"state: got the type {kind!r}, expected one of {expected}; paramp did not save it")
     return makers[kind](decode(item) for item in value["items"])

@@ -1,8 +1,8 @@
-"""Checkpoints open for reading: what is compared with the manifest is what is read, whatever becomes of the names.
+"""Checkpoints opened for reading, so that the files that are checked are the files that are read.
 
-A name leads to another folder as soon as a save replaces the checkpoint. So the folder is opened once, every file in it
-is opened relative to that, and no name is used again. Readers change nothing: what an interrupted save has left is for
-the next save to delete. A shared lock on the manifest keeps a save from deleting the folder while it is read.
+When a save replaces a checkpoint, its path leads to another folder. So the folder is opened once, every file in it is
+opened relative to that descriptor, and the path is not used again. Readers change nothing: leftovers of an interrupted
+save are deleted by the next save. A shared lock on the manifest keeps a save from deleting the folder while it is read.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .header import Header, parse_header
 from .safetensors_io import TensorFile
 
 READ_SIZE = 2**22
-"""Bytes that are hashed at once."""
+"""Bytes that are read and hashed at once."""
 ATTEMPTS = 50
-"""How often ranks open a checkpoint until they have the same: for 12 s, since file systems show changes late."""
+"""How often ranks retry until all have opened the same checkpoint: for 12 s, as file systems may show changes late."""
 SPARE_FILES = 64
-"""How many more files a process can open while it reads a checkpoint."""
+"""The number of other files that a process can open while it reads a checkpoint."""
 
 
 class OpenCheckpoint:
-    """The checkpoint at ``path``, all its files open. A context manager.
+    """The checkpoint at ``path`` with all its files open. A context manager.
 
     Attributes:
         path: for messages.
-        files: what the manifest lists, by name; empty if it cannot be read.
+        files: the files that the manifest lists, by name; empty if it cannot be read.
         damage: why a file could not be opened, by name.
-        digest: the SHA-256 of the manifest: equal digests, equal checkpoints.
+        digest: the SHA-256 of the manifest, which identifies the checkpoint's content.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: the folder does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,7 +54,7 @@ class OpenCheckpoint:
             self.close()
 
     def _open(self) -> bool:
-        """Open everything. False if something was not there because the folder has lost its name meanwhile."""
+        """Open all files. False if some were missing because the folder was renamed meanwhile."""
         self.files: dict[str, Written] = {}
         self.damage: dict[str, str] = {}
         self.digest = ""
@@ -70,17 +70,17 @@ class OpenCheckpoint:
 
     def _open_file(self, name: str) -> None:
         try:
-            # Not blocking: something else by this name, such as a pipe, would keep the process waiting.
+            # Not blocking: opening a pipe of this name would wait.
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._descriptors[""])
         except FileNotFoundError:
-            what = "this is no checkpoint, or a damaged one; take another one"
+            what = "this is not a checkpoint, or a damaged one; use another one"
             self.damage[name] = f"{str(self.path / name)!r} is missing" + (f": {what}" if name == MANIFEST else "")
         except OSError as error:
             self.damage[name] = f"{str(self.path / name)!r} cannot be read: {error.strerror}"
         else:
             self._descriptors[name] = descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                self.damage[name] = f"{str(self.path / name)!r} is no file"
+                self.damage[name] = f"{str(self.path / name)!r} is not a file"
 
     def _read_manifest(self) -> None:
         try:
@@ -94,7 +94,7 @@ class OpenCheckpoint:
 
     def _has_its_name(self) -> bool:
         real = Path(os.path.realpath(self.path))
-        for name in (real, replaced(real)):  # opening it would fail where too many files are open
+        for name in (real, replaced(real)):  # not opened, which would fail if too many files are open
             with contextlib.suppress(FileNotFoundError):
                 return os.path.samestat(os.stat(name), os.fstat(self._descriptors[""]))
         return False
@@ -105,16 +105,16 @@ class OpenCheckpoint:
             return file.read()
 
     def problems(self, part: int = 0, num_parts: int = 1) -> list[str]:
-        """What is damaged: by what could be seen at opening, and of every ``num_parts``-th file, from ``part`` on."""
+        """Damage found at opening, and in every ``num_parts``-th file from ``part`` on, which are compared here."""
         names = sorted(self.files.keys() - self.damage.keys())[part::num_parts]
         return [*self.damage.values(), *(found for name in names if (found := self._compare(name)))]
 
     def _compare(self, name: str) -> str | None:
-        """What is wrong with a file; None if it is what was written."""
+        """The problem of a file; None if it has the size and checksum of the manifest."""
         file, written, descriptor = self.path / name, self.files[name], self._descriptors[name]
         size = os.fstat(descriptor).st_size
         if size != written.size:
-            return f"{str(file)!r} has {size} bytes, of {written.size} that were written"
+            return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
             while data := os.pread(descriptor, READ_SIZE, position):
@@ -123,28 +123,28 @@ class OpenCheckpoint:
         except OSError as error:
             return f"{str(file)!r} cannot be read: {error.strerror}"
         if digest.hexdigest() != written.sha256:
-            return f"{str(file)!r} is damaged: its checksum is not that of what was written"
+            return f"{str(file)!r} is damaged: its checksum differs from the manifest's"
         return None
 
     @functools.cached_property
     def header(self) -> Header:
-        """What the checkpoint holds.
+        """The checkpoint's header.
 
         Raises:
-            CheckpointError: it cannot be opened, or is not what is written there.
+            CheckpointError: the manifest or header cannot be opened, or is not valid.
         """
         if problem := self.damage.get(MANIFEST) or self.damage.get(HEADER):
             raise CheckpointError(problem)
         return parse_header(self._read(HEADER), self.path / HEADER, self.files)
 
     def tensor_file(self, name: str) -> TensorFile:
-        """One of the files of tensors."""
+        """The file of tensors called ``name``."""
         if name not in self._tensor_files:
             self._tensor_files[name] = TensorFile(self.path / name, self._descriptors[name])
         return self._tensor_files[name]
 
     def other_files(self) -> list[str]:
-        """The names of files in the folder that are not of the checkpoint."""
+        """The names of files in the folder that do not belong to the checkpoint."""
         return sorted(set(os.listdir(self._descriptors[""])) - {MANIFEST, *self.files})
 
     def close(self) -> None:
@@ -160,9 +160,9 @@ class OpenCheckpoint:
 
 
 def _open_folder(path: Path) -> int:
-    """The descriptor of the folder ``path``; while it is being replaced, that of the old one."""
+    """The descriptor of the folder ``path``, or of the old one while it is being replaced."""
     real = Path(os.path.realpath(path))
-    for name in (real, replaced(real)) * 8:  # between two tries, one may have gone and the other come
+    for name in (real, replaced(real)) * 8:  # a rename may happen between two attempts
         try:
             return os.open(name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -173,7 +173,7 @@ def _open_folder(path: Path) -> int:
 
 
 def _allow_open(num_files: int) -> None:
-    """Raise the process's own limit on open files, if need be, as far as the system lets it."""
+    """Raise the process's soft limit on open files if necessary, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + num_files + SPARE_FILES
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
@@ -182,7 +182,7 @@ def _allow_open(num_files: int) -> None:
 
 
 def problems(path: str | Path) -> list[str]:
-    """What is damaged in the checkpoint at ``path``."""
+    """The problems of the checkpoint at ``path``; empty if it is intact."""
     try:
         with OpenCheckpoint(path) as checkpoint:
             return checkpoint.problems()
@@ -191,23 +191,23 @@ def problems(path: str | Path) -> list[str]:
 
 
 def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = True) -> OpenCheckpoint:
-    """The same checkpoint on every rank of ``group``, all of which call this, each of which compares a part of it.
+    """Open the same checkpoint on every rank of ``group``. Each rank checks a part of the files; all ranks call this.
 
     Args:
-        check: False trusts that the files are what was written.
+        check: False: the files' checksums are not checked.
 
     Raises:
-        CheckpointError: on every rank, with the first problem of any: it is not whole.
+        CheckpointError: on every rank, with the first problem found: it is damaged or incomplete.
     """
     checkpoint = _open_the_same(path, group)
     damage = checkpoint.problems(dist.get_rank(group), dist.get_world_size(group)) if check else []
     unreadable = None
     try:
-        checkpoint.header  # noqa: B018  # is read here, so that an error is every rank's
+        checkpoint.header  # noqa: B018  # read here, so that an error is raised on every rank
     except (CheckpointError, OSError) as error:
         unreadable = str(error)
     found_damage = gather_objects((damage[:1], unreadable), group)
-    # A damaged header is seen as damaged by one rank, and cannot be read by any.
+    # One rank finds the checksum of a damaged header, and no rank can read it: the checksum's message comes first.
     if failures := [each for own, _ in found_damage for each in own] + [each for _, each in found_damage if each]:
         checkpoint.close()
         raise CheckpointError(failures[0])
@@ -224,15 +224,15 @@ def _open_the_same(path: str | Path, group: dist.ProcessGroup) -> OpenCheckpoint
             checkpoint.close()
         if failures := [problem for problem, _ in found if problem]:
             raise CheckpointError(failures[0])
-        time.sleep(0.01 * attempt)  # a save has replaced it between two ranks' opening it
+        time.sleep(0.01 * attempt)  # a save has replaced it between the ranks' opens
     raise CheckpointError(
         f"{str(path)!r} leads to different checkpoints on different ranks; all machines have to share the file system "
-        "that checkpoints are in"
+        "of the checkpoints"
     )
 
 
 def _try_to_open(path: str | Path) -> tuple[OpenCheckpoint | None, str | None]:
-    """The checkpoint at ``path``, and what is wrong with it as far as opening it shows."""
+    """The checkpoint at ``path``, and the first problem found when opening it."""
     try:
         checkpoint = OpenCheckpoint(path)
     except (CheckpointError, OSError) as error:
@@ -241,7 +241,7 @@ def _try_to_open(path: str | Path) -> tuple[OpenCheckpoint | None, str | None]:
 
 
 def problem_together(path: str | Path, group: dist.ProcessGroup) -> str | None:
-    """What is wrong with the checkpoint at ``path``; None if it is whole. The same on every rank of ``group``."""
+    """The first problem of the checkpoint at ``path``, the same on every rank of ``group``; None if it is intact."""
     try:
         open_together(path, group).close()
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, ``step-00000100`` and so on in one folder: which there are, and the newest whole one."""
+"""The folder of a run's checkpoints, ``step-00000100`` and so on: a list of them, and the newest complete one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEP = re.compile(r"step-(\d+)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where in ``folder`` the checkpoint of ``step`` lies."""
+    """The path of the checkpoint of ``step`` in ``folder``."""
     return folder / f"step-{step:08d}"
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint in ``folder``, the newest first; whole or not, also while it is replaced."""
+    """Step and path of each checkpoint in ``folder``, newest first; also of damaged ones and of one being replaced."""
     if not folder.is_dir():
         return []
     names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
@@ -28,7 +28,7 @@ def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_whole(folder: Path, group: dist.ProcessGroup) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and what is wrong with the newer ones.
+    """The newest complete checkpoint in ``folder``, and the problems of the newer ones.
 
     The same on every rank of ``group``; all of them call it.
     """
@@ -47,7 +47,7 @@ def newest_whole(folder: Path, group: dist.ProcessGroup) -> tuple[Path | None, l
 
 
 def _unfinished_in(folder: Path) -> list[Path]:
-    """What was begun to be written in ``folder`` for later steps than the newest checkpoint's, and never finished."""
+    """The partial folders in ``folder`` of steps after the newest checkpoint's."""
     newest = max((step for step, _ in checkpoints_in(folder)), default=-1)
     found = [(STEP.fullmatch(path.name.partition(PARTIAL)[0]), path) for path in folder.glob(f"*{PARTIAL}*")]
     return sorted(path for match, path in found if match and int(match[1]) > newest and path.is_dir())

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: raw bytes behind a header of JSON, so that reading them runs no code.
+"""Files of tensors in the safetensors format: a JSON header and raw bytes, so that reading them runs no code.
 
 ::
 
@@ -6,8 +6,8 @@
     header      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
     bytes       the tensors, row-major, little-endian, one after the other
 
-(https://github.com/huggingface/safetensors, "Format".) The package ``safetensors`` reads them. It writes only tensors
-that are all in memory at once, and computes no checksum, so files are written here.
+(https://github.com/huggingface/safetensors, "Format".) The package ``safetensors`` reads them. It can write only
+tensors that are all in memory at once, and computes no checksum, so files are written here.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def write_tensors(
     tensor: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write tensors, one after the other, and have them on the disk before this returns.
+    """Write tensors, one after the other, and sync them to the disk.
 
     Args:
         shapes: dtype and shape of each, by name.
-        tensor: gives each one when its turn comes, of that dtype and shape, on any device.
+        tensor: returns the tensor of a name, of that dtype and shape, on any device; called once for each.
 
     Raises:
-        CheckpointError: a dtype that the format has no name for.
+        CheckpointError: the format does not support a dtype.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, (dtype, shape) in shapes.items():
         if dtype not in NAMES:
-            raise CheckpointError(f"{name}: a tensor of {dtype}, which the safetensors format has no name for")
+            raise CheckpointError(f"{name}: a tensor of {dtype}, which the safetensors format does not support")
         size = torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
         position += size
@@ -83,10 +83,10 @@ def write_tensors(
 
 
 class TensorFile:
-    """A safetensors file, open for reading. It is mapped into memory: only what is asked for is read.
+    """A safetensors file, open for reading. It is memory-mapped, so that only the requested parts are read.
 
     Raises:
-        CheckpointError: it is no such file, or not whole.
+        CheckpointError: it is not a safetensors file, or not complete.
         OSError: it cannot be read.
     """
 
@@ -94,7 +94,7 @@ class TensorFile:
         """``descriptor``: of the file, if it is open already; then ``path`` is for messages only."""
         self.path = path
         if descriptor is None:
-            path.open("rb").close()  # an OSError of Python's names the file and what is wrong; the package's does not
+            path.open("rb").close()  # Python's OSError names the file and the problem; the package's does not
         try:
             self._file = safe_open(path if descriptor is None else f"/dev/fd/{descriptor}", framework="pt")
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
@@ -103,10 +103,10 @@ class TensorFile:
         except (SafetensorError, KeyError) as error:
             reason = f"a tensor of the dtype {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
-                f"{str(path)!r} is no whole safetensors file ({reason}); get it again, or convert what it is to that "
-                "format"
+                f"{str(path)!r} is not a complete safetensors file ({reason}); download it again, or convert it to "
+                "that format"
             ) from None
 
     def read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
-        """What lies at ``ranges``, one for each dim, in the tensor ``name``; by default all of it. On the CPU."""
+        """The values at ``ranges``, one for each dim, of the tensor ``name``; by default all of it. On the CPU."""
         return self._file.get_slice(name)[ranges] if ranges else self._file.get_tensor(name)

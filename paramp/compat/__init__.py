@@ -1,1 +1,1 @@
-"""The names and behaviour of other systems, each whole in its folder: Colossal-AI, NVIDIA Apex, Composer."""
+"""The interfaces of other libraries, one folder each: Colossal-AI, NVIDIA Apex, Composer."""

@@ -1,1 +1,1 @@
-"""Processes: launchers, rendezvous, the mesh of ranks, collectives, liveness, random streams."""
+"""Launchers, rendezvous, the mesh of ranks, collectives, liveness and random streams."""

@@ -1,4 +1,4 @@
-"""Which mesh axes hold copies of a tensor, and which ranks lie along them."""
+"""Mesh axes along which a tensor is replicated, and the groups of ranks along mesh axes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
     """How many ranks of the world hold each element of ``tensor``.
 
-    On the ranks of its mesh, whatever its axes are called, a DTensor's placements say so. Other ranks hold copies, on
-    meshes of their own; but not those of other pipeline ranks, which have parameters of their own. All ranks of its
-    pipeline rank hold a plain tensor.
+    On the ranks of a DTensor's mesh, its placements determine the number, whatever the axes are called. Other ranks
+    hold copies on other meshes, except other pipeline ranks, which have other parameters. A plain tensor has a copy on
+    each rank of its pipeline rank.
 
     Raises:
-        ValueError: a plain tensor in a world of several ranks, or a DTensor on a part of the world, and no context
-            from which it is known what the other ranks hold.
+        ValueError: there is no context, and the tensor is plain in a world of several ranks, or a DTensor on a part of
+            the world, so that it is not known what the other ranks hold.
     """
     if is_dtensor(tensor):
         mesh = tensor.device_mesh
@@ -43,18 +43,18 @@ def num_replicas(tensor: torch.Tensor, context: ParallelContext | None) -> int:
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` is a part of, which has to be the whole world."""
+    """The mesh that ``mesh`` is a part of; it has to cover the world."""
     root, world_size = mesh._get_root_mesh(), dist.get_world_size()
     if root.size() != world_size:
         raise ValueError(
-            f"a parameter lives on a mesh of {root.size()} ranks in a world of {world_size}; pass context=..., "
+            f"a parameter is on a mesh of {root.size()} ranks in a world of {world_size}; pass context=..., "
             "so that it is known what the other ranks hold"
         )
     return root
 
 
 def _num_peers(mesh: DeviceMesh, world: DeviceMesh) -> int:
-    """How many ranks of ``world`` are on a pipeline rank that has one of ``mesh``."""
+    """How many ranks of ``world`` have the same pipeline rank as one of ``mesh``."""
     names = world.mesh_dim_names or ()
     if PIPELINE_AXIS not in names or world.size(names.index(PIPELINE_AXIS)) == 1:
         return world.size()
@@ -63,9 +63,9 @@ def _num_peers(mesh: DeviceMesh, world: DeviceMesh) -> int:
 
 
 def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
-    """The axes of the context's mesh along which ranks hold the same part of ``tensor``.
+    """The axes of the context's mesh along which all ranks hold the same shard of ``tensor``, or all of it.
 
-    Those along which no rank has another shard of a DTensor; but for ``pp``, where each rank has parameters of its own.
+    Never ``pp``, along which each rank has its own parameters.
     """
     names = [name for name in context.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     if not is_dtensor(tensor):
@@ -81,11 +81,11 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
 
 
 def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
-    """The groups of ranks that differ in their coordinates on ``axes`` only.
+    """The groups of ranks whose coordinates differ on ``axes`` only.
 
     Args:
         axes: in the order of the mesh.
-        stages: the pipeline ranks to take into account. Empty: all.
+        stages: the pipeline ranks to include. Empty: all.
 
     Returns:
         2-dim int, groups x ranks of a group, both in the order of the mesh.
@@ -99,12 +99,12 @@ def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[
 
 
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
-    """Give every rank that holds a replica of one of ``tensors`` the first such rank's values, in place."""
+    """Broadcast each of ``tensors``, in place, from the first rank that holds a replica of it to the others."""
     for tensor in tensors:
         for axis in replicated_axes(tensor, context):
             broadcast_(local(tensor), context.mesh.get_group(axis))
 
 
 def tensor_mesh(context: ParallelContext) -> DeviceMesh:
-    """The 1-dim mesh of this rank's tensor axis, over which plans shard layers."""
+    """The 1-dim mesh of this rank's tensor axis, over which tensor plans shard layers."""
     return context.mesh[ROLES["tensor"][0]]

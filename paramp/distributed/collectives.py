@@ -1,7 +1,7 @@
 """Collectives over plain local tensors.
 
-Callers pass local tensors, because a mix of plain tensors and DTensors on several meshes is the normal case under
-tensor and pipeline parallelism, and torch's own foreach functions, clipping and GradScaler refuse it or answer wrongly.
+Callers pass local tensors, because a mix of plain tensors and DTensors on several meshes is normal under tensor and
+pipeline parallelism, and torch's foreach functions, clipping and GradScaler reject such a mix or return wrong results.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 @torch.no_grad()
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> None:
-    """Give ``tensor`` the bits that the rank ``src`` of ``group`` has in it, in place; one broadcast.
+    """Broadcast ``tensor`` in place, bit for bit, from the rank ``src`` of ``group``; one broadcast.
 
-    gloo moves as many elements as there are from where the first lies, whatever the strides; so a contiguous copy is
-    sent. Neither gloo nor NCCL moves every dtype; so bytes are sent.
+    gloo ignores strides and sends ``numel`` elements from the first one's address, so a contiguous copy is sent.
+    Neither gloo nor NCCL supports every dtype, so bytes are sent.
 
     Args:
-        tensor: plain, any dims and dtype, the same on every rank; any strides but those of ``expand()``, after which
-            a tensor cannot be written to.
+        tensor: plain, any dims and dtype, the same on every rank; any strides but those of ``expand()``, which makes
+            a tensor that cannot be written to.
     """
     if dist.get_world_size(group) == 1 or tensor.numel() == 0:
         return
@@ -34,7 +34,7 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> 
 
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
-    """Replace ``tensors`` by their sums over ``group``, in place: one all-reduce for each device and dtype.
+    """Sum ``tensors`` over ``group`` in place: one all-reduce for each device and dtype.
 
     Args:
         tensors: plain, any dims and dtypes; the same on every rank.
@@ -55,7 +55,7 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
         torch._foreach_copy_(bucket, [chunk.view_as(tensor) for chunk, tensor in zip(chunks, bucket, strict=True)])
 
 
-# torch 2.13 has new names for these two, and warns of the old ones; 2.11 knows the old ones only.
+# torch 2.13 has new names for these two and deprecates the old ones; 2.11 has only the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -65,7 +65,7 @@ def start_reduce_scatter(
 ) -> Callable[[], None]:
     """Sum ``whole`` over ``group`` into ``own``, this rank's slice of it; zero the rest. One reduce-scatter.
 
-    The zeros let the caller add to ``whole`` again and sum it in the same way.
+    Because of the zeros the caller can accumulate into ``whole`` and reduce it again.
 
     Args:
         whole: 1-dim, group size x slice size elements.
@@ -76,7 +76,7 @@ def start_reduce_scatter(
         Waits for completion; do not touch ``whole`` before.
     """
     cast_ = dtype not in (None, whole.dtype)
-    part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which both gloo and NCCL can
+    part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which gloo and NCCL support
     work = _reduce_scatter(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)
 
     def finish() -> None:

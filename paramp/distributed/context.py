@@ -1,4 +1,4 @@
-"""Who is where: :class:`ParallelContext`, a ``DeviceMesh`` with the axes ``pp``, ``dp`` and ``tp``.
+""":class:`ParallelContext`: a ``DeviceMesh`` with the axes ``pp``, ``dp`` and ``tp``, and this rank's coordinates.
 
 ``tp`` varies fastest over the ranks and ``pp`` slowest. pp=2, dp=1, tp=2 places four ranks like this::
 
@@ -31,14 +31,14 @@ from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
 ROLES = {"stage": ("pp",), "batch": ("dp",), "tensor": ("tp",)}
-"""What the mesh axes mean; the slowest first. ``stage``: each rank has parameters of its own. ``batch``: ranks have
-parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, as each
-DTensor's placements say."""
+"""The role of each mesh axis; the slowest first. ``stage``: each rank has its own parameters. ``batch``: ranks have
+parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, according
+to each DTensor's placements."""
 AXES = tuple(name for names in ROLES.values() for name in names)
 (PIPELINE_AXIS,) = ROLES["stage"]
-"""The one axis along which ranks hold different parameters; along the others they shard or replicate the same."""
+"""The only axis along which ranks hold different parameters; along the others they shard or replicate the same ones."""
 (DATA_AXIS,) = ROLES["batch"]
-"""The axis over which ZeRO shards what the optimizer keeps."""
+"""The axis over which ZeRO shards the optimizer state."""
 SECONDS_FOR_THREADS = 0.2
 
 
@@ -55,7 +55,7 @@ class Axis:
 class TiedParameter:
     """A parameter that several pipeline stages hold a copy of, such as an embedding tied to the output layer.
 
-    Its gradient is the sum over the copies. :attr:`summed` remembers for which gradient the sum was made.
+    Its gradient is the sum over the copies. :attr:`summed` records the gradient that already holds this sum.
     """
 
     name: str
@@ -63,27 +63,27 @@ class TiedParameter:
     parameter: nn.Parameter
     """This rank's copy."""
     group: dist.ProcessGroup
-    """The ranks that hold a copy, at this rank's place on the other axes."""
+    """The ranks that hold a copy and have this rank's coordinates on the other axes."""
     owner: bool
-    """Whether this rank's copy is the one that norms and counts take."""
+    """Whether norms and counts include this rank's copy."""
     summed: tuple[torch.Tensor, int] | None = None
-    """The gradient that already holds the sum, and its version then (an in-place change makes another)."""
+    """The gradient that already holds the sum, and its version at that time (an in-place change increments it)."""
 
 
 class ParallelContext:
-    """The process groups of one run. A context manager: leaving it destroys the groups that it made.
+    """The process groups of one run. A context manager: its exit destroys the groups that it made.
 
     Attributes:
         config: the resolved configuration.
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
-        rank, world_size, local_rank: this process among all, and on its machine.
+        rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
         num_engines: how many engines ``initialize`` has made in it.
-        device: where this rank computes.
-        pp, dp, tp: an :class:`Axis` each, by its name; ``stage_axis``, ``batch_axis`` and ``tensor_axis``: by its role.
+        device: the device of this rank.
+        pp, dp, tp: the :class:`Axis` of each name; ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by role.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
-        heartbeat: reports to the other ranks where this one is, and watches them; None where there is none.
+        heartbeat: reports this rank's phase to the other ranks and watches them; None if there is none.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ParallelContext:
         self.num_engines = 0
         self._extra_groups: list[dist.ProcessGroup] = []
         self.before_close: list[Callable[[], None]] = []
-        """Called when the context is left, while its process groups are still there."""
+        """Called when the context is closed, before its process groups are destroyed."""
         self.mesh: DeviceMesh = init_device_mesh(device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES)
         self.pp, self.dp, self.tp = self.stage_axis, self.batch_axis, self.tensor_axis = [
             Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
@@ -117,7 +117,7 @@ class ParallelContext:
         replicas = self.mesh.mesh.movedim(AXES.index(DATA_AXIS), 0).flatten(1).tolist()
         self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
-        # The same on every rank: a model built from here on is the same everywhere.
+        # The same on every rank, so that a model built after this is the same everywhere.
         torch.manual_seed(config.seed)
         self.heartbeat = heartbeat
         if heartbeat is not None:
@@ -126,12 +126,12 @@ class ParallelContext:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis of the mesh, by the axis's name."""
+        """This rank's coordinate on each axis of the mesh, by the axis's name."""
         return {name: self.mesh.get_local_rank(name) for name in self.mesh.mesh_dim_names or ()}
 
     @property
     def local_stages(self) -> list[int]:
-        """The indices of the pipeline stages that this rank has."""
+        """The indices of this rank's pipeline stages."""
         return list(self.config.parallel.pipeline.stages_of(self.stage_axis.rank))
 
     @property
@@ -140,7 +140,7 @@ class ParallelContext:
         return self.is_last_stage and self.tensor_axis.rank == 0
 
     def make_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-        """The group of this rank's list among ``rank_lists``, which every rank passes alike; None if it is in none."""
+        """The group of the list that has this rank; None if none has. Every rank passes the same ``rank_lists``."""
         groups = [dist.new_group(list(ranks), backend=backend) for ranks in rank_lists]
         mine = [group for group, ranks in zip(groups, rank_lists, strict=True) if self.rank in ranks]
         self._extra_groups += mine[-1:]
@@ -153,13 +153,13 @@ class ParallelContext:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the model's last stage, and so its outputs: in V-shaped schedules the first rank."""
+        """Whether this rank has the model's last stage, and so its outputs; in V-shaped schedules it is the first."""
         pipeline = self.config.parallel.pipeline
         return self.stage_axis.rank == pipeline.rank_of(pipeline.num_stages - 1)
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that prints and writes files."""
+        """True on the only rank that prints and writes files."""
         return self.rank == 0
 
     def name_of(self, rank: int) -> str:
@@ -168,21 +168,21 @@ class ParallelContext:
         return f"rank {rank} ({', '.join(f'{name} {index}' for name, index in zip(AXES, coordinates, strict=True))})"
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A context around what this rank does outside of the engine, such as ``data`` or ``checkpoint``.
+        """A context for a phase outside the engine, such as ``data`` or ``checkpoint``.
 
-        If the job hangs, the other ranks report that this one was there (:mod:`paramp.distributed.heartbeat`).
+        If the job hangs, the other ranks report that this rank was in it (:mod:`paramp.distributed.heartbeat`).
         """
         return nullcontext() if self.heartbeat is None else self.heartbeat.span(name)
 
     def activation_stream(
         self, stage: int | None = None, *, engine: int = 0, num_steps: int | None = None
     ) -> RandomStream:
-        """The stream that dropout draws from: another in each stage, engine and data rank, equal over ``tp``.
+        """The stream that dropout draws from: different in each stage, engine and data rank, equal over ``tp``.
 
         Args:
             stage: the index of a pipeline stage. None: this rank's first.
             engine: the number of the engine in this context.
-            num_steps: for a stream that begins after so many steps. None: before the first.
+            num_steps: the number of steps after which the stream begins. None: before the first step.
         """
         place = [self.stage_axis.rank if stage is None else stage, self.batch_axis.rank]
         later = [] if num_steps is None else [num_steps]
@@ -209,8 +209,8 @@ class ParallelContext:
             return
         if self._owns_world:
             dist.destroy_process_group()
-            # gloo's threads may still be letting go of the last collective's tensors, for which they need the
-            # interpreter; a script that ends here would pull it away from under them and die with an abort.
+            # gloo's threads may still be releasing the last collective's tensors, which needs the interpreter;
+            # if it exits now, the process aborts.
             time.sleep(SECONDS_FOR_THREADS)
             return
         for group in {self.pp.group, self.dp.group, self.tp.group, *self._extra_groups}:
@@ -231,17 +231,17 @@ class ParallelContext:
         try:
             with ending_in_time(error if failed else None, quiet=quiet):
                 self.close()
-        except RuntimeError as problem:  # a broken group cannot be closed in order; the process ends anyway
+        except RuntimeError as problem:  # a broken group cannot be destroyed cleanly; the process ends anyway
             if error is None:
                 raise
-            warnings.warn(f"the process groups were not closed in order: {problem}", stacklevel=2)
+            warnings.warn(f"the process groups were not closed cleanly: {problem}", stacklevel=2)
         if store is not None and self.rank == 0:
             wait_for_failures(store, key, self.world_size)
 
     def _stop_heartbeat(self, error: BaseException | None = None) -> bool:
-        """Report to the other ranks that this one leaves, and whether by an ``error``.
+        """Report to the other ranks that this one leaves, and whether because of an ``error``.
 
-        True if this rank was about to end because another had fallen silent.
+        Returns True if this rank was about to end because another one is silent.
         """
         if self.heartbeat is None:
             return False
@@ -266,7 +266,7 @@ _serials = itertools.count()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what a script launched without a ``with``; not after an error: other ranks may wait for this one then."""
+    """Close contexts launched without a ``with``; not after an error, because other ranks may not close theirs."""
     if not hasattr(sys, "last_value"):
         while _contexts:
             _contexts[-1].close()
@@ -278,7 +278,7 @@ def get_context() -> ParallelContext:
     """The context of the latest ``launch`` that is still open.
 
     Raises:
-        RuntimeError: nothing was launched, or the context was left.
+        RuntimeError: nothing was launched, or the context was closed.
     """
     context = current_context()
     if context is None:
@@ -287,5 +287,5 @@ def get_context() -> ParallelContext:
 
 
 def current_context() -> ParallelContext | None:
-    """As :func:`get_context`, or None where nothing was launched."""
+    """As :func:`get_context`, but None if there is no open context."""
     return _contexts[-1] if _contexts else None

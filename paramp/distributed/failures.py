@@ -1,4 +1,4 @@
-"""How one rank's failure ends the job: in time, and reported once, by the rank that failed first."""
+"""Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
 import os
 import sys
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 ECHO = "_paramp_echo"
-"""The mark of an exception that only follows from another rank's."""
+"""The attribute that marks an exception as a consequence of another rank's failure."""
 EXIT_CODE = 1
 SECONDS_OF_GRACE = 5.0
-"""What a rank gets to end by itself once it or another has failed."""
+"""The time that a rank has to end normally once it or another has failed."""
 SECONDS_FOR_THE_OTHERS = 2.0
-"""What rank 0, which may host the store, leaves the others to read who failed first."""
+"""The time that rank 0, which may host the store, waits for the others to read which rank failed first."""
 
 
 def mark_as_echo(error: BaseException) -> None:
-    """Mark ``error``, which left a context, as one that only follows from another rank's, which reports it."""
+    """Mark ``error``, which left a context, as a consequence of another rank's failure, which that rank reports."""
     error.__dict__[ECHO] = True
 
 
@@ -32,7 +32,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def report_once() -> None:
-    """Make the interpreter end without a traceback for errors that only follow from another rank's."""
+    """Suppress the traceback of errors that are marked as consequences of another rank's failure."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -47,8 +47,8 @@ def report_once() -> None:
 def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
     """Whether another rank failed before this one, which fails with ``error``. Every rank that fails calls it once.
 
-    A rank that dies breaks the connections of its peers, so that one error surfaces on all ranks, or every rank finds
-    the same mistake in the configuration. The first to count its failure, at ``key`` of the store, reports it.
+    A rank that dies breaks the connections of its peers, so one error raises on all ranks; or every rank finds the same
+    mistake in the configuration. The first rank that increments ``key`` of the store reports its error.
     """
     try:
         return store.add(key, 1) > 1
@@ -57,7 +57,7 @@ def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
 
 
 def wait_for_failures(store: Store, key: str, world_size: int) -> None:
-    """Wait until all ranks have called :func:`failed_after_another`, at most a moment."""
+    """Wait until all ranks have called :func:`failed_after_another`, at most ``SECONDS_FOR_THE_OTHERS``."""
     deadline = time.monotonic() + SECONDS_FOR_THE_OTHERS
     try:
         while store.add(key, 0) < world_size and time.monotonic() < deadline:
@@ -67,7 +67,7 @@ def wait_for_failures(store: Store, key: str, world_size: int) -> None:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether ``error`` comes from a process group of which a rank is gone."""
+    """Whether ``error`` comes from a process group that has lost a rank."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError) or (
@@ -80,10 +80,10 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 @contextmanager
 def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None]:
-    """End the process with ``error``, if there is one and what runs inside takes too long.
+    """If there is an ``error`` and the body takes too long, report the error and end the process.
 
-    Closing a group whose other ranks wait in a collective may never return, and the error would not be reported.
-    With ``quiet``, another rank reports it.
+    Destroying a group whose other ranks wait in a collective may never return, and the error would not be reported.
+    With ``quiet`` it is not printed, because another rank reports it.
     """
 
     def give_up() -> None:
@@ -104,14 +104,14 @@ def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr at once, whatever the main thread does with Python's own stream."""
+    """Write to stderr at once, even while the main thread holds the lock of ``sys.stderr``."""
     os.write(2, text.encode())
 
 
 def end_process() -> None:
-    """End the process with an error code: its main thread may be where no exception reaches it."""
+    """End the process with an error code, also while its main thread waits where no exception reaches it."""
 
-    # In a thread, because the main thread may hold their locks.
+    # In a thread, because the main thread may hold the streams' locks.
     flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flushing.start()
     flushing.join(1.0)

@@ -1,14 +1,14 @@
-"""A heartbeat: every rank reports what it is doing, and every rank learns which one has fallen silent, and where.
+"""Heartbeat: every rank reports its phase, and every rank learns which rank is silent, and in which phase.
 
-A rank that is stopped or lost leaves the others in a collective that nothing in their program can end. So each rank
-has a thread that exchanges beats through the launch's store, over a connection of its own:
+If a rank is stopped or lost, the others wait in a collective that nothing in their program can end. So each rank
+has a thread that exchanges beats through the launch's store, over a separate connection:
 
     every rank            writes its beat; reads the leader's, and the failure report
     the leader            the lowest rank that has not left: reads every beat
-    the failure report    the first rank that fell silent or failed; every rank that reads it ends
+    the failure report    the first rank that was silent or failed; every rank that reads it ends
 
-A rank is silent when its beat has not changed for the time-out on the reader's own clock; clocks of two machines are
-never compared. Where the store itself falls silent, a second thread notices, and reports the machine that hosts it.
+A rank is silent when its beat has not changed for the time-out, measured on the reader's clock; clocks of two machines
+are never compared. If the store stops answering, a second thread detects it and reports the machine that hosts it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .failures import SECONDS_OF_GRACE, end_process, write_stderr
 from .liveness import Beat, LivenessMonitor, PhaseTracker, describe_stuck
 
 LOST = (DistError, RuntimeError)
-"""What the store raises when its host is gone."""
+"""The exceptions that the store raises when its host is gone."""
 REPORT = "failure_report"
-"""The key of the failure report; empty as long as nothing has failed."""
+"""The key of the failure report, which is empty until a rank fails."""
 
 
 class Heartbeat:
@@ -45,12 +45,12 @@ class Heartbeat:
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Every rank makes one, and the ranks then meet, before any calls :meth:`start`.
+        """Every rank makes one; the ranks then synchronise before any of them calls :meth:`start`.
 
-        ``store`` is shared by this launch's ranks alone; ``host`` says who hosts it, empty: rank 0. A rank is missing
+        ``store`` is shared by this launch's ranks only; ``host`` names its host, empty: rank 0. A rank counts as lost
         after ``timeout`` seconds of silence.
         """
-        self.ending = False  # because another rank has fallen silent
+        self.ending = False  # because another rank is silent
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._timeout, self._interval = timeout, min(1.0, timeout / 5)
@@ -59,8 +59,8 @@ class Heartbeat:
         self._name_of: Callable[[int], str] = "rank {}".format
         self._tracker = PhaseTracker()
         self._monitor = LivenessMonitor(timeout)
-        self._number = 0  # of this rank's beats
-        self._num_answers = 0  # of the store, which the second thread counts
+        self._number = 0  # of this rank's last beat
+        self._num_answers = 0  # of the store; the second thread checks that it grows
         self._leader = 0
         self._beats: dict[int, Beat] = {}
         self._left: set[int] = set()
@@ -68,23 +68,23 @@ class Heartbeat:
         self._failed = False
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-        # Reading a key that is missing would wait; after the ranks have met, every key is there.
+        # Reading a missing key would block; once the ranks have synchronised, every key exists.
         if rank == 0:
             store.set(REPORT, "")
         self._send_beat()
 
     def begin_call(self) -> None:
-        """A batch begins; nothing is recorded."""
+        """No action: the beginning of a batch is not recorded."""
 
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
         """A context in which this rank is in the phase ``kind``."""
         return self._tracker.span(kind, stage, microbatch)
 
     def start(self, name_of: Callable[[int], str]) -> None:
-        """Start to send and to read beats. ``name_of`` gives a rank's name and its place on the mesh."""
+        """Start to send and read beats. ``name_of`` returns a rank's name with its coordinates on the mesh."""
         self._name_of = name_of
         self._store = self._store.clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=10 * self._timeout))  # the second thread ends the process before
+        self._store.set_timeout(timedelta(seconds=10 * self._timeout))  # the second thread ends the process earlier
         self._threads = [
             threading.Thread(target=target, name=f"paramp-{target.__name__.strip('_')}", daemon=True)
             for target in (self._exchange_beats, self._watch_store)
@@ -93,20 +93,20 @@ class Heartbeat:
             thread.start()
 
     def stop(self, *, failed: bool = False) -> None:
-        """Report to the others that this rank leaves, and whether it ``failed``, and end the threads."""
+        """Report to the others that this rank leaves, and whether it ``failed``; end the threads."""
         self._failed = failed
         self._stopped.set()
         while self._threads:
-            self._threads.pop().join(2 * self._patience)  # a store that does not answer may hold up a thread
+            self._threads.pop().join(2 * self._patience)  # a store that does not answer may block a thread
 
     @property
     def _patience(self) -> float:
-        """Seconds after which every rank that is alive has read what was written."""
+        """Seconds after which every live rank has read a value written to the store."""
         return 2 * self._interval + 0.5
 
     def _exchange_beats(self) -> None:
-        """The first of its own threads."""
-        with contextlib.suppress(*LOST):  # which the second thread notices
+        """The first thread: exchange beats until this rank stops."""
+        with contextlib.suppress(*LOST):  # the second thread detects it
             while not self._stopped.wait(self._interval):
                 self._exchange()
                 if 0 in self._left and not self._host:  # the store that rank 0 hosted ends with it
@@ -115,7 +115,7 @@ class Heartbeat:
             self._leave()
 
     def _exchange(self) -> None:
-        """One round: write this rank's beat, read others', act on what they say."""
+        """One round: write this rank's beat, read the others', handle silent ranks and failure reports."""
         self._send_beat()
         report = self._read()
         self._num_answers += 1
@@ -141,7 +141,7 @@ class Heartbeat:
         return Beat(self._number, self._tracker.record, self._tracker.num_done, gone)
 
     def _read(self) -> bytes:
-        """Read the leader's beat, or as the leader every one, into ``_beats``. Returns the failure report."""
+        """Read the leader's beat (as the leader: every rank's) into ``_beats``. Returns the failure report."""
         while True:
             leading = self._leader == self._rank
             wanted = set(range(self._world_size)) if leading else {self._leader}
@@ -158,30 +158,30 @@ class Heartbeat:
         return bytes(report)
 
     def _leave(self) -> None:
-        """Send the last beat."""
+        """Send the last beat, and a failure report if this rank failed."""
         if self._failed:
             self._store.compare_set(REPORT, "", json.dumps({"failed": self._rank}))
         self._send_beat(gone=True)
         num_left = self._store.add("left", 1)
-        # Rank 0 may host the store, which ends with it: those who stay have to read first that it has left.
+        # Rank 0 may host the store, which ends with it; so the other ranks must first read that it has left.
         deadline = time.monotonic() + self._patience
         while self._rank == 0 and num_left < self._world_size and time.monotonic() < deadline:
             time.sleep(0.02)
             num_left = self._store.add("left", 0)
 
     def _watch_store(self) -> None:
-        """The second thread: notices when the first one waits for the store."""
+        """The second thread: end the process if the first one has waited for the store for the time-out."""
         num_answers, waited, before = -1, 0.0, self._clock()
         while not self._stopped.wait(self._interval):
             now = self._clock()
             gap, before = min(now - before, self._timeout / 2), now
             waited = waited + gap if num_answers == self._num_answers else 0.0
             num_answers = self._num_answers
-            if waited > self._timeout and 0 not in self._left:  # what rank 0 hosted may end after it
+            if waited > self._timeout and 0 not in self._left:  # a store on rank 0 may end after rank 0 has left
                 self._end(self._describe_silent_store(waited))
 
     def _follow(self, report: Mapping[str, str | int], now: float) -> None:
-        """End as another rank's ``report`` says: at once, or quietly, a while after that rank has failed."""
+        """End because of another rank's ``report``: at once if it is silent; without a message, later, if it failed."""
         if "silent" in report:
             self._end(str(report["silent"]))
         self._failed_since = now if self._failed_since is None else self._failed_since
@@ -196,7 +196,7 @@ class Heartbeat:
         return f"{self._name_of(0)}, which hosts the store, has been silent for {seconds:.0f} s{last}"
 
     def _end(self, text: str) -> None:
-        """Write why, and end this process, when every rank has had the time to write it too."""
+        """Write the reason, and end this process after every rank has had the time to write it too."""
         self.ending = True
         write_stderr(f"paramp: {text}; ending {self._name_of(self._rank)}, which was {self._tracker.record}\n")
         # A launcher ends all ranks when the first one ends.

@@ -1,8 +1,8 @@
-"""What the environment variables say: which launcher started this process, as which rank of how many, where to meet.
+"""The launcher, rank, world size and rendezvous address of this process, from environment variables.
 
-Launchers nest: ``srun torchrun ...``, ``mpirun`` inside an allocation of Slurm's. The innermost one made the ranks, so
-torchrun comes before MPI, and MPI before Slurm. Variables of torchrun's that were set by hand count as torchrun's, and
-have to agree with the launcher that is really there.
+Launchers nest: ``srun torchrun ...``, or ``mpirun`` inside a Slurm allocation. The innermost one made the ranks, so
+torchrun comes before MPI, and MPI before Slurm. Torchrun's variables may also be set by hand; they then have to agree
+with those of the launcher that started the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..base.errors import LaunchError
 
 @dataclass(frozen=True)
 class LauncherRank:
-    """One process of a world, as its launcher numbers it: ``torchrun``, ``mpi`` or ``slurm``."""
+    """The rank that a launcher (``torchrun``, ``mpi`` or ``slurm``) gave this process."""
 
     launcher: str
     rank: int
     world_size: int
     local_rank: int
     host: str | None = None
-    """Where rank 0 or the launcher's own agent listens; None: still to be agreed on."""
+    """The address at which rank 0 or the launcher's agent listens; None: not agreed on yet."""
     port: int | None = None
 
     def __str__(self) -> str:
@@ -39,10 +39,9 @@ MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 
 def find_place() -> LauncherRank | None:
-    """This process's place by the innermost launcher whose variables are set; None where there is none.
+    """This process's rank by the innermost launcher whose variables are set; None if no launcher's are set.
 
-    Like the functions for one launcher, it raises a LaunchError where variables are incomplete, senseless or
-    contradict each other.
+    Like the functions for one launcher, it raises a LaunchError if variables are incomplete, invalid or contradictory.
     """
     torchrun = torchrun_place()
     if torchrun is not None and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -53,7 +52,7 @@ def find_place() -> LauncherRank | None:
         same = mpi is not None and slurm is not None and (mpi.rank, mpi.world_size) == (slurm.rank, slurm.world_size)
         return slurm if same or mpi is None else mpi
     for other in (mpi, slurm):
-        # A shell of Slurm's is a step of one task, in which one may start ranks by hand.
+        # An interactive Slurm shell is a step of one task, in which a user may start ranks by hand.
         if other is not None and other.world_size > 1 and str(other) != str(torchrun):
             raise LaunchError(
                 f"launch: RANK and WORLD_SIZE say {torchrun}, but {_variables_of(other)} say {other}; "
@@ -70,7 +69,7 @@ def _variables_of(place: LauncherRank) -> str:
 
 
 def rank_by_any_variable() -> int:
-    """This process's rank as far as one variable gives it, for messages before all of them have been checked."""
+    """This process's rank from the first valid variable, for messages before all variables have been checked."""
     for name in ("RANK", OPEN_MPI_VARIABLES[0], MPICH_VARIABLES[0], "SLURM_PROCID"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -78,8 +77,8 @@ def rank_by_any_variable() -> int:
 
 
 def torchrun_place() -> LauncherRank | None:
-    """The place that torchrun's variables name; None where none of them is set."""
-    # MASTER_ADDR and MASTER_PORT are often exported in a shell profile; alone they start nothing.
+    """The rank that torchrun's variables give; None if none of them is set."""
+    # MASTER_ADDR and MASTER_PORT are often exported in a shell profile, so they do not count alone.
     present = _present(TORCHRUN_VARIABLES)
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(present):
         return None
@@ -91,13 +90,13 @@ def torchrun_place() -> LauncherRank | None:
 
 
 def mpi_place() -> LauncherRank | None:
-    """The place that mpirun's variables name, Open MPI's or MPICH's; None where none is set."""
+    """The rank that mpirun's variables give, Open MPI's or MPICH's; None if none of them is set."""
     for names in (OPEN_MPI_VARIABLES, MPICH_VARIABLES):
         present = _present(names)
         if not set(names[:2]) & set(present):
             continue
         if names[2] not in present and set(names[:2]) <= set(present):
-            present[names[2]] = "0"  # not every version of MPICH sets it; MPI itself gives it later
+            present[names[2]] = "0"  # not every version of MPICH sets it; replaced when MPI has started
         _check_complete(present, [name for name in names if name not in present], "mpirun -n N")
         rank, world_size, local_rank = (_number(name, present[name]) for name in names)
         _check_rank(names[0], rank, names[1], world_size)
@@ -108,14 +107,14 @@ def mpi_place() -> LauncherRank | None:
 SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 FIRST_PORT, NUM_PORTS = 20000, 12000
-"""Ports that jobs of Slurm's meet at: below those that systems hand out by themselves."""
+"""The rendezvous ports of Slurm jobs: below the ports that systems assign automatically."""
 
 
 def slurm_place(host: str | None = None, port: int | None = None) -> LauncherRank | None:
-    """The place of a task that ``srun`` started; None outside, and in a batch script itself, which is no task.
+    """The rank of a task that ``srun`` started; None outside of Slurm, and in the batch script, which is not a task.
 
-    Rank 0 listens at ``host`` and ``port``; None: ``MASTER_ADDR`` and ``MASTER_PORT`` where set, else the first machine
-    of the step and a port that follows from the job's number.
+    Rank 0 listens at ``host`` and ``port``; None: ``MASTER_ADDR`` and ``MASTER_PORT`` if set, else the first machine
+    of the step and a port computed from the job's number.
     """
     present = _present(("SLURM_PROCID", "SLURM_LOCALID"))
     in_step = any(os.environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"))
@@ -137,7 +136,7 @@ def slurm_place(host: str | None = None, port: int | None = None) -> LauncherRan
 
 
 def _job_number() -> int:
-    """Another one for each job and for each of its first 64 steps, as far as there are ports."""
+    """A number that differs between jobs, and between the first 64 steps of a job."""
     texts = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in texts)
     return job * 64 + step % 64

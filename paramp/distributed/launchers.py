@@ -1,6 +1,6 @@
-"""How processes find each other: under torchrun, MPI or Slurm, alone, or with a rank and an address given.
+"""Launch functions: under torchrun, MPI or Slurm, as a single process, or with a given rank and address.
 
-Each function here ends in a :class:`~paramp.distributed.context.ParallelContext`. All checks happen before the first
+Each function returns a :class:`~paramp.distributed.context.ParallelContext`. All checks happen before the first
 process group is made, so a mistake is an error on every rank and never a hang.
 """
 
@@ -39,13 +39,13 @@ def launch_from_torch(
 
     Args:
         config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL where every rank has a GPU of its own, else gloo.
-        device: None: the local rank's GPU, a shared one where there are fewer GPUs than local ranks, else the CPU.
+        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo.
+        device: None: the local rank's GPU (shared if there are fewer GPUs than local ranks), or the CPU without GPUs.
         seed: a value other than the default replaces the configuration's ``seed``.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not find each other.
+        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not reach each other.
     """
     return _join(load(config), torchrun_place(), backend, device, seed)
 
@@ -59,16 +59,16 @@ def launch_from_slurm(
     device: torch.device | str | None = None,
     seed: int = DEFAULT_SEED,
 ) -> ParallelContext:
-    """Join the tasks that ``srun`` started; outside of a step of Slurm's, a world of one.
+    """Join the tasks that ``srun`` started; outside of a Slurm step, a world of one.
 
     Args:
-        host: the machine of task 0. None: ``MASTER_ADDR`` where set, else the first machine of the step.
-        port: where task 0 listens. None: ``MASTER_PORT`` where set, else one from 20000 to 31999 that follows from the
-            job's and the step's numbers.
+        host: the machine of task 0. None: ``MASTER_ADDR`` if set, else the first machine of the step.
+        port: the port of task 0. None: ``MASTER_PORT`` if set, else one from 20000 to 31999, computed from the job's
+            and the step's numbers.
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
-        ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is taken.
+        ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is in use.
     """
     return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
 
@@ -84,30 +84,30 @@ def launch_from_openmpi(
 ) -> ParallelContext:
     """Join the processes that ``mpirun`` started, Open MPI's or MPICH's; outside of it, a world of one.
 
-    mpi4py numbers the ranks and lets them agree on where to meet: rank 0 finds a free port and broadcasts it with its
-    addresses; each other rank takes the first at which it reaches rank 0.
+    mpi4py numbers the ranks. Over MPI, rank 0 broadcasts a free port and its addresses; each other rank uses the first
+    address at which it reaches rank 0.
 
     Args:
-        host: the name or address at which all machines reach rank 0's. None: found.
-        port: where rank 0 listens. None: one that is free.
+        host: the name or address at which all machines reach rank 0's. None: found automatically.
+        port: the port of rank 0. None: a free one.
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or mpi4py is missing or belongs to another MPI, the port
-            is taken, or a rank does not reach rank 0.
+            is in use, or a rank does not reach rank 0.
     """
     settings, place, store = load(config), mpi_place(), None
     _check_port(port)
     if place is not None:
-        settings.parallel.data_size(place.world_size)  # complain before MPI starts
+        settings.parallel.data_size(place.world_size)  # raise before MPI starts
         place, store = meet_by_mpi(place, host, port)
     return _join(settings, place, backend, device, seed, store)
 
 
 def launch_from_environment(config: ConfigSource = None, **options: Any) -> ParallelContext:
-    """Join by whichever launcher started this process: torchrun, mpirun or srun; with none, a world of one.
+    """Join the processes of the launcher that started this one: torchrun, mpirun or srun; without one, a world of one.
 
-    Takes and raises what :func:`launch_from_torch` does, and raises what the launcher's own function does.
+    Takes the options of :func:`launch_from_torch`; raises what it and the launcher's function raise.
     """
     place = find_place()
     functions = {"torchrun": launch_from_torch, "mpi": launch_from_openmpi, "slurm": launch_from_slurm}
@@ -128,15 +128,15 @@ def launch(
 ) -> ParallelContext:
     """Join ``world_size`` processes at ``host:port``, where rank 0 listens.
 
-    Over torch's ``fake`` process group, made beforehand, nobody is waited for: this process is the only rank of its
-    world that runs, to see what it would hold.
+    If torch's ``fake`` process group is already initialised, no rank is waited for: this process is the only rank of
+    its world that runs, for example to measure the memory of one rank.
 
     Args:
-        local_rank: this process among those of its machine; it picks the GPU. None: ``rank`` modulo the GPUs.
+        local_rank: the rank of this process on its machine; it selects the GPU. None: ``rank`` modulo the GPUs.
         config, backend, device, seed: as for :func:`launch_from_torch`.
 
     Raises:
-        ConfigError, LaunchError: as :func:`launch_from_torch`; or an impossible rank or port, or the port is taken.
+        ConfigError, LaunchError: as :func:`launch_from_torch`; or an invalid rank or port, or the port is in use.
     """
     settings = load(config)
     if not 0 <= rank < world_size:
@@ -161,12 +161,12 @@ def _join(
     seed: int,
     store: Store | None = None,
 ) -> ParallelContext:
-    """Meet the other ranks of ``place``'s world, in ``store`` if they have met, and make the context."""
+    """Rendezvous with the other ranks of ``place``'s world, through ``store`` if given, and make the context."""
     place = place or LauncherRank("none", rank=0, world_size=1, local_rank=0)
     rank, world_size = place.rank, place.world_size
     if seed != DEFAULT_SEED:
         config = replace(config, seed=seed)
-    config.parallel.data_size(world_size)  # complain before anything waits
+    config.parallel.data_size(world_size)  # raise before any rank waits for another
     device = _set_device(device, place.local_rank)
     owns_world = not dist.is_initialized()
     if not owns_world:
@@ -175,7 +175,7 @@ def _join(
     elif store is None:
         store = _shared_store(place)
     heartbeat = None
-    if owns_world or dist.get_backend() != "fake":  # of a fake process group's ranks, which plan, only this one runs
+    if owns_world or dist.get_backend() != "fake":  # with a fake process group only this rank runs
         store = meet(store, rank, world_size)
         heartbeat = _make_heartbeat(config, store, place) if owns_world else None
         _agree_on_config(store, config, rank, world_size)
@@ -190,8 +190,8 @@ def _join(
 def _check_world(place: LauncherRank) -> None:
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
         raise LaunchError(
-            f"launch: torch.distributed already runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"but the launcher says {place}; destroy the old process group first"
+            f"launch: torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"but the launcher gave {place}; destroy the old process group first"
         )
 
 
@@ -211,7 +211,7 @@ def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartb
 
 
 _stores: dict[tuple[str, int, int], TCPStore] = {}
-"""Kept until the process ends: a later launch meets in the same place."""
+"""Kept until the process ends: a later launch uses the same store."""
 
 
 def _shared_store(place: LauncherRank) -> Store:
@@ -238,7 +238,7 @@ OWN_SETTINGS = (
 
 
 def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
-    """Complain on every rank if the ranks were configured differently, which would train wrongly or hang."""
+    """Raise on every rank if the ranks' configurations differ, which would train wrongly or hang."""
     settings = {
         key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
     }
@@ -253,7 +253,7 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
-    """NCCL if every rank of the world has a GPU of its own, else gloo; the same answer on every rank."""
+    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank."""
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"

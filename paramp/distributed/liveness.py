@@ -1,4 +1,4 @@
-"""What each rank's program is doing, which ranks are alive and which make progress, from the beats that they send."""
+"""The phase of each rank, which ranks are alive and which make progress, from the beats that they send."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ProgressRecord(NamedTuple):
     phase: str
     """``setup``, ``data``, ``forward``, ``loss``, ``backward``, ``step``, ``evaluation``, ``checkpoint``, ..."""
     inside: bool = True
-    """False: that phase has ended, and no other has begun."""
+    """False: the phase has ended, and no other has begun."""
     stage: int | None = None
     microbatch: int | None = None
     step: int = 1
-    """Which call of the engine's ``step``."""
+    """The number of the engine's ``step`` call."""
 
     def __str__(self) -> str:
         preposition = "in" if self.inside else "after"
@@ -31,16 +31,16 @@ class ProgressRecord(NamedTuple):
 
 
 SETUP = ProgressRecord("setup")
-"""Before the first phase that the program enters."""
+"""The record before the program enters its first phase."""
 
 
 class PhaseTracker:
-    """Where this rank's main thread is. Other threads read it without a lock: each change is one assignment."""
+    """The phase of this rank's main thread. Other threads read it without a lock: each change is one assignment."""
 
     def __init__(self) -> None:
         self.record = SETUP
-        self.step = 1  # the engine's step that is under way
-        self.num_done = 0  # phases that have ended in it
+        self.step = 1  # the engine's current step
+        self.num_done = 0  # phases that have ended in this step
 
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> PhaseContext:
         """A context in which this rank is in the phase ``kind``."""
@@ -48,7 +48,7 @@ class PhaseTracker:
 
 
 class PhaseContext:
-    """The context of :meth:`PhaseTracker.span`. Not a generator, which would take twice as long."""
+    """The context of :meth:`PhaseTracker.span`. A class, because a generator would take twice as long."""
 
     __slots__ = ("_before", "_record", "_tracker")
 
@@ -72,15 +72,15 @@ class PhaseContext:
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank reports of itself."""
+    """The status that one rank reports."""
 
     number: int = 0
-    """Of its beats; grows as long as the rank is alive."""
+    """The number of the beat; it grows as long as the rank is alive."""
     record: ProgressRecord = SETUP
     num_done: int = 0
     """Phases that have ended in this step."""
     gone: bool = False
-    """It has left, and is no longer expected."""
+    """True: the rank has left, and no more beats are expected."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -92,10 +92,10 @@ class Beat:
 
 
 class LivenessMonitor:
-    """When each rank last sent a new beat, and when any of them last made progress, on this rank's clock.
+    """The times, on this rank's clock, of each rank's last new beat and of the last progress of any rank.
 
-    The clock stands still while this rank itself does: a job that was stopped and goes on would otherwise find that
-    all others have been silent.
+    The clock stops while this rank is stopped: after a job was stopped and continued, each rank would otherwise find
+    all others silent.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -106,7 +106,7 @@ class LivenessMonitor:
         self._progressed = 0.0
 
     def update(self, beats: Mapping[int, Beat], now: float) -> None:
-        """Take in the ``beats`` of all ranks that are expected, read at the time ``now`` (seconds)."""
+        """Record the ``beats`` of all expected ranks, read at the time ``now`` (seconds)."""
         if self._updated is not None:
             self._now += min(now - self._updated, self._timeout / 2)
         self._updated = now
@@ -119,9 +119,9 @@ class LivenessMonitor:
         self._last = {rank: last for rank, last in self._last.items() if rank in beats}
 
     def silent(self, tolerance: float = 0.0) -> dict[int, tuple[float, Beat]]:
-        """The ranks that have been silent for the time-out: for how many seconds, and their last beat.
+        """The ranks that have been silent for the time-out, each with the seconds of silence and its last beat.
 
-        Once there is one, those that fell silent at most ``tolerance`` seconds later count too.
+        If there is one, ranks that became silent at most ``tolerance`` seconds later count too.
         """
         silence = {rank: (self._now - since, beat) for rank, (since, beat) in self._last.items()}
         if not any(seconds > self._timeout for seconds, _ in silence.values()):
@@ -129,10 +129,10 @@ class LivenessMonitor:
         return {rank: found for rank, found in silence.items() if found[0] > self._timeout - tolerance}
 
     def stuck(self, patience: float = float("inf")) -> dict[int, Beat]:
-        """Every rank's last beat if none made progress for the time-out; then nothing until it has passed again.
+        """Every rank's last beat if no rank made progress for the time-out; after that, empty until it passes again.
 
-        Ranks that never began are not stuck: their program does not report its phases. A beat is overdue after
-        ``patience`` seconds; such a rank may prove silent, which explains the rest.
+        A job that never began a phase is not stuck: its program does not report phases. Empty also while a beat is
+        more than ``patience`` seconds old: that rank may be silent, which is then the cause.
         """
         beats = {rank: beat for rank, (_, beat) in self._last.items()}
         begun = any(beat.record != SETUP for beat in beats.values())
@@ -144,7 +144,7 @@ class LivenessMonitor:
 
 
 def describe_stuck(beats: Mapping[int, Beat], seconds: float) -> str:
-    """The table of where each rank is, when none makes progress."""
+    """A table of the phase of each rank, for a job without progress."""
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for rank, beat in beats.items():
         ranks_at[str(beat.record)].append(rank)

@@ -1,4 +1,4 @@
-"""The ranks of one machine as processes: starting them where no launcher did, and reporting a mistake once."""
+"""A launcher for the ranks of one machine, and the check that prints a mistake of all ranks only once."""
 
 import contextlib
 import os
@@ -17,16 +17,16 @@ from .rendezvous import host_store
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
 SECONDS_TO_SAVE = 30.0
-"""That ranks get to save a checkpoint after they were asked to stop; as long as torchrun gives them."""
+"""The time that ranks have to save a checkpoint after SIGTERM; as long as torchrun gives them."""
 
 
 def start_processes(command: Sequence[str], num_processes: int) -> int:
-    """Run ``command`` once a rank on this machine, with torchrun's variables set; the exit code of the first failure.
+    """Run ``command`` once per rank on this machine, with torchrun's variables set; the exit code of the first failure.
 
-    When one rank fails, the others get a moment to end by themselves and are then terminated. Signals that ask this
-    process to stop are passed on.
+    When one rank fails, the others have 5 s to end before they are terminated. SIGINT and SIGTERM stop the ranks with
+    SIGTERM.
     """
-    # Hosted here, the store outlives every rank, so that the last of them can still ask which failed first.
+    # Hosted here, the store outlives every rank, so that the last of them can still read which failed first.
     store = host_store(0)
     environment = _shared_environment(store.port, num_processes)
     processes = [
@@ -48,7 +48,7 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
 
 
 def _shared_environment(port: int, num_processes: int) -> dict[str, str]:
-    """This process's environment with the variables that torchrun sets alike on every rank."""
+    """This process's environment and the variables that torchrun sets to the same value on every rank."""
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return inherited | {
@@ -63,7 +63,7 @@ def _shared_environment(port: int, num_processes: int) -> dict[str, str]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others had a moment to end; the exit code."""
+    """Wait until all have ended, or one has failed and the others had 5 s to end; the exit code."""
     while True:
         codes = [process.poll() for process in processes]
         failed = next(filter(None, codes), None)
@@ -76,7 +76,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:
-    """Wait ``grace`` seconds for ``processes``, then ask them to stop, then, after ``to_stop`` seconds, make them."""
+    """Wait ``grace`` seconds for ``processes``, then send SIGTERM, and after ``to_stop`` more seconds SIGKILL."""
     for ask, patience in ((None, grace), (signal.SIGTERM, to_stop), (signal.SIGKILL, 5.0)):
         alive = [process for process in processes if process.poll() is None]
         if ask is not None:
@@ -89,10 +89,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_st
 
 
 def reported_by_rank_0(message: str, rank: int) -> bool:
-    """Whether ``message`` need not be printed by this rank, because another of this machine has printed it.
+    """Whether rank 0 of this machine has printed ``message``, so that this rank need not.
 
-    Before the ranks have met, each finds a mistake alone, mostly the same one. Rank 0 prints it and writes it to a
-    file; the others wait for that, unless the launcher ends them before, and print only what differs from it.
+    Before the ranks are connected, each finds a mistake alone, mostly the same one. Rank 0 prints it and writes it to a
+    file; the others wait for that file, unless the launcher ends them earlier, and print only a different message.
     """
     file_of_rank_0 = Path(tempfile.gettempdir(), f"paramp-{os.getuid()}")
     content = f"{os.getppid()} {message}"
@@ -104,6 +104,6 @@ def reported_by_rank_0(message: str, rank: int) -> bool:
                 return True
         with open(os.open(file_of_rank_0, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(content)
-    except OSError:  # then it is printed more than once
+    except OSError:  # then the message is printed more than once
         pass
     return False

@@ -1,4 +1,4 @@
-"""How ranks that ``mpirun`` started agree, by MPI, on the store at which they meet."""
+"""Rendezvous of ranks that ``mpirun`` started: they agree on a store over MPI."""
 
 import secrets
 import sys
@@ -16,7 +16,7 @@ _met: tuple[LauncherRank, TCPStore] | None = None
 
 
 def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tuple[LauncherRank, Store]:
-    """The place that MPI gives this process, and a store that all ranks share; see ``launch_from_openmpi``."""
+    """The rank that MPI gives this process, and a store that all ranks share; see ``launch_from_openmpi``."""
     global _met
     if _met is not None:
         return _met
@@ -26,7 +26,7 @@ def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tupl
     if world.size != place.world_size:
         raise LaunchError(
             f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
-            f"{mpi.Get_library_version().splitlines()[0]!r}; start with that one's mpirun"
+            f"{mpi.Get_library_version().splitlines()[0]!r}; start with the mpirun of that MPI"
         )
     machine = world.Split_type(mpi.COMM_TYPE_SHARED)
     one_machine = world.allreduce(machine.size, mpi.MIN) == world.size
@@ -42,24 +42,24 @@ def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tupl
 
 
 def _import_mpi(place: LauncherRank, ours: bool) -> Any:
-    """The module ``mpi4py.MPI``; importing it starts MPI. ``ours``: nobody has imported it yet."""
+    """The module ``mpi4py.MPI``; importing it starts MPI. ``ours``: the program has not imported it yet."""
     try:
         import mpi4py
 
         if ours:
-            # MPI's own end waits for all ranks, also for those that wait for one that has failed.
+            # MPI's finalize at exit waits for all ranks, and would hang after one of them has failed.
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
-            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and an MPI that it finds'
+            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and install an MPI library'
         ) from None
     return MPI
 
 
 def _share_store(world: Any, hosts: list[str] | None, port: int) -> tuple[str, TCPStore]:
-    """The store that rank 0 of ``world`` hosts, and the one of ``hosts`` (None: any) at which this rank reaches it."""
+    """The host of ``hosts`` (None: any) at which this rank reaches rank 0 of ``world``, and the store it hosts."""
     problem, store, meeting = None, None, None
     if world.rank == 0:
         try:
@@ -69,15 +69,15 @@ def _share_store(world: Any, hosts: list[str] | None, port: int) -> tuple[str, T
             meeting = (own_hosts() if hosts is None else hosts, store.port, password)
         except LaunchError as error:
             problem = error
-    # Rank 0 sends its error too: the others would wait for it otherwise.
+    # Rank 0 broadcasts its error too: otherwise the others would wait.
     meeting, reason = world.bcast((meeting, None if problem is None else str(problem)), root=0)
     if reason is not None:
         raise problem or LaunchError(reason)
     hosts, port, password = meeting
     if not hosts:
         raise LaunchError(
-            "launch: the machine of rank 0 has no address but loopback, and there are several machines; "
-            "pass launch_from_openmpi the host at which they reach it"
+            "launch: there are several machines, but rank 0's machine has only loopback addresses; "
+            "pass launch_from_openmpi the host at which the others reach it"
         )
     if store is not None:
         return hosts[0], store

@@ -1,8 +1,8 @@
-"""How ranks reach each other: the store at which they meet, and the network interface that gloo takes.
+"""Rendezvous: the store through which ranks find each other, and the network interface for gloo.
 
-gloo listens on the address that the machine's own name resolves to. Where that is loopback, as on Debian
-(``127.0.1.1``), or where the name does not resolve, other machines cannot reach it. :func:`choose_interface` picks the
-interface on the way to the other ranks instead. On one machine nothing has to be chosen.
+gloo listens on the address that the machine's own name resolves to. If that is loopback, as on Debian
+(``127.0.1.1``), or if the name does not resolve, other machines cannot reach it. :func:`choose_interface` selects the
+interface on the route to the other ranks instead. On one machine nothing has to be selected.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ PASSWORD = "paramp/password"
 
 
 def launch_timeout() -> timedelta:
-    """How long ranks wait for each other at the start: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds."""
+    """How long ranks wait for each other at launch: five minutes, or ``PARAMP_LAUNCH_TIMEOUT`` seconds."""
     text = os.environ.get("PARAMP_LAUNCH_TIMEOUT") or "300"
     try:
         timeout = timedelta(seconds=float(text))
@@ -42,37 +42,37 @@ def launch_timeout() -> timedelta:
 
 
 def host_store(port: int) -> TCPStore:
-    """Listen on ``port`` of every address of this machine, 0: a free one. Raises LaunchError if it is taken."""
+    """Listen on ``port`` (0: a free one) of every address of this machine. Raises LaunchError if it is in use."""
     try:
         return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=launch_timeout())
     except (DistError, RuntimeError) as error:
         raise LaunchError(
-            f"launch: cannot listen on port {port} of {socket.gethostname()}, probably because another program does; "
+            f"launch: cannot listen on port {port} of {socket.gethostname()}, probably because it is in use; "
             f"choose another port, such as {free_port()}"
         ) from error
 
 
 def join_store(host: str, port: int) -> TCPStore:
-    """Connect to the store that listens at ``host:port``. Raises LaunchError if nobody answers in time."""
+    """Connect to the store that listens at ``host:port``. Raises LaunchError if it does not answer in time."""
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise LaunchError(
-            f"launch: {socket.gethostname()} does not know the host {host!r} ({error.strerror}); "
-            "give the name or address at which all machines reach rank 0's"
+            f"launch: {socket.gethostname()} cannot resolve the host {host!r} ({error.strerror}); "
+            "pass the name or address at which all machines reach rank 0's"
         ) from None
     timeout = launch_timeout()
     try:
         return _connect(host, port, timeout)
     except (DistError, RuntimeError, TimeoutError) as error:
         raise LaunchError(
-            f"launch: no rank 0 answered at {host}:{port} within {timeout.total_seconds():g} s; is it running there, "
-            f"and does a firewall let {socket.gethostname()} through? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+            f"launch: no rank 0 answered at {host}:{port} within {timeout.total_seconds():g} s; check that it runs "
+            f"there and that no firewall blocks {socket.gethostname()}, or raise PARAMP_LAUNCH_TIMEOUT (seconds)"
         ) from error
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store at ``host:port``. In a thread, because torch waits forever if what listens there does not answer."""
+    """The store at ``host:port``. In a thread, because torch waits forever if another program listens there."""
     outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
 
     def connect() -> None:
@@ -92,10 +92,10 @@ def _connect(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, TCPStore]:
-    """The first of ``hosts`` at which the store that knows ``password`` listens, and that store.
+    """The first of ``hosts`` at which a store with ``password`` listens, and that store.
 
-    Several machines may have the same address, of a container bridge for one; the password identifies the right one.
-    Raises LaunchError if none of them answers.
+    Several machines may have the same address, for example of a container bridge; the password identifies the right
+    one. Raises LaunchError if none of them answers.
     """
     deadline = time.monotonic() + launch_timeout().total_seconds()
     patience = min(launch_timeout(), timedelta(seconds=10))
@@ -109,21 +109,21 @@ def find_store(hosts: Sequence[str], port: int, password: bytes) -> tuple[str, T
                     return host, store
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"launch: rank 0 listens on port {port} of {', '.join(hosts)}, but {socket.gethostname()} reaches none "
-                "of them; pass launch_from_openmpi the host at which all machines reach it"
+                f"launch: rank 0 listens on port {port} of {', '.join(hosts)}, but {socket.gethostname()} cannot reach "
+                "any of them; pass launch_from_openmpi the host at which all machines reach rank 0"
             )
         time.sleep(0.2)
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now, and that the system gives to no connection in the meantime.
+    """A free TCP port that the system will not assign to an outgoing connection before it is used.
 
-    The system takes the ports of outgoing connections, of which a job makes hundreds, from one range; this port is
-    taken from outside it where that range is known (Linux).
+    The system assigns the ports of outgoing connections, of which a job makes hundreds, from one range; if that range
+    is known (Linux), this port is outside of it.
     """
     first, last = _ports_of_connections()
     ports = [*range(4096, first), *range(last + 1, 65536)]
-    for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:  # 0: whatever the system gives
+    for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:  # 0: the system chooses
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return int(probe.getsockname()[1])
@@ -131,7 +131,7 @@ def free_port() -> int:
 
 
 def _ports_of_connections() -> tuple[int, int]:
-    """The first and last port that the system takes for connections; all where that is not known."""
+    """The first and last port that the system assigns to connections; all ports if the range is not known."""
     try:
         first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):
@@ -140,7 +140,7 @@ def _ports_of_connections() -> tuple[int, int]:
 
 
 def own_hosts() -> list[str]:
-    """The addresses at which other machines may reach this one, and its name; none of them loopback."""
+    """The addresses, except loopback, at which other machines may reach this one, and its host name."""
     addresses = [address for _, address in _interfaces()]
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -152,10 +152,10 @@ def own_hosts() -> list[str]:
 def meet(store: Store, rank: int, world_size: int) -> Store:
     """A part of ``store`` that only this world's ranks share.
 
-    A launcher's store outlives the processes that it restarts, and what they left there must not be taken for this
-    world's. So each rank posts a token of its own. Rank 0 publishes the tokens that it finds, under a new name each
-    time that one has changed, until every rank has answered that its own is among them. Raises LaunchError if a rank
-    does not come in time.
+    A launcher's store outlives the processes that it restarts, and their entries must not be taken for this world's.
+    So each rank writes a random token. Rank 0 publishes the tokens that it finds, under a new name each time one has
+    changed, until every rank has confirmed that its token is among them. Raises LaunchError if a rank does not join
+    in time.
     """
     place, mine = next(_meetings), secrets.token_hex(8)
     here, call = f"paramp/{place}/here", f"paramp/{place}/call"
@@ -181,8 +181,8 @@ def meet(store: Store, rank: int, world_size: int) -> Store:
         if time.monotonic() > deadline:
             missing = [other for other in range(1, world_size) if not answers[other - 1]] if rank == 0 else [0]
             raise LaunchError(
-                f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not come within "
-                f"{launch_timeout().total_seconds():g} s; did they start? PARAMP_LAUNCH_TIMEOUT sets the seconds"
+                f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not join within "
+                f"{launch_timeout().total_seconds():g} s; check that they started, or raise PARAMP_LAUNCH_TIMEOUT"
             )
         time.sleep(0.005)
 
@@ -191,7 +191,7 @@ _meetings = itertools.count()
 
 
 def _look(store: Store, key: str) -> str:
-    """What is at ``key``, empty if there is nothing yet."""
+    """The value at ``key``, empty if the key does not exist yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -204,15 +204,15 @@ def exchange(store: Store, name: str, value: str, rank: int, world_size: int) ->
             values.append(store.get(f"{name}/{other}").decode())
         except (DistError, RuntimeError) as error:
             raise LaunchError(
-                f"launch: rank {other} was lost before the ranks had agreed on the {name}; look for its own message"
+                f"launch: rank {other} was lost before the ranks had agreed on the {name}; see its error message"
             ) from error
     return values
 
 
 def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:
-    """Have gloo listen where the other machines' ranks reach this one; nothing if all ranks share a machine.
+    """Make gloo listen where the ranks of other machines reach this one; no action if all ranks share a machine.
 
-    Sets ``GLOO_SOCKET_IFNAME``, unless the user has. Every rank calls it, with the ``host`` at which it met the others.
+    Sets ``GLOO_SOCKET_IFNAME``, unless it is set. Every rank calls it with the ``host`` at which it reached the store.
     """
     mine = _route_to(host)
     others = exchange(store, "address", mine, rank, world_size)
@@ -227,7 +227,7 @@ def choose_interface(store: Store, host: str, rank: int, world_size: int) -> Non
 
 
 def _route_to(host: str) -> str:
-    """This machine's own address on the way to ``host``, loopback if there is none; nothing is sent."""
+    """This machine's address on the route to ``host``, loopback if there is none; nothing is sent."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -242,7 +242,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Names and addresses of this machine's network interfaces that are up, as Linux lists them; elsewhere none."""
+    """Names and addresses of this machine's network interfaces that are up; empty on systems other than Linux."""
     found: list[tuple[str, str]] = []
     try:
         import fcntl
@@ -257,6 +257,6 @@ def _interfaces() -> list[tuple[str, str]]:
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
         for line in lines:
             digits, _, _, scope, _, name = line.split()
-            if scope == "00":  # global; a link-local address means nothing to another machine
+            if scope == "00":  # global; a link-local address is not valid on another machine
                 found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
     return found

@@ -1,11 +1,11 @@
-"""Random numbers that do not depend on the layout where they must not, and differ where they must.
+"""Random streams: the same parameters in every layout, and dropout masks that are equal or independent over ranks.
 
 Parameters: every tensor is drawn in full from a seed made of the run's seed and the parameter's name, then sharded, so
 that a model starts the same in every layout (:mod:`paramp.parallel.materialize` does this for models on ``meta``).
 
 Dropout: pipeline and data ranks draw from different streams (:class:`RandomStream`). Along the tensor axis an
-activation is either replicated, and then its mask must be equal on all ranks, or sharded, and then equal masks would be
-correlated: :func:`sharded_random` goes around the modules that work on shards (Shoeybi et al. 2019, section 3).
+activation is either replicated, and its mask must be equal on all ranks, or sharded, and the ranks' masks must be
+independent: :func:`sharded_random` wraps the modules that work on shards (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def derive_seed(*parts: object) -> int:
 
 
 class RandomStream:
-    """A stream of random numbers of its own: entered, it takes the place of torch's default one.
+    """A separate stream of random numbers. Inside this context it replaces torch's default stream.
 
-    A pipeline stage enters it for its forward. Outside, torch's default stream goes on as if nothing had been drawn,
+    A pipeline stage enters it for its forward. Outside, torch's default stream continues as if nothing had been drawn,
     equal on all ranks, so that shuffled data loaders of one model group agree.
     """
 
@@ -37,7 +37,7 @@ class RandomStream:
         with _forked(device):
             torch.manual_seed(seed)
             self.states = random_states(device)
-            """Where the stream stands, outside of it; setting them winds it there. Never changed in place."""
+            """The stream's generator states while it is not entered; they may be set. Never changed in place."""
 
     def __enter__(self) -> None:
         self._outer = random_states(self._device)
@@ -54,27 +54,27 @@ def _forked(device: torch.device) -> AbstractContextManager[None]:
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Where torch's default streams stand, that of the CPU and that of a GPU; no synchronisation."""
+    """The states of torch's default generators of the CPU and, on a GPU, of ``device``; no synchronisation."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
-    """Wind torch's default streams to where :func:`random_states` found them."""
+    """Restore torch's default generators to the states that :func:`random_states` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
-"""Rank and size of the tensor axis, and the device, of each open context; the latest one is in use."""
+"""Rank and size of the tensor axis, and the device, of each open context; the last one is in use."""
 
 
 @contextmanager
 def sharded_random() -> Iterator[None]:
-    """Inside, random numbers differ over the tensor axis. For code that drops out parts of a sharded activation.
+    """A context in which random numbers differ over the tensor axis, for dropout on a sharded activation.
 
-    The stream starts from a number drawn from the current one, so that activation checkpointing, which restores the
-    current one, draws the same mask again. Without a tensor axis nothing changes.
+    The stream's seed is drawn from the current stream, so that activation checkpointing, which restores the current
+    stream, draws the same mask again. Without a tensor axis nothing changes.
     """
     rank, size, device = TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu"))
     if size == 1:
@@ -91,14 +91,14 @@ def sharded_random() -> Iterator[None]:
 
 
 COMMON: list[Iterator[int]] = []
-"""For each :func:`sharded_random` that is entered, numbers that are equal over the tensor axis."""
+"""For each active :func:`sharded_random`, seeds that are equal over the tensor axis."""
 
 
 @contextmanager
 def replicated_random() -> Iterator[None]:
-    """Inside, within :func:`sharded_random`, random numbers are equal over the tensor axis again.
+    """A context within :func:`sharded_random` in which random numbers are equal over the tensor axis again.
 
-    For code that drops out parts of a replicated activation. Outside of :func:`sharded_random` nothing changes.
+    For dropout on a replicated activation. Outside of :func:`sharded_random` nothing changes.
     """
     if not COMMON:
         yield

@@ -1,13 +1,13 @@
 """A precision plugin for Lightning Fabric: ``Fabric(plugins=paramp.FabricPrecision("16-mixed"), ...)``.
 
-Fabric refuses ``precision="16-mixed"`` with ``ModelParallelStrategy``, because torch's ``GradScaler`` decides from the
-gradients of one rank whether to skip a step, and on the CPU. It asks a plugin's strategy no such question. This plugin
+Fabric does not support ``precision="16-mixed"`` on the CPU, nor with ``ModelParallelStrategy``, because torch's
+``GradScaler`` decides from the gradients of one rank whether to skip a step; plugins are not restricted. This plugin
 keeps Fabric's loop and computes as an :class:`~paramp.Engine` does: the mode's dtypes, norms and softmax that are the
 same on CPU and CUDA, fp16 products on CPUs without fp16, a :class:`~paramp.DistributedGradScaler` that all ranks share,
-and in every mode a step that is skipped everywhere where a gradient of any rank is not finite.
+and in every mode a step that all ranks skip if a gradient of any rank is not finite.
 
-Lightning takes half a minute to import, so it is imported when the first plugin is made: :class:`FabricPrecision` makes
-an instance of a subclass that is also Lightning's.
+Lightning takes half a minute to import, so it is imported when the first plugin is made: :class:`FabricPrecision`
+creates an instance of a subclass that also inherits from Lightning's class.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .shared_scale import SharedScale, device_types
 
 
 class FabricPrecision:
-    """A plugin for ``lightning.fabric.Fabric``; an instance of Lightning's ``Precision`` too.
+    """A plugin for ``lightning.fabric.Fabric``; also an instance of Lightning's ``Precision``.
 
     Every rank of the world trains one model: tensor-parallel (DTensor parameters, as ``ModelParallelStrategy`` makes
     them, or made before ``fabric.setup``), data-parallel, or both. Several models and optimizers share one loss scale,
-    which moves when the next backward begins, so that all of them are unscaled with the scale of their backward.
+    which is updated when the next backward begins, so that all of them are unscaled with the scale of their backward.
 
     Args:
-        precision: what :meth:`Precision.parse` takes. Not the modes with fp32 masters, which Fabric's optimizers know
-            nothing of, nor those with float8 layers.
+        precision: a value that :meth:`Precision.parse` accepts, except modes with fp32 masters, which Fabric's
+            optimizers do not support, and modes with float8 layers.
         emulate_fp16: compute fp16 products on the CPU in fp32 and round them. None: on CPUs without fp16 arithmetic.
         group: the ranks that decide together whether to step. None: the whole world.
 
     Raises:
-        ConfigError: the mode is unknown or not one for Fabric, or lightning is not installed.
+        ConfigError: the mode is unknown or not supported in Fabric, or lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FabricPrecision:
@@ -64,24 +64,24 @@ class FabricPrecision:
     ) -> None:
         self.mode = Precision.parse(precision)
         self.precision = self.mode.name
-        """The name that Lightning asks for."""
+        """The attribute that Lightning reads."""
         _check_mode(self.mode)
         self._emulate = emulate_fp16
         self._models: WeakSet[nn.Module] = WeakSet()
         self._scale = SharedScale(self.mode, self._models, group)
         if not self.mode.autocast and self.mode.scaling is None:
-            # Fabric looks whether its own method is overridden, and if so refuses a plain loss.backward(), which is
-            # as good here but for the speed of fp16 products on CPUs.
+            # If the method is overridden, Fabric rejects a plain loss.backward(), which is correct here, only slower
+            # with fp16 products on CPUs.
             own = functools.partial(self.backward)
             self.backward = functools.update_wrapper(own, super().backward)  # type: ignore[method-assign,misc]
 
     def __reduce__(self) -> Any:
-        """For strategies that start processes and send the plugin to them, before anything was set up."""
+        """Pickle for strategies that start processes and send the plugin to them, before anything was set up."""
         return functools.partial(FabricPrecision, emulate_fp16=self._emulate), (self.mode,)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Store the weights in the mode's dtype. In place, as the optimizer may have the parameters already."""
-        replaced: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # the new one of a buffer that is shared
+        """Store the weights in the mode's dtype, in place, because the optimizer may have the parameters already."""
+        replaced: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # so that shared buffers stay shared
         for child in module.modules():
             buffers = child.named_buffers(recurse=False, remove_duplicate=False)
             for name, tensor in (*child.named_parameters(recurse=False), *buffers):
@@ -109,7 +109,7 @@ class FabricPrecision:
         return default_dtype(self.mode.weights)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What the mode computes in, on the devices of the models that were set up."""
+        """A context in which the mode computes, on the devices of the models that were set up."""
         return self._computing(autocast=True)
 
     @contextmanager
@@ -120,29 +120,29 @@ class FabricPrecision:
             yield
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in the compute dtype; in ``32-true``, as in Fabric, they stay as they are."""
+        """Cast floating-point tensors to the compute dtype; in ``32-true``, as in Fabric, they are not changed."""
         if self.mode.compute is torch.float32:
             return data
         return _map_tensors(to_compute, data, self.mode)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in fp32 at least."""
+        """Cast floating-point tensors to fp32 at least."""
         return _map_tensors(to_outputs, data, self.mode)
 
     @property
     def scaler(self) -> DistributedGradScaler:
-        """What scales the losses and decides about steps. In modes that do not scale, its scale stays 1."""
+        """The scaler of the losses, which decides if steps are skipped. Without loss scaling its scale is 1."""
         return self._scale.scaler
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; reading it costs a device synchronisation."""
+        """The factor for the next loss; reading it synchronises with the device."""
         self._scale.update()
         return self.scaler.get_scale()
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped so far because a gradient was not finite on some rank."""
+        """The number of steps that were skipped because a gradient was not finite on some rank."""
         return self._scale.num_skipped
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -155,11 +155,11 @@ class FabricPrecision:
         """Step ``optimizer``, on every rank or on none. A ``closure`` is called once, before.
 
         Raises:
-            ConfigError: ``optimizer`` evaluates its closure many times a step (LBFGS).
+            ConfigError: ``optimizer`` evaluates its closure many times per step (LBFGS).
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "optimizer: LBFGS evaluates the model many times a step, of which none could be skipped; use another"
+                "optimizer: LBFGS evaluates the model many times per step, so it cannot skip a step; use another one"
             )
         closure = kwargs.pop("closure", None)
         if closure is None:
@@ -174,21 +174,21 @@ class FabricPrecision:
         self._scale.unscale(optimizer)
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """What ``fabric.clip_gradients`` passes to torch: one tensor whose gradient stands for the whole model's."""
+        """The parameters that ``fabric.clip_gradients`` clips: one, whose gradient represents the whole model's."""
         yield logical_parameter(optimizer, device_types(self._models)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty in modes that do not scale. Save it as ``{"precision": plugin}``."""
+        """The scaler's state; empty without loss scaling. Save it as ``{"precision": plugin}``."""
         return self._scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, or ``state_dict`` of torch's ``GradScaler``."""
+        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
         self._scale.load_state_dict(state_dict)
 
 
 @functools.cache
 def _with_lightning(cls: type[FabricPrecision]) -> type[FabricPrecision]:
-    """The subclass of ``cls`` that is also Lightning's; a ConfigError if that is not installed."""
+    """A subclass of ``cls`` and Lightning's class; a ConfigError if lightning is not installed."""
     try:
         from lightning.fabric.plugins.precision.precision import Precision as LightningPrecision
     except ImportError as error:
@@ -202,7 +202,7 @@ def _check_mode(mode: Precision) -> None:
     without = "16-mixed, bf16-mixed, 16-true, bf16-true, 32-true, 64-true"
     if mode.masters:
         raise ConfigError(
-            f"FabricPrecision: mode {mode.name!r} steps fp32 masters, which Fabric's optimizers know nothing of; "
+            f"FabricPrecision: mode {mode.name!r} steps fp32 masters, which Fabric's optimizers do not support; "
             f"expected a mode without ({without}), or use paramp.initialize"
         )
     if mode.float8 is not None:
@@ -213,7 +213,7 @@ def _check_mode(mode: Precision) -> None:
 
 
 def _map_tensors(function: Callable[[torch.Tensor, Precision], torch.Tensor], data: Any, mode: Precision) -> Any:
-    """``data`` with ``function`` of its tensors, in all collections that Lightning's own plugins look into."""
+    """Apply ``function`` to all tensors in ``data``, in the same collections as Lightning's own plugins."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     return apply_to_collection(data, torch.Tensor, function, mode)
@@ -222,7 +222,7 @@ def _map_tensors(function: Callable[[torch.Tensor, Precision], torch.Tensor], da
 def _store(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Change the dtype of ``parameter``, which stays the same object."""
     changed = parameter.detach().to(dtype)
-    if is_dtensor(parameter):  # it takes no other tensor's data
+    if is_dtensor(parameter):  # .data of a DTensor cannot be set
         torch.utils.swap_tensors(parameter, nn.Parameter(changed, parameter.requires_grad))
     else:
         parameter.data = changed

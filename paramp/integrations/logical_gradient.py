@@ -1,6 +1,6 @@
-"""The gradient of the whole model as one tensor, for torch's own clipping functions.
+"""The gradient of the whole model as one tensor, for torch's clipping functions.
 
-They refuse a mix of plain tensors and DTensors, and know of one mesh only.
+These do not support a mix of plain tensors and DTensors, or several meshes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..optim.grad_norm import total_norm
 from ..optim.grad_reduce import align_gradients
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
-"""The methods with which torch clips."""
+"""The methods that torch's clipping functions use."""
 
 
 def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> torch.Tensor:
-    """A 0-dim parameter whose gradient stands for all gradients of ``optimizer``, over all ranks.
+    """A 0-dim parameter whose gradient represents all gradients of ``optimizer``, over all ranks.
 
     It is on ``device_type`` if this rank has no gradient.
     """
@@ -39,7 +39,7 @@ def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> tor
 class LogicalGradient(torch.Tensor):
     """The gradient of the whole model, sharded over the ranks; plain ``parts`` are the same on every rank.
 
-    Its own value has no meaning. Elementwise methods apply to each part, and its norm is that of the whole.
+    Its own value has no meaning. Elementwise methods apply to each part, and its norm is the whole model's.
     """
 
     parts: list[torch.Tensor]
@@ -60,7 +60,7 @@ class LogicalGradient(torch.Tensor):
 
 
 def _num_replicas(parameter: torch.Tensor) -> int:
-    """How many ranks of the world hold each element of ``parameter``, in a loop without axes that divide the model."""
+    """How many ranks of the world hold each element of ``parameter``, in a loop without a pipeline axis."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not is_dtensor(parameter):
         return world

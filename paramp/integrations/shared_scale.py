@@ -1,4 +1,4 @@
-"""One loss scale for several models and optimizers in a loop that is not ours."""
+"""One loss scale for several models and optimizers, in a training loop of another library."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..precision.policy import LossScaling, Precision
 
 
 def device_types(models: Collection[nn.Module]) -> list[str]:
-    """Where ``models`` are; where it is not known yet, wherever they may be moved to."""
+    """The device types of ``models``; if these are not known yet, all that they may be moved to."""
     first = (next(model.parameters(), None) for model in models)
     found = {parameter.device.type for parameter in first if parameter is not None} - {"meta"}
     return sorted(found or {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}, reverse=True)
 
 
 class _FiniteCheck(DistributedGradScaler):
-    """For modes that do not scale, where stock Fabric steps an optimizer without gradients too."""
+    """For modes without loss scaling, in which stock Fabric also steps an optimizer without gradients."""
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         found_inf = args[2]
@@ -34,8 +34,8 @@ class _FiniteCheck(DistributedGradScaler):
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
-    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` are
-    all that were set up, also later; the ranks of ``group`` decide together whether to step.
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` may
+    grow after construction; the ranks of ``group`` decide together whether to step.
     """
 
     def __init__(self, mode: Precision, models: Collection[nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -44,13 +44,13 @@ class SharedScale:
         self._group = group
         self._scaler: DistributedGradScaler | None = None
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
-        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also before their step
+        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
         self.num_skipped = 0
-        """Steps skipped so far."""
+        """The number of skipped steps."""
 
     @property
     def scaler(self) -> DistributedGradScaler:
-        """Made at the first use, when the models' device is known. In modes that do not scale, its scale stays 1."""
+        """The scaler, made at the first use, when the models' device is known. Without loss scaling its scale is 1."""
         if self._scaler is None:
             kind = _FiniteCheck if self._mode.scaling is None else DistributedGradScaler
             scaling = self._mode.scaling or LossScaling.static(1.0)
@@ -59,7 +59,7 @@ class SharedScale:
         return self._scaler
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
-        """Step ``optimizer`` with ``kwargs``, on every rank or on none; what its ``step`` returned."""
+        """Step ``optimizer`` with ``kwargs``, on every rank or on none; returns the result of its ``step``."""
         if id(optimizer) in self._stepped:
             self.update()
         result = self.scaler.step(optimizer, **kwargs)
@@ -78,7 +78,7 @@ class SharedScale:
     def update(self) -> None:
         """Update the scale after the steps since the last backward, if there were any.
 
-        The gradients that an optimizer with a slower cadence goes on accumulating are brought to the new scale.
+        Gradients that are still accumulating, for an optimizer that steps less often, are rescaled to the new scale.
         """
         if not self._stepped:
             return
@@ -104,7 +104,7 @@ class SharedScale:
         return self.scaler.state_dict() if self._mode.scaling is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, or ``state_dict`` of torch's ``GradScaler``."""
+        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
         if self._mode.scaling is not None:
             self._stepped.clear()
             self._unscaled.clear()

@@ -1,8 +1,8 @@
-"""The gradients in the flat buffers, from the backward to sums over the world that are ready to be stepped with.
+"""Gradients in flat buffers, from the backward to the reduced gradients that the optimizer steps with.
 
-``parameter.grad`` is a view of its buffer, so that autograd adds up there and a reduction over data ranks is one
-collective for each buffer. What cannot add up in place (gradients of other placements than their parameter's, those
-that the user replaced) is copied there once a step.
+``parameter.grad`` is a view of its buffer, so that autograd accumulates there and a reduction over data ranks is one
+collective for each buffer. Gradients that cannot accumulate in place (with placements other than their parameter's, or
+replaced by the user) are copied there once per step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class FlatGradients:
 
     Args:
         params: in the model's order.
-        buffers: where they lie; what the backward completes first comes first.
-        ranges: what this rank steps if every parameter has a gradient.
+        buffers: the buffers of ``params``, in the order in which the backward completes them.
+        ranges: the ranges that this rank steps if every parameter has a gradient.
         frozen: the parameters that are not trained, by name.
-        tied: those that several pipeline stages hold a copy of.
+        tied: the parameters that several pipeline stages hold a copy of.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FlatGradients:
             self._overlapped = OverlappedReduceScatter(buffers, context, reduce_dtype, tied, self._take_back)
 
     def zero_grad(self) -> None:
-        """Make every gradient zero: one fill for each buffer."""
+        """Set every gradient to zero: one fill for each buffer."""
         for buffer in self._buffers:
             buffer.gradients.zero_()
         for param in self._params:
@@ -83,13 +83,13 @@ class FlatGradients:
                 param.parameter.grad = gradient
             param.seen = param.version
         self.snapshot()
-        for _, parameter in self._frozen:  # one that was unfrozen since has a gradient too
+        for _, parameter in self._frozen:  # one that was unfrozen since may have a gradient
             parameter.grad = None
 
     def begin_window(self) -> None:
-        """Let the backwards to come add up in the buffers, which are allocated at the first call.
+        """Make each ``.grad`` a view of its buffer, so that backwards accumulate there; allocate at the first call.
 
-        A backward that finds no gradient leaves a tensor of its own, whose values :meth:`collect` copies.
+        A backward that finds no ``.grad`` creates a new tensor, whose values :meth:`collect` copies.
         """
         if not self._allocated:
             self._allocated = True
@@ -101,27 +101,27 @@ class FlatGradients:
 
     @torch.no_grad()
     def _take_back(self, params: Iterable[FlatParam]) -> None:
-        """Bring gradients that the user took away or replaced back to their buffers, which are what ZeRO reduces."""
+        """Copy gradients that the user replaced, or set to None, back to their buffers, which ZeRO reduces."""
         for param in params:
             given = param.parameter.grad
             if given is param.gradient or (param.placement_mismatch and given is not None):
                 continue
             if given is None:
-                if param.version != param.seen:  # set to None with values in the buffer: the user dropped them
+                if param.version != param.seen:  # the buffer has values, but the user has dropped them
                     param.local_gradient.zero_()
                     param.seen = param.version
                 if param.placement_mismatch:
                     continue
             elif is_dtensor(given) and given.placements != cast("DTensor", param.parameter).placements:
-                continue  # collect() brings it to the parameter's placements, together with others
+                continue  # collect() redistributes it to the parameter's placements, together with others
             else:
                 param.local_gradient.copy_(local(given).to_dense())
             param.parameter.grad = param.gradient
 
     def check(self) -> None:
-        """Raise a RuntimeError for gradients that a step would not take.
+        """Raise a RuntimeError for gradients that a step would ignore.
 
-        A parameter that was frozen has one, or a parameter or gradient was moved out of its buffer.
+        A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
         check_frozen(self._frozen)
         self.begin_window()
@@ -130,22 +130,22 @@ class FlatGradients:
                 if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
                     raise RuntimeError(
                         f"{param.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
-                        "given another memory format), so that steps would not reach it; do that before initialize, "
+                        "given another memory format), so that steps would not change it; do that before initialize, "
                         "and change values in place (copy_, load_state_dict)"
                     )
 
     @torch.no_grad()
     def collect(self, found_inf: torch.Tensor) -> None:
-        """Bring every gradient into its buffer, complete over tensor ranks.
+        """Copy every gradient that is not there into its buffer, complete over tensor ranks.
 
         Args:
-            found_inf: 0-dim float32; set to 1 if an element is not finite that this rank drops here. Those that it
+            found_inf: 0-dim float32; set to 1 if an element that this rank drops here is not finite. Elements that it
                 keeps are checked by the norm.
         """
         self.begin_window()
         one = torch.ones_like(found_inf)
         if self._overlapped is not None:
-            # Written after a buffer was reduced: outside this rank's own part nothing else would see it.
+            # Changed after the buffer was reduced: elements outside this rank's part are not checked later.
             unscale_and_check_(self._overlapped.changed_since(), one, found_inf)
         for hook in self._hooks:  # the first window has shown which gradients have other placements
             hook.remove()
@@ -168,13 +168,13 @@ class FlatGradients:
         ]
 
     def snapshot(self) -> None:
-        """Note how the gradients are, for :meth:`are_unchanged`."""
+        """Record the gradients' versions, for :meth:`are_unchanged`."""
         self._noted = [param.version for param in self._params]
 
     def are_unchanged(self) -> bool:
-        """Whether no gradient was added to, changed or replaced since the last step or :meth:`snapshot`.
+        """Whether no gradient was accumulated, changed or replaced since the last step or :meth:`snapshot`.
 
-        Zeroing all counts as none; those of tied parameters are not looked at, since the step itself changes them.
+        Zeroing all is not a change; gradients of tied parameters are ignored, because the step itself changes them.
         """
         return all(
             param.parameter in self._tied
@@ -189,11 +189,11 @@ class FlatGradients:
     def presence(self, first_names: Mapping[str, str]) -> torch.Tensor:
         """1 for each parameter of the whole model that has a gradient on this rank, else 0; 1-dim float64.
 
-        ``first_names``: for each name in the whole model the first one of the same parameter. Copies of a tied one have
-        different names.
+        ``first_names``: for each name in the whole model, the first name of the same parameter: copies of a tied
+        parameter have different names.
         """
         key = tuple(param.name for param in self._absent)
-        if self._presence is None or self._presence[0] != key:  # kept: each copy to a GPU would wait for it
+        if self._presence is None or self._presence[0] != key:  # cached: a copy to a GPU synchronises
             have = {first_names[param.name] for param in self._params if param.name not in set(key)}
             values = torch.tensor([float(name in have) for name in dict.fromkeys(first_names.values())]).double()
             self._presence = key, values.to(self._context.device)
@@ -203,11 +203,11 @@ class FlatGradients:
     def reduce(self) -> None:
         """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
 
-        One all-reduce for each buffer. Under ZeRO one reduce-scatter for each that the backward has not reduced, which
-        leaves this rank with the sums of its own part.
+        One all-reduce for each buffer; under ZeRO one reduce-scatter for each buffer that the backward has not reduced,
+        after which this rank has the sums of its part.
 
-        A sum over data ranks is made in an order that depends on the place in the buffer, which differs between
-        stages. The sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
+        The summation order over data ranks depends on the position in the buffer, which differs between stages. So the
+        sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
         """
         group = self._context.batch_axis.group
         tied = [param.local_gradient for param in self._params if param.parameter in self._tied]
@@ -218,22 +218,22 @@ class FlatGradients:
         sum_tied_gradients(self._context, parameters, self._reduce_dtypes.pp, complete=True)
         if self._overlapped is not None:
             if tied and self._context.batch_axis.rank > 0:
-                torch._foreach_zero_(tied)  # complete already: one data rank alone adds them to the sum to come
+                torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
             self._overlapped.reduce_the_rest()
 
     def begin_last_backward(self) -> None:
-        """Let the reductions of ZeRO begin beside the backward, which is the last of a window."""
-        # Not in the first window, which shows which gradients have other placements than their parameters.
+        """Overlap ZeRO's reductions with the next backward, which is the last one of a window."""
+        # Not in the first window, which finds the gradients whose placements differ from their parameters'.
         if self._overlapped is not None and not self._hooks:
             self._overlapped.begin()
 
     def end_last_backward(self) -> None:
-        """Wait for the reductions, where any have begun."""
+        """Wait for the reductions that have started."""
         if self._overlapped is not None:
             self._overlapped.end()
 
     def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
-        """The gradients that this rank counts, 1-dim and split in blocks of the norm, and each one's norm weight."""
+        """The gradients that this rank counts, 1-dim and split at blocks of the norm, and each one's norm weight."""
         parts = [(part, step_range.norm_weight) for step_range in self._ranges for part in step_range.in_blocks()]
         return [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
 
@@ -243,10 +243,10 @@ class FlatGradients:
         return [self._own_gradient(param) for param in params], [param.norm_weight for param in params]
 
     def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
-        """Each gradient that this rank has before a step, as autograd left it, and its norm weight.
+        """Each gradient that this rank has before a step, unreduced, and its norm weight.
 
-        In sums over the world each element of the logical model counts once: over data ranks as an average, under ZeRO
-        as the rank that steps it has it.
+        In sums over the world each element of the logical model counts once: as the average over data ranks, or under
+        ZeRO with the value on the rank that steps it.
         """
         for param in self._params:
             gradient = param.parameter.grad
@@ -263,8 +263,8 @@ class FlatGradients:
 
 
 def _find_mismatch(param: FlatParam, gradient: torch.Tensor) -> None:
-    """The hook that finds gradients whose placements are not their parameter's, before they are added up."""
+    """The hook that detects gradients whose placements differ from their parameter's, before they are accumulated."""
     if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
         param.placement_mismatch = True
-        if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was added up there
+        if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was accumulated there
             param.parameter.grad = None

@@ -1,19 +1,19 @@
-"""What the engine trains, in a few long tensors.
+"""Trained parameters, gradients and masters of a rank in flat buffers.
 
-All trained parameters of a rank lie one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, one for each
-dtype of weights. The model's parameters and gradients are views, so that nothing is copied on the way, the step runs
-over a few ranges instead of hundreds of tensors, and a reduction over data ranks is one collective.
+All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, by
+dtype. The model's parameters and gradients are views of them, so that nothing is copied, the step runs over a few
+ranges instead of hundreds of tensors, and a reduction over data ranks is one collective per buffer.
 
 ::
 
     weights    | head.bias ... | blocks.3.mlp ... blocks.0 ... embedding |     fp16, views: the model's parameters
     gradients  | the same                                                |     views: their .grad
-    masters    | the same, or under ZeRO this rank's part                |     fp32, what the optimizer steps
+    masters    | the same, or under ZeRO this rank's part                |     fp32, stepped by the optimizer
 
-Parameters are sorted by their optimizer group and by how many ranks hold them, so that neighbours are stepped and
-counted alike; within that, the last of the model first, because their gradients are ready first.
-ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. It alone has masters
-and optimizer state for it, receives its gradients summed, and sends its new weights to the others.
+Parameters are sorted by optimizer group and by norm weight, so that neighbours have the same options and weight in the
+norm; within that, the last of the model come first, because their gradients are ready first.
+ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. Only that rank has masters
+and optimizer state for it; it receives the summed gradients of its part and sends its new weights to the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .replaced_parameters import ModelParameters
 from .zero import gather_weights
 
 NO_GROUP = -1
-"""The optimizer group of a parameter that the optimizer was not given."""
+"""The optimizer group of a parameter that is in none of the optimizer's groups."""
 
 
 class FlatWeights:
@@ -44,14 +44,14 @@ class FlatWeights:
 
     Attributes:
         params: one for each parameter, in the model's order.
-        names, parameters: the model's own, under the whole model's names.
-        stepped: what the optimizer steps, in the same order; plain and local. Under ZeRO it is one-dimensional
-            (without dims where the parameter is): the part that this rank steps, None where it has no part of it.
-        buffers: where they lie.
-        gradients: theirs, from the backward to the step.
-        step_ranges: what of the buffers is stepped alike.
+        names, parameters: the model's own, with the whole model's names.
+        stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
+            rank's part, 1-dim (0-dim for a 0-dim parameter), or None if this rank has no part of the parameter.
+        buffers: the flat buffers that hold the parameters.
+        gradients: the gradients of the parameters, from the backward to the step.
+        step_ranges: the ranges of the buffers that are stepped with the same options.
         frozen: the parameters that are not trained, by name.
-        is_partitioned: each data rank steps a part of its own (ZeRO).
+        is_partitioned: whether each data rank steps only its part (ZeRO).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FlatWeights:
 
         Args:
             group_of: the optimizer's param group of each parameter, by any of its names.
-            ties: those of ``module``, as recorded in the context.
+            ties: the tied parameters of ``module``, as recorded in the context.
         """
         self._context = context
         originals = cast_weights(module, precision)
@@ -87,7 +87,7 @@ class FlatWeights:
         for params in _bucketed(self.params):
             buffer = Buffer(params, precision, num_parts, part)
             self.buffers.append(buffer)
-            # One by one, so that what a parameter had before is free as soon as it lies in its buffer.
+            # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
             stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in params}
         self.stepped = [stepped[param] for param in self.params]
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
@@ -105,38 +105,38 @@ class FlatWeights:
         return self._context.device
 
     def by_name(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps on this rank, by the whole model's names."""
+        """The tensors that the optimizer steps on this rank, by the whole model's names."""
         return {param.name: stepped for param, stepped, _ in self.pairs()}
 
     def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
-        """Each parameter that this rank steps (a part of), what the optimizer has for it, and its buffer."""
+        """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
         for param, stepped in zip(self.params, self.stepped, strict=True):
             if stepped is not None:
                 yield param, stepped, self._buffer_of[param]
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the stepped masters to the weights, and send them to the ranks that do not step them."""
+        """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
         for buffer in self.buffers:
             buffer.masters.round_to_weights()
         self.gather_weights()
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Under ZeRO, give every data rank the weights that the others have stepped."""
+        """Under ZeRO, all-gather the stepped weights over data ranks."""
         gather_weights(self.buffers, self._context.batch_axis.group)
 
     def exact(self, param: FlatParam) -> torch.Tensor:
-        """The part of ``param`` that this rank steps, 1-dim: of the master where there is one, else of the weight.
+        """The part of ``param`` that this rank steps, 1-dim: of its master if it has one, else of the weight.
 
-        It shares storage with what is stepped, but for masters that are stored as remainders, which are joined anew.
+        It shares storage with the stepped tensor, except for masters stored as remainders, which are a new tensor.
         """
         buffer = self._buffer_of[param]
         return buffer.masters.read(buffer.own_range(param))
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
-        """Store ``masters``, as :meth:`exact` returned them and with new values, and round them to the weights.
+        """Store ``masters``, of the shapes that :meth:`exact` returns, and round them to the weights.
 
         Under ZeRO every data rank has to call it.
         """
@@ -147,23 +147,23 @@ class FlatWeights:
 
     @torch.no_grad()
     def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
-        """Give the masters of those ``weights`` that were changed from outside, by loading them, their values."""
+        """Update the masters of those ``weights`` whose values were changed by a load."""
         for param in map(self._param_of.get, weights):
             if param is not None:
                 buffer = self._buffer_of[param]
                 buffer.masters.follow(buffer.own_range(param))
 
     def put_back(self) -> None:
-        """Take the values of parameters that were put in place of the model's own, and put these back.
+        """Copy the values of parameters that replaced the model's own into these, and put these back into the model.
 
         Raises:
-            RuntimeError: they do not agree in shape, dtype or placements, or untie what is tied.
+            RuntimeError: the replacements differ in shape, dtype or placements, or untie a tied parameter.
         """
         self.follow_weights(self._model_parameters.put_back())
 
     @torch.no_grad()
     def full_precision(self) -> dict[str, torch.Tensor]:
-        """Each trained weight as the optimizer knows it, whole over data ranks, a DTensor where the weight is one.
+        """Each trained weight at its master's precision, complete over data ranks, a DTensor if the weight is one.
 
         Under ZeRO every data rank has to call it.
         """
@@ -176,7 +176,7 @@ class FlatWeights:
         return full
 
     def _whole(self, buffer: Buffer) -> torch.Tensor:
-        """The masters of ``buffer``, of all data ranks; its weights where it has none. 1-dim."""
+        """The masters of ``buffer`` from all data ranks, or its weights if it has no masters. 1-dim."""
         if not buffer.masters.state:
             return buffer.weights
         own = buffer.masters.read(slice(None))
@@ -189,9 +189,9 @@ class FlatWeights:
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
-    """The parameters of each buffer, in their order there."""
+    """The parameters of each buffer, in buffer order."""
     by_dtype: dict[torch.dtype, list[FlatParam]] = defaultdict(list)
-    # Small groups and norm weights, such as those of norms, come last: they wait for a collective of their own.
+    # Parameters with a small norm weight, such as those of norms, come last: they need a separate collective.
     last_first = params[::-1]
     for param in sorted(last_first, key=lambda param: (param.group == NO_GROUP, param.group, -param.norm_weight)):
         by_dtype[param.parameter.dtype].append(param)
@@ -201,10 +201,10 @@ def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
 
 @torch.no_grad()
 def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
-    """Let a parameter lie in ``buffer``, with a master of ``original``, its local part before rounding, if not None.
+    """Move a parameter into ``buffer``; its master starts as ``original``, its local part before rounding, if not None.
 
     Returns:
-        What the optimizer is to step in its place; None if that is another rank's.
+        The tensor that the optimizer steps in its place; None if only other ranks step it.
     """
     parameter, weight = param.parameter, buffer.view(buffer.weights, param)
     weight.copy_(local(parameter))
@@ -219,7 +219,7 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
     if buffer.num_parts > 1:
         if param.own[0] == param.own[1]:
             return None
-        # What a weight without dims has in an optimizer's state is without dims too, also in its checkpoints.
+        # The optimizer's state of a 0-dim weight is 0-dim too, also in checkpoints.
         stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
     elif masters.stepped is not masters.weights:
         stepped = nn.Parameter(buffer.view(masters.stepped, param))

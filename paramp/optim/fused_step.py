@@ -1,9 +1,9 @@
-"""The optimizer step over flat buffers, in torch's own fused kernels.
+"""The optimizer step over flat buffers, in torch's fused kernels.
 
-The step is bound by memory, so it runs in blocks that stay in the cache, and does everything to one block before the
-next: widen the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip go into
-the kernel as tensors, so that nothing waits for the host. That is for AdamW, Adam and SGD (:class:`FusedStep`). Any
-other optimizer makes its own ``step()``, after the host has read whether to (:class:`PlainStep`).
+The step is memory-bound, so it runs in blocks that stay in the cache, and finishes each block before the next: widen
+the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip are passed to the
+kernel as tensors, so that the host does not synchronise. This is for AdamW, Adam and SGD (:class:`FusedStep`). Any
+other optimizer runs its own ``step()``, after the host has read whether to skip it (:class:`PlainStep`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from .flat_params import NO_GROUP, FlatWeights
 from .param_buffer import Buffer, FlatParam, StepRange
 
 CACHE_BLOCK = {"cpu": 2**20, "cuda": 2**23}
-"""Elements that go through a step together, by device: few enough that they stay in the cache from one pass over them
-to the next."""
+"""Elements of a block, by device: few enough to stay in the cache between the passes over them."""
 
 Options = Mapping[str, Any]
 State = Mapping[str, torch.Tensor]
@@ -28,12 +27,12 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kind of optimizer that torch has a fused kernel for."""
+    """A fused kernel of torch's for one kind of optimizer."""
 
     states: Callable[[Options], tuple[str, ...]]
-    """The state tensors that it keeps with a group's options, all of the weight's shape and zero at first."""
+    """The names of its state tensors with a group's options; all have the weight's shape and are zero at first."""
     counts_steps: bool
-    """Whether it keeps the number of its steps, under ``step``."""
+    """Whether its state has the number of steps, as ``step``."""
     run: Callable[..., None]
     """``run(weight, gradient, state, options, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
 
@@ -60,7 +59,7 @@ def _sgd(weight: torch.Tensor, gradient: torch.Tensor, state: State, options: Op
         [gradient],
         [state["momentum_buffer"]] if options["momentum"] else [],
         **{name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
-        is_first_step=False,  # a momentum of zeros comes to the same, also where that step is skipped
+        is_first_step=False,  # a momentum of zeros gives the same result, also if the first step is skipped
         **scaling,
     )
 
@@ -79,7 +78,7 @@ KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
 def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
     """Why ``optimizer`` cannot step in fused kernels over flat buffers; None if it can."""
     if type(optimizer) not in KERNELS:
-        return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in KERNELS)}"
+        return f"{type(optimizer).__name__} is not one of {', '.join(kind.__name__ for kind in KERNELS)}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "it has step hooks"
     for group in optimizer.param_groups:
@@ -88,24 +87,24 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
         if group.get("differentiable") or group.get("capturable"):
             return "it is differentiable or capturable"
         if group.get("fused") is False or group.get("foreach"):
-            return "another implementation was asked for"
+            return "fused=False or foreach=True is set"
         if group.get("dampening"):
             return "its first step differs from the others, because of its dampening"
     return None
 
 
 def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
-    """How ``optimizer``, whose groups hold what ``weights`` has for it, is to step.
+    """The step of ``optimizer``, whose groups hold the stepped tensors of ``weights``.
 
     Raises:
-        ConfigError: it needs whole masters, and there are remainders.
+        ConfigError: it cannot use fused kernels, but the masters are remainders.
     """
     reason = why_not_fused(optimizer)
     if reason is None:
         return FusedStep(optimizer, weights)
     if any(buffer.masters.needs_fused_step for buffer in weights.buffers):
         raise ConfigError(
-            f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but of the optimizer "
+            f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer "
             f"{reason}; leave masters out"
         )
     return PlainStep(optimizer, weights)
@@ -114,7 +113,7 @@ def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
 class FusedStep:
     """AdamW, Adam and SGD in torch's fused kernels.
 
-    The optimizer keeps its groups and its state. The state's tensors are views of flat ones, which are there from the
+    The optimizer keeps its groups and its state. The state's tensors are views of flat ones, allocated at the
     start: torch's fused SGD leaves its momentum uninitialised if its first step is skipped.
     """
 
@@ -149,7 +148,7 @@ class FusedStep:
         ranges = self._weights.step_ranges.without(absent)
         if self._kernel.counts_steps:
             counted = self._counted(absent)
-            self._steps.add_(counted)  # the kernels want the number of the step that they make
+            self._steps.add_(counted)  # the kernels expect the number of the current step
         size = CACHE_BLOCK[self._steps.device.type]
         for step_range in ranges:
             if step_range.group == NO_GROUP:
@@ -157,7 +156,7 @@ class FusedStep:
             for start in range(0, step_range.length, size):
                 self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
         if self._kernel.counts_steps:
-            self._steps.sub_(counted * found_inf)  # back, if the kernels skipped it: the host does not know
+            self._steps.sub_(counted * found_inf)  # undo it if the kernels skipped the step: the host does not know
         self._weights.gather_weights()
 
     def _check_unchanged(self) -> None:
@@ -165,13 +164,13 @@ class FusedStep:
         hooks = len(self._optimizer._optimizer_step_pre_hooks) + len(self._optimizer._optimizer_step_post_hooks)
         if hooks > 1:  # one is the engine's own
             raise RuntimeError(
-                "optimizer: step hooks were registered after initialize, but its step() is not what runs now; "
-                "register them before initialize, which then leaves the step to the optimizer"
+                "optimizer: step hooks were registered after initialize, but the engine does not call its step(); "
+                "register them before initialize, which then uses the optimizer's own step()"
             )
         if self._sizes() != self._sizes_at_first:
             raise RuntimeError(
                 "optimizer: its param groups were given other parameters after initialize, which nothing would step; "
-                "give it all of them before, and freeze those that are to wait"
+                "pass it all parameters before, and freeze those that are trained later"
             )
         for group in self._optimizer.param_groups:
             if missing := set(self._kernel.states(group)) - self._states_at_first:
@@ -191,7 +190,7 @@ class FusedStep:
         own = slice(step_range.own_start + start, step_range.own_start + stop)
         master = buffer.masters.read(own)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
-        # leaves wrong momenta where it is given half precision.
+        # computes wrong momenta in half precision.
         wide = torch.promote_types(master.dtype, torch.float32)
         master_in = self._widened("master", master, wide)
         gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
@@ -209,11 +208,11 @@ class FusedStep:
     def _gradient_in(
         self, gradient: torch.Tensor, wide: torch.dtype, grad_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient for the kernel, in the dtype ``wide``, and what the kernel is to divide it by.
+        """The gradient for the kernel, in the dtype ``wide``, and the divisor to pass to the kernel, or None.
 
-        Given a divisor, torch's kernels write the quotient back to memory, and they take one in fp32 only. So fp64
-        gradients, and on the CPU those in fp32, are divided beforehand, into scratch that stays in the cache. Others
-        are widened into scratch in any case.
+        Given a divisor, torch's kernels write the quotient back to memory, and they accept only an fp32 one. So fp64
+        gradients, and on the CPU fp32 ones, are divided beforehand, into scratch memory that stays in the cache. Others
+        are widened into scratch memory in any case.
         """
         if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
             return torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide)), None
@@ -232,7 +231,7 @@ class FusedStep:
     def _counted(self, absent: Sequence[FlatParam]) -> torch.Tensor:
         """For each parameter 1 if it is stepped, 0 if it is in ``absent``; 1-dim float32 on the device."""
         key = tuple(absent)
-        if self._counts is None or self._counts[0] != key:  # kept: each copy to a GPU would wait for it
+        if self._counts is None or self._counts[0] != key:  # cached: a copy to a GPU synchronises
             counts = [float(param not in absent) for param in self._weights.params]
             self._counts = key, torch.tensor(counts, device=self._steps.device)
         return self._counts[1]
@@ -252,11 +251,11 @@ class FusedStep:
                     self._optimizer.state[stepped] = state
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._loading = state_dict  # torch casts what it loads to the dtype of what is stepped: half, for remainders
+        self._loading = state_dict  # torch casts loaded state to the dtype of the stepped tensor: half, for remainders
 
     @torch.no_grad()
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the loaded state to its place, and give the optimizer the views again."""
+        """Copy the loaded state into the flat tensors, and give the optimizer its views again."""
         assert self._loading is not None
         saved: dict[int, Mapping[str, Any]] = {}
         for theirs, ours in zip(self._loading["param_groups"], optimizer.param_groups, strict=True):
@@ -274,13 +273,13 @@ class FusedStep:
         self.state_loaded()
 
     def state_loaded(self) -> None:
-        """The optimizer's state was changed in place."""
+        """Update the step ranges after the optimizer's state was changed in place."""
         steps = self._steps.int().tolist()
         self._weights.step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))
 
 
 class PlainStep:
-    """Any other optimizer, by its own ``step()``. The host reads whether to: one synchronisation."""
+    """Any other optimizer, by its own ``step()``. The host reads whether to skip it: one synchronisation."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights) -> None:
         self._optimizer = optimizer
@@ -294,7 +293,7 @@ class PlainStep:
             gradient = buffer.gradients[buffer.flat_range(param)].view(stepped.shape)
             if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
                 gradient.div_(grad_scale)
-            else:  # a scale may be beyond what half precision holds, and so may a scaled gradient
+            else:  # in half precision the scale may overflow
                 exact = gradient.float().div(grad_scale)
                 gradient = gradient.copy_(exact) if gradient.dtype is stepped.dtype else exact.to(stepped.dtype)
             if param in absent:
@@ -309,15 +308,15 @@ class PlainStep:
         self._weights.write_back()
 
     def _follow_changes(self) -> None:
-        """Let masters follow weights that were changed in place, block by block."""
+        """Update the masters of weights that were changed in place, block by block."""
         size = CACHE_BLOCK[self._weights.device.type]
         for buffer in self._weights.buffers:
             for start in range(0, buffer.own_size, size):
                 buffer.masters.read(slice(start, start + size))
 
     def state_loaded(self) -> None:
-        """Nothing follows from the state."""
+        """No action: nothing here depends on the optimizer's state."""
 
 
 Step = FusedStep | PlainStep
-"""How an engine's optimizer steps."""
+"""The step of an engine's optimizer."""

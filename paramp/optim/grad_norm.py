@@ -1,8 +1,8 @@
-"""The norm of the logical model's gradient: every element counted once, wherever and however often it is stored.
+"""The gradient norm of the logical model: every element counts once, however many ranks hold it.
 
-A rank sums |g|**p over the elements that it holds and divides by the number of ranks that hold the same ones; one
-all-reduce over the world then gives the exact sum (:func:`norm_power`). Of a parameter that several pipeline stages
-hold, one copy counts, with the summed gradient.
+A rank sums |g|**p over the elements that it holds, each divided by the number of ranks that hold it; one all-reduce
+over the world then gives the exact sum (:func:`norm_power`). If several pipeline stages hold a parameter, one copy
+counts, with the summed gradient.
 """
 
 import functools
@@ -33,25 +33,25 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of the logical model down to ``max_norm``; ``torch.nn.utils.clip_grad_norm_`` for shards.
 
-    Every rank calls it with its own parameters, in any mix of plain tensors and DTensors. Gradients are first brought
-    to their parameters' placements and those of tied parameters summed. A plain parameter counts as replicated over
-    ``dp`` and ``tp`` and as its own on each ``pp`` rank of ``context``.
+    Every rank calls it with its own parameters, in any mix of plain tensors and DTensors. Gradients are first
+    redistributed to their parameters' placements, and those of tied parameters summed. A plain parameter counts as
+    replicated over ``dp`` and ``tp``, and as a different one on each ``pp`` rank of ``context``.
 
     Args:
-        parameters: this rank's parameters; those without a gradient are passed over.
+        parameters: this rank's parameters; those without a gradient are skipped.
         max_norm: the largest norm allowed, above 0.
-        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude. A string that ``float()`` takes,
+        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude. A string that ``float()`` accepts,
             such as ``"inf"``, counts as that number.
         error_if_nonfinite: raise, on every rank, if the norm is not finite.
-        foreach: accepted for torch's signature; the grouped path is always taken.
+        foreach: ignored, as the foreach path is always used; here for torch's signature.
         context: None: the current one.
 
     Returns:
         The norm before clipping, 0-dim, float32 (float64 for float64 gradients), equal on every rank.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` not above 0; on every rank, if one has plain parameters in a world of
-            several ranks and no context, or a sparse gradient.
+        ValueError: ``max_norm`` or ``norm_type`` is not above 0; or, on every rank, if any rank has a sparse gradient,
+            or plain parameters in a world of several ranks and no context.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     max_norm = positive("max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
@@ -65,11 +65,11 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped; "
-            "pass error_if_nonfinite=False to go on"
+            "pass error_if_nonfinite=False to continue"
         )
     if gradients:
         torch._foreach_mul_(gradients, clip_coefficient(total, max_norm).to(gradients[0].device))
-    if context is not None:  # they hold their sums as before, though the multiplication has changed them
+    if context is not None:  # the multiplication changed the versions, but they still hold their sums
         ids = {id(parameter) for parameter in owned}
         mark_tied_sums(tie for tie in context.ties if id(tie.parameter) in ids)
     return total
@@ -78,7 +78,7 @@ def clip_grad_norm_(
 def _with_complete_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor], context: ParallelContext | None
 ) -> list[torch.Tensor]:
-    """Those of ``parameters`` that have a gradient, once each has its parameter's placements and ties are summed."""
+    """The ``parameters`` with a gradient, after it is redistributed to their placements and ties are summed."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     align_gradients(given)
     if context is not None:
@@ -93,21 +93,21 @@ def _agreed_norm(
     device: torch.device,
     context: ParallelContext | None,
 ) -> torch.Tensor:
-    """:func:`total_norm` of the local ``gradients`` of ``owned``; a ValueError on every rank if it is one on any."""
+    """:func:`total_norm` of the local ``gradients`` of ``owned``; a ValueError on every rank if any rank has one."""
     problem, part = None, torch.zeros((), dtype=torch.float64, device=device)
     try:
         for gradient in gradients:
             if gradient.layout is not torch.strided:
                 raise ValueError(
-                    f"a gradient of the shape {tuple(gradient.shape)} is sparse, which has no norm here; call "
-                    ".to_dense() on it first"
+                    f"a gradient of shape {tuple(gradient.shape)} is sparse, which clip_grad_norm_ does not support; "
+                    "call .to_dense() on it first"
                 )
         norm_weights = [norm_weight(parameter, context) for parameter in owned]
         part = norm_power(gradients, norm_weights, norm_type, device)
     except ValueError as error:
         problem = error
     total, num_problems = _reduce(part, norm_type, failed=problem is not None)
-    if num_problems:  # the wait for a GPU that this costs keeps ranks from waiting for one that has raised
+    if num_problems:  # a synchronisation with the GPU, so that no rank waits for one that has raised
         problems = gather_objects(problem and str(problem)) if dist.is_initialized() else [str(problem)]
         rank, message = next((rank, text) for rank, text in enumerate(problems) if text is not None)
         raise ValueError(f"rank {rank}: {message}" if len(problems) > 1 else message) from problem
@@ -115,7 +115,7 @@ def _agreed_norm(
 
 
 def positive(name: str, value: Any, allowed: str) -> float:
-    """``value`` as a float, which has to be above 0; what is ``allowed`` is for the ConfigError, with ``name``."""
+    """``value`` as a float; a ConfigError with ``name`` and ``allowed`` if it is not above 0."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -125,12 +125,12 @@ def positive(name: str, value: Any, allowed: str) -> float:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that takes ``norm`` down to ``max_norm``, at most 1 (torch's formula, its 1e-6 included)."""
+    """The factor that scales ``norm`` down to ``max_norm``, at most 1 (torch's formula, with its 1e-6)."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm_weight(parameter: torch.Tensor, context: ParallelContext | None) -> float:
-    """What one of this rank's elements of ``parameter`` counts in a sum over the world: 1 / its number of copies."""
+    """The norm weight of ``parameter``: 1 / the number of ranks that hold each of its elements."""
     for tie in context.ties if context else ():
         if tie.parameter is parameter and not tie.owner:
             return 0.0
@@ -144,7 +144,7 @@ def total_norm(
 
     Args:
         gradients: local tensors of any shape.
-        norm_weights: for each gradient of this rank, what one element counts (:func:`norm_weight`).
+        norm_weights: the weight of the elements of each gradient of this rank (:func:`norm_weight`).
         norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
     """
     return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)[0]
@@ -172,7 +172,7 @@ def norm_power(
 
 @functools.lru_cache(maxsize=64)
 def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """``values`` as float64; kept, because each copy to a GPU would wait for it."""
+    """``values`` as float64; cached, because a copy to a GPU synchronises."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -187,16 +187,16 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 NORM_BLOCK = 512
-"""Elements of a CPU tensor that are added up in fp32."""
+"""Elements of a CPU tensor that are summed in fp32."""
 WIDEN_BLOCK = 2**20
-"""Elements of a half-precision CPU tensor that are widened at once: few enough to be read from the cache again."""
+"""Elements of a half-precision CPU tensor that are widened at once: few enough to stay in the cache."""
 
 
 def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """As :func:`_powers` for one gradient on the CPU, from the norms of short blocks, combined in float64.
 
-    On a CPU torch adds all elements of a tensor up in fp32, one after the other: the 2-norm of ten million is then
-    4e-4 off, the 1-norm 1e-3. In blocks they are right to 1e-7, and no slower.
+    On a CPU torch sums all elements of a tensor in fp32, one after the other: for ten million elements the relative
+    error of the 2-norm is 4e-4, of the 1-norm 1e-3. With blocks it is 1e-7, at the same speed.
     """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     flat = gradient.reshape(-1)
@@ -208,7 +208,7 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if math.isinf(norm_type):
         return norms.double().amax()
     power = norms.double().pow(norm_type).sum()
-    if wide is torch.float32 and not power.isfinite():  # large elements, whose powers overflow, are no overflow
+    if wide is torch.float32 and not power.isfinite():  # powers of large finite elements may overflow in fp32
         power = torch.linalg.vector_norm(flat.double(), norm_type).pow(norm_type)
     return power
 
@@ -230,10 +230,10 @@ def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float]
 
 
 def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
-    """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks have ``failed``, a number or 0-dim."""
+    """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks ``failed``, a number or 0-dim."""
     distributed = dist.is_available() and dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed and math.isinf(norm_type) else (0, 1)
-    # Maxima are not MAX-reduced, which drops NaN on gloo: a sum of one element a rank, then the maximum here.
+    # gloo's MAX drops NaN, so for maxima a table with one element per rank is summed, and the maximum taken here.
     table = part.new_zeros(size + 1)
     table[rank] = part
     table[size] = float(failed)
@@ -247,8 +247,8 @@ def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tu
 def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
 
-    Each element is checked by itself, before the multiplication: large finite values whose sum overflows are no
-    overflow. One fused pass for each device and dtype.
+    Each element is checked separately, before the multiplication, so large finite values whose sum would overflow do
+    not count. One fused pass for each device and dtype.
 
     Args:
         gradients: of any shape, device and floating-point dtype.
@@ -270,11 +270,11 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
 
 @torch.no_grad()
 def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-    """Bring each gradient to its parameter's placements, and sum those of tied parameters; in place.
+    """Redistribute each gradient to its parameter's placements, and sum those of tied parameters; in place.
 
     Args:
-        found_inf: 0-dim float32; set to 1 if an element is not finite of a part of a gradient that this rank drops.
-            What it keeps is still to be checked, with :func:`unscale_and_check_`.
+        found_inf: 0-dim float32; set to 1 if an element of a gradient that this rank drops is not finite. The elements
+            that it keeps are not checked here; use :func:`unscale_and_check_`.
     """
     unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
     context = current_context()
@@ -283,12 +283,12 @@ def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tens
 
 
 def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients' local dense storage; of sparse ones, the values."""
+    """The local dense gradients of ``parameters``; of sparse gradients, the values."""
     dense = []
     for parameter in parameters:
         gradient = writable_gradient(parameter)
         if gradient is not None and gradient.is_sparse:
-            # Entries of one index add up; in fp16 that sum may overflow where the entries do not.
+            # Entries of the same index are summed; in fp16 the sum may overflow even if the entries do not.
             parameter.grad = gradient = gradient.coalesce()
             dense.append(gradient._values())
         elif gradient is not None:

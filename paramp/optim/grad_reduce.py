@@ -1,4 +1,4 @@
-"""Bring gradients to their parameters' placements, and sum those of tied parameters."""
+"""Redistribution of gradients to their parameters' placements, and sums over the copies of tied parameters."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def align_gradients(parameters: Iterable[torch.Tensor], reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Bring each DTensor gradient to its parameter's placements, in ``.grad``.
+    """Redistribute each DTensor gradient to its parameter's placements, in ``.grad``.
 
-    DTensor leaves gradients where the backward put them: vocabulary-parallel embeddings get replicated ones, norms
-    under sequence parallelism get partial sums. Partial ones are summed together, one collective for each mesh axis
-    and dtype; a replicated gradient of a sharded parameter is sliced without any.
+    DTensor keeps the placements that the backward produced: vocabulary-parallel embeddings get replicated gradients,
+    norms under sequence parallelism get partial sums. Partial sums are reduced with one collective for each mesh axis
+    and dtype; a replicated gradient of a sharded parameter is sliced without a collective.
 
     Args:
-        reduce_dtype: what sums are made in. None: the gradients' own dtype.
+        reduce_dtype: accumulation dtype. None: the gradients' own dtype.
 
     Returns:
-        The local gradients that were sliced, whole: an overflow in a part that this rank drops is an overflow too.
+        The unsliced local gradients that were sliced: an overflow in a part that this rank drops counts too.
     """
     mismatched = [parameter for parameter in parameters if _is_mismatched(parameter)]
     if not mismatched:
@@ -56,9 +56,9 @@ def _is_mismatched(parameter: torch.Tensor) -> bool:
 def _summed_placements(
     gradient: DTensor, partial: dict[tuple[DeviceMesh, int], list[torch.Tensor]]
 ) -> tuple[Placement, ...]:
-    """The placements of ``gradient`` once its partial sums are made. What is to be summed is added to ``partial``.
+    """The placements of ``gradient`` after its partial sums are reduced. Tensors to reduce are added to ``partial``.
 
-    Averages are scaled beforehand. Other reductions, such as maxima, stay partial for DTensor to make.
+    Averages are scaled beforehand. Other reductions, such as maxima, stay partial and are left to DTensor.
     """
     from torch.distributed.tensor import Partial, Replicate
 
@@ -84,8 +84,8 @@ def sum_tied_gradients(
 ) -> None:
     """Replace the gradient of each tied parameter among ``parameters`` by the sum over its copies.
 
-    A gradient that already holds the sum is left alone. A copy without a gradient counts as zero, and gets the sum;
-    where no copy has one, all keep None.
+    A gradient that already holds the sum is not changed. A copy without a gradient counts as zero, and gets the sum;
+    if no copy has one, all keep None.
 
     Args:
         reduce_dtype: what sums are made in. None: the gradients' own dtype.
@@ -131,7 +131,7 @@ def writable_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:
-    """Record that the gradients of ``ties`` hold their sums now; call again after scaling one in place."""
+    """Record that the gradients of ``ties`` hold their sums; call it again after scaling one in place."""
     for tie in ties:
         gradient = tie.parameter.grad
         tie.summed = None if gradient is None else (gradient, version(gradient))

@@ -1,12 +1,12 @@
-"""A loss scaler whose decisions are the same on every rank.
+"""A loss scaler that makes the same decisions on every rank.
 
-Where a gradient overflows, the step is skipped and the scale backs off. torch's own GradScaler decides that from the
+If a gradient overflows, the step is skipped and the scale backs off. torch's GradScaler decides this from the
 gradients of one rank (and, given DTensors, from the placements of the first of them), so under tensor or pipeline
 parallelism one rank skips while another steps, and the weights diverge without an error.
 
-Here each ``unscale_`` (or ``step`` without it) ends in exactly one all-reduce of a 0/1 flag over the group, whatever
-the rank holds: no gradients, plain ones, DTensors on several meshes, sparse ones. The number and order of collectives
-never depends on the values found.
+Here each ``unscale_`` (or ``step`` without it) ends with exactly one all-reduce of a 0/1 flag over the group, whatever
+gradients the rank has: none, plain, sparse, or DTensors on several meshes. The number and order of collectives
+never depend on the values.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .grad_norm import complete_and_check, dense_gradients, unscale_and_check_
 from .overflow_report import OverflowReport, find_gradients, gather_findings
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Without a floor of the user's, the scale stops here: from 0 it could never grow again."""
+"""The floor if ``min_scale`` is None: a scale of 0 could never grow again."""
 
 
 class DistributedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` for models that are spread over processes; a drop-in for it.
+    """A drop-in replacement of ``torch.amp.GradScaler`` for models that are distributed over processes.
 
     Every rank of ``group`` calls it with the same optimizers in the same order,
     also a rank that has no gradients or that never called :meth:`scale` (the earlier stages of a pipeline). In one
-    process an optimizer without any gradient is torch's error ``No inf checks were recorded``. With several optimizers
-    the one that overflowed is skipped, and the scale is one. Copies keep ``group``; a pickle does not, as a process
+    process an optimizer without any gradient raises torch's ``No inf checks were recorded``. Several optimizers share
+    one scale, and only those that overflowed are skipped. Copies keep ``group``; a pickle does not, because a process
     group belongs to its process.
 
     Args:
-        device: where the scale lives, ``"cuda"`` or ``"cpu"``. None: the GPU if there is one, else the CPU.
+        device: the device of the scale, ``"cuda"`` or ``"cpu"``. None: the GPU if there is one, else the CPU.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         hysteresis: the scale backs off from this overflow on, counted since construction or the last growth. Every
             overflow skips the step and restarts the growth interval.
@@ -47,7 +47,7 @@ class DistributedGradScaler(GradScaler):
         group: the ranks that decide together. None: the whole world. Without a process group, no collective is used.
 
     Raises:
-        ValueError: an impossible argument, or ``device="cuda"`` where torch sees no GPU.
+        ValueError: an invalid argument, or ``device="cuda"`` without a GPU that torch sees.
     """
 
     def __init__(
@@ -80,10 +80,9 @@ class DistributedGradScaler(GradScaler):
             )
             if device.type == "cuda" and not torch.cuda.is_available():
                 raise ValueError(
-                    "device: got 'cuda', but torch sees no GPU; leave device out to use what there is, "
-                    "or pass enabled=False"
+                    "device: got 'cuda', but torch sees no GPU; leave device out to use the CPU, or pass enabled=False"
                 )
-        # With "cuda" torch's constructor would disable the scaler where there is no GPU; that was refused above.
+        # With "cuda" torch's constructor would disable the scaler if there is no GPU, which raised above.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._device = device.type
         self._group = group
@@ -103,22 +102,22 @@ class DistributedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """torch's hook behind ``unscale_`` and ``step``: here the ranks agree.
+        """torch's hook for ``unscale_`` and ``step``; here the ranks agree on the overflow flag.
 
-        fp16 gradients are accepted (torch refuses them to catch a model made half by mistake): a half-precision model
-        whose optimizer steps masters has them.
+        fp16 gradients are accepted: a half-precision model whose optimizer steps masters has them. (torch rejects them,
+        to detect a model that was made half by mistake.)
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         complete_and_check(parameters, found_inf)
         gradients = dense_gradients(parameters)
         unscale_and_check_(gradients, inv_scale, found_inf)
         if not gradients and not self.in_group():
-            return {}  # no other process can have them; torch's step() and update() raise then
+            return {}  # no other process can have any, so torch's step() and update() raise
         self.agree_(found_inf)
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's ``step``: unscale if that was not done, then step the optimizer unless a gradient overflowed."""
+        """Unscale if that was not done, then step the optimizer unless a gradient overflowed; as torch's ``step``."""
         starting = _starting_momenta(optimizer) if self._enabled else []
         result = super().step(optimizer, *args, **kwargs)
         if starting and self.has_overflowed(optimizer):
@@ -127,23 +126,23 @@ class DistributedGradScaler(GradScaler):
         return result
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a gradient of ``optimizer`` was not finite, since the last update; the host waits for it."""
+        """Whether a gradient of ``optimizer`` was not finite since the last update; synchronises the host."""
         return any(map(bool, self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
 
     def scale_tensor(self) -> torch.Tensor:
-        """The scale, a copy, 0-dim float32 on the device; 1 where losses are not scaled. No host synchronisation."""
+        """A copy of the scale, 0-dim float32 on the device; 1 if losses are not scaled. No host synchronisation."""
         return self._scale.clone() if self._enabled and self._scale is not None else self._one.clone()
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that changes from step to step, on the device, sharing storage; nothing where losses are not scaled."""
+        """The tensors that change from step to step, sharing storage; empty if losses are not scaled."""
         if not self._enabled:
             return []
         return [*self._check_scale_growth_tracker("tensors"), self._overflow_tracker]
 
     def agree_(self, found_inf: torch.Tensor) -> None:
-        """Make ``found_inf``, 0 or 1 on each rank, 1 on every rank of the group if it is so on any."""
+        """Set ``found_inf``, 0 or 1 on each rank, to 1 on every rank of the group if it is 1 on any."""
         if self.in_group():
-            # A sum and not a maximum: the flag is all that is reduced, and gloo's MAX drops NaN.
+            # A sum, not a maximum: gloo's MAX drops NaN.
             dist.all_reduce(found_inf, group=self._group)
             found_inf.clamp_(max=1.0)
 
@@ -160,20 +159,20 @@ class DistributedGradScaler(GradScaler):
     def diagnose(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], context: ParallelContext | None = None
     ) -> OverflowReport:
-        """Which gradients are not finite, and on which ranks: to be asked after a step that was skipped.
+        """Report the gradients that are not finite, and their ranks. Call it after a skipped step, on every rank.
 
-        It looks at the gradients as they are, unscaled or not, so call it before they are set to zero; and before
-        :meth:`update`, which moves the scale. Every rank of the group calls it.
+        It reads the gradients as they are, unscaled or not, so call it before they are set to zero, and before
+        :meth:`update`, which changes the scale.
 
         Args:
             named_parameters: this rank's, such as ``model.named_parameters()``.
-            context: says the ranks' coordinates. None: the current one, if any.
+            context: for the ranks' coordinates. None: the current one, if any.
         """
         found = gather_findings(find_gradients(named_parameters, context or current_context()), self._group)
         return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*found)), scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale by what the steps since the last update found; ``new_scale`` sets it instead."""
+        """Update the scale from the overflow flags since the last update; ``new_scale`` sets it instead."""
         if not self._enabled:
             return
         if new_scale is not None:
@@ -187,9 +186,9 @@ class DistributedGradScaler(GradScaler):
         self._per_optimizer_states.clear()
 
     def update_from_flag(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:
-        """Move the scale by ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation.
+        """Update the scale from ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation.
 
-        ``counts``: 0 for a step without ``found_inf`` that is not to count for the growth.
+        ``counts``: 0 if a finite step does not count towards the growth interval.
         """
         if not self._enabled:
             return
@@ -202,14 +201,14 @@ class DistributedGradScaler(GradScaler):
         grown = scale * self._growth_factor
         grown = torch.where(grown.isfinite(), grown, scale)
         target = torch.where(backs_off, scale * self._backoff_factor, torch.where(grows, grown, scale))
-        # The limits hold for a move; a scale set by hand outside them stays until then.
+        # The limits apply when the scale changes; a scale that the user set outside them stays until then.
         limited = target.clamp(self._min_scale or SMALLEST_SCALE, self._max_scale)
         scale.copy_(torch.where(backs_off | grows, limited, scale))
         growth_tracker.mul_(~grows)
         self._overflow_tracker.mul_(~grows)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, and ``hysteresis``, ``min_scale``, ``max_scale`` and ``_overflow_tracker``."""
+        """The five entries of torch's, and ``hysteresis``, ``min_scale``, ``max_scale`` and ``_overflow_tracker``."""
         state = super().state_dict()
         if self._enabled:
             state |= {"hysteresis": self._hysteresis, "min_scale": self._min_scale, "max_scale": self._max_scale}
@@ -217,7 +216,7 @@ class DistributedGradScaler(GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state of this class, or of ``torch.amp.GradScaler`` (whose missing entries stay as they are)."""
+        """Load a state of this class or of ``torch.amp.GradScaler`` (missing entries keep their current values)."""
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
@@ -250,9 +249,9 @@ class DistributedGradScaler(GradScaler):
 
 
 def _starting_momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters whose momentum torch's fused SGD makes in its next step.
+    """The parameters whose momentum torch's fused SGD allocates in its next step.
 
-    It leaves that uninitialised where the step is then skipped on the device, so it has to be made again.
+    If the device then skips the step, the momentum stays uninitialised and has to be allocated again.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return []

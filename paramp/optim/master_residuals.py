@@ -1,18 +1,18 @@
-"""An fp32 master as its half-precision weight and 16 more bits.
+"""fp32 masters stored as the half-precision weight and a 16-bit remainder.
 
-A weight is the upper part of its master, so that storing the lower part alone costs two bytes instead of four. For
-bfloat16 the two are the upper and the lower half of the same 32 bits (Megatron-LM keeps them so). A tie that was
-rounded down is one unit of fp32 off; nothing else is lost. fp16 has another exponent, so the remainder is a number of
+A weight is the upper part of its master, so storing only the lower part costs two bytes instead of four. For
+bfloat16 the two are the upper and the lower half of the same 32 bits (as in Megatron-LM). A tie that was rounded down
+is one fp32 unit off; everything else is exact. fp16 has another exponent range, so its remainder is a number of
 steps at the weight's own scale::
 
     w = fp16(m)    e = max(exponent of w, -14)    r = int16((w - m) / 2**(e - 26))    m' = w - r * 2**(e - 26)
 
-w - m is at most half a unit of w, 2**(e - 11), which is 2**15 steps; r is clamped to one step less. So m' rounds to w,
-never to the other neighbour of a tie, and r is subtracted, so that a zero keeps its sign: to join and to split again
-changes nothing. From 2**-14 up, a step of r is an eighth of a unit of fp32 and m' is m to the bit. Below, where fp16 is
-subnormal, the step stays at 2**-40: m' is m to the bit down to 2**-17 but for ties, which are one step off, and at most
-2**-40 from m below that.
-A weight that is not finite has no remainder.
+w - m is at most half a unit of w, 2**(e - 11), which is 2**15 steps; r is clamped to one step less, so that m' rounds
+to w, never to the other neighbour of a tie. r is subtracted, so that a zero keeps its sign. Joining and splitting again
+changes nothing. From 2**-14 up, a step of r is an eighth of an fp32 unit, and m' equals m bit for bit. Below, where
+fp16 is subnormal, the step stays 2**-40: m' equals m bit for bit down to 2**-17, except ties, which are one step off;
+below that, m' differs from m by at most 2**-40.
+A weight that is not finite has the remainder 0.
 """
 
 import torch
@@ -27,7 +27,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Round ``master`` (float32) to ``weight``, and put what is left into ``remainder``; both in place."""
+    """Round ``master`` (float32) to ``weight``, and store the difference in ``remainder``; both in place."""
     weight.copy_(master)
     if weight.dtype is torch.bfloat16:
         upper = weight.view(torch.int16).to(torch.int32) << 16

@@ -1,14 +1,14 @@
-"""How the fp32 masters of half-precision weights are stored beside a flat buffer: one row of a table for each way.
+"""Storage of the fp32 masters of the half-precision weights in a flat buffer, as a table of classes.
 
 ================  ==================================  ============================================================
-``masters``       stored beside the weights           what the optimizer steps
+``masters``       stored beside the weights           stepped by the optimizer
 ================  ==================================  ============================================================
 ``False``         nothing                             the weights
-``True``          fp32 masters, 4 bytes a weight      the masters; the weights are their rounding
-``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist during a step only
+``True``          fp32 masters, 4 bytes a weight      the masters, which are then rounded to the weights
+``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist only during a step
 ================  ==================================  ============================================================
 
-A storage is of the part of one buffer that this rank steps; slices count from where that part begins.
+A storage object covers the part of one buffer that this rank steps; slices are relative to that part.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .master_weights import follow
 
 
 class NoMasters:
-    """The weights are stepped themselves. Also the base of the ways to store masters.
+    """No masters: the weights themselves are stepped. Also the base class of the storages with masters.
 
     Attributes:
-        weights: those that this rank steps, 1-dim; a view of their buffer.
-        dtype: what the optimizer keeps its state in.
+        weights: the weights that this rank steps, 1-dim; a view of their buffer.
+        dtype: the dtype of the optimizer's state.
         stepped: the storage of the optimizer's parameters, 1-dim, as long as ``weights``.
-        state: what is stored beside the weights, each 1-dim and as long as they are.
+        state: the tensors stored beside the weights, each 1-dim and as long as ``weights``.
     """
 
     needs_fused_step: ClassVar[bool] = False
-    """Masters exist during a fused step only, so that no other optimizer can step them."""
+    """Whether masters exist only during a fused step, so that other optimizers cannot step them."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
@@ -41,9 +41,9 @@ class NoMasters:
         self.state: tuple[torch.Tensor, ...] = ()
 
     def read(self, own: slice) -> torch.Tensor:
-        """What is stepped of a slice; shares storage with :attr:`stepped` where that holds it.
+        """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them.
 
-        A weight that its master does not round to was changed in place since, and is its master from here on.
+        If a master does not round to its weight, the weight was changed in place, and the master takes its value.
         """
         return self.stepped[own]
 
@@ -52,10 +52,10 @@ class NoMasters:
         _copy_unless_same(self.weights[own], values)
 
     def round_to_weights(self) -> None:
-        """Round what an optimizer has stepped in :attr:`stepped` to the weights."""
+        """Round the values that an optimizer has stepped in :attr:`stepped` to the weights."""
 
     def follow(self, own: slice) -> None:
-        """Take up weights that were changed from outside, by loading them."""
+        """Update masters after weights were loaded."""
         self.read(own)
 
 
@@ -82,7 +82,7 @@ class FullMasters(NoMasters):
 
 
 class ResidualMasters(NoMasters):
-    """The lower 16 bits of the masters, whose upper part the weights are (:mod:`paramp.optim.master_residuals`)."""
+    """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.optim.master_residuals`)."""
 
     needs_fused_step = True
 
@@ -94,21 +94,21 @@ class ResidualMasters(NoMasters):
 
     def read(self, own: slice) -> torch.Tensor:
         master = join(self.weights[own], self.remainders[own])
-        follow(self.weights[own], master)  # a remainder may be too much for another weight than its own
+        follow(self.weights[own], master)  # after a change in place, weight and remainder may not fit together
         return master
 
     def write(self, own: slice, values: torch.Tensor) -> None:
         split(values.float(), self.weights[own], self.remainders[own])
 
     def follow(self, own: slice) -> None:
-        """The remainders of the weights before say nothing of these; so weights have to be loaded before masters."""
+        """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
         self.remainders[own].zero_()
 
 
 MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
-"""By :attr:`paramp.Precision.masters`. Another way to store masters is another row."""
+"""The storage class for each value of :attr:`paramp.Precision.masters`."""
 
 
 def _copy_unless_same(stored: torch.Tensor, values: torch.Tensor) -> None:
-    if stored.data_ptr() != values.data_ptr():  # what was stepped in place needs no second pass over memory
+    if stored.data_ptr() != values.data_ptr():  # values stepped in place need no copy
         stored.copy_(values)

@@ -1,6 +1,6 @@
-"""Why a step was skipped: which values were not finite, on which rank, and what helps.
+"""Reports of skipped steps: the values that were not finite, their ranks, and the remedy.
 
-Where a value that is not finite came from takes another run of the batch (:mod:`paramp.observe.overflow_trace`).
+To find the origin of a value that is not finite, the batch is run again (:mod:`paramp.observe.overflow_trace`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["NaN", "inf"]
 During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]
 
 SHOWN = 5
-"""Gradients that a report lists."""
+"""The maximum number of gradients that a report lists."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class RankCoordinates:
 
     rank: int
     axes: tuple[tuple[str, int], ...] = ()
-    """Each axis of the mesh and the rank on it; none without a context."""
+    """Each axis of the mesh and the rank's coordinate on it; empty without a context."""
     stage: int | None = None
 
     @staticmethod
     def here(context: ParallelContext | None, stage: int | None = None) -> RankCoordinates:
-        """This rank's; ``stage`` None: its first."""
+        """The coordinates of this rank; ``stage`` None: its first stage."""
         if context is None:
             return RankCoordinates(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         stage = context.stage_axis.rank if stage is None else stage
@@ -52,16 +52,16 @@ class NonFiniteGradient:
     name: str
     place: RankCoordinates
     kind: Kind
-    """``NaN`` if any element is."""
+    """``NaN`` if any element is NaN."""
     count: int
     """Elements that are not finite."""
     size: int
     """Elements that the rank holds."""
     largest: float
-    """The largest finite magnitude among them, as it lies in ``.grad``; 0 if there is none."""
+    """The largest finite magnitude in ``.grad``, not unscaled; 0 if there is none."""
 
     def describe(self, scale: float) -> str:
-        """One line; ``scale`` is what the gradient was scaled by."""
+        """One line; ``scale`` is the scale that the gradient carries."""
         size = "" if self.count == self.size else f"; {_size(self.largest, 'the others', scale)}"
         return f"gradient of {self.name} on {self.place}: {self.kind}, {self.count} of {self.size} elements{size}"
 
@@ -71,28 +71,28 @@ class Origin:
     """The first value that was not finite, in the order in which the model computes."""
 
     during: During
-    """The pass. Of sums: the values were finite before they were added up."""
+    """The pass, or a sum of values that were finite before."""
     module: str
-    """Its full name, or a description of what is around the modules: the batch, the criterion."""
+    """The module's full name; outside of the modules ``the batch``, ``the criterion``, ..."""
     place: RankCoordinates
     kind: Kind
     call: int
-    """Which call of ``forward_backward`` in the window, from 0; with gradient accumulation there are several."""
+    """The index, from 0, of the ``forward_backward`` call in the window; gradient accumulation makes several."""
     microbatch: int | None
     """None for a sum over ranks."""
     largest: float
-    """The largest finite magnitude of the tensor that it was found in; 0 if there is none."""
+    """The largest finite magnitude in the tensor that has the value; 0 if there is none."""
     parameter: str | None = None
-    """The parameter whose gradient it is, where it is none of an activation."""
+    """The parameter whose gradient has the value; None for an activation's gradient."""
     weight: str | None = None
     """A parameter of the module that is not finite itself."""
     operation: str | None = None
-    """autograd's name of what computed it, in the backward."""
+    """In the backward: autograd's name of the operation that computed the value."""
     helped_by_scale: bool | None = None
-    """In the backward: whether everything is finite at a loss scale of 1. None where that was not tried."""
+    """In the backward: whether everything is finite at a loss scale of 1. None if that was not tried."""
 
     def describe(self, scale: float) -> str:
-        """What happened, and what to do about it."""
+        """The cause and the remedy."""
         if self.during == "sum over ranks":
             return (
                 f"overflow in the sum over ranks: the gradient of {self.parameter} is finite on each rank and "
@@ -120,22 +120,22 @@ class Origin:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Why a step was skipped; its ``str`` is the message. The same on every rank."""
+    """The reason why a step was skipped, the same on every rank; its ``str`` is the message."""
 
     scale: float
     """The loss scale of the step."""
     gradients: tuple[NonFiniteGradient, ...]
-    """By rank, then in the model's order. Of one data rank each, where the batch was run again."""
+    """By rank, then in the model's order. If the batch was run again, each is from one data rank."""
     origin: Origin | None = None
-    """None where the batch was not run again, or gave only finite values then."""
+    """None if the batch was not run again, or if that run gave only finite values."""
     unknown: str = ""
-    """What could not be found out, and why."""
+    """What could not be determined, and why."""
     scaled: bool = True
-    """Whether the gradients are known to carry the scale; a scaler may have divided them by it already."""
+    """Whether the gradients are known to carry the scale; a scaler may have unscaled them already."""
 
     @property
     def kind(self) -> Literal["forward", "backward", "weight gradient", "sum", "gradients", "unknown"]:
-        """Where the first value that is not finite arose; ``gradients``: only that they are not finite is known."""
+        """Where the first non-finite value arose; ``gradients``: it is only known that gradients are not finite."""
         if self.origin is None:
             return "gradients" if self.gradients else "unknown"
         if self.origin.during == "backward":
@@ -143,7 +143,7 @@ class OverflowReport:
         return "forward" if self.origin.during == "forward" else "sum"
 
     def _distance(self, found: NonFiniteGradient) -> tuple[bool, bool, bool]:
-        """How little a gradient has to do with the origin."""
+        """The sort key of a gradient: those closest to the origin first."""
         if (origin := self.origin) is None:
             return False, False, False
         outside = not found.name.startswith(f"{origin.module}.")
@@ -156,8 +156,8 @@ class OverflowReport:
         elif self.gradients:
             kinds = " and ".join(sorted({found.kind for found in self.gradients}))
             lines.append(
-                f"gradients are not finite, {kinds}, at a loss scale of {self.scale:g}; the "
-                f"first is that of {self.gradients[0].name} on {self.gradients[0].place}"
+                f"gradients are not finite ({kinds}) at a loss scale of {self.scale:g}; the "
+                f"first is the gradient of {self.gradients[0].name} on {self.gradients[0].place}"
             )
         if self.unknown:
             lines.append(self.unknown)
@@ -170,13 +170,13 @@ class OverflowReport:
 
 def _size(largest: float, what: str, scale: float = 1.0) -> str:
     if not largest:
-        return f"no other value than 0 in {what} is finite"
+        return f"no nonzero value in {what} is finite"
     unscaled = f", {largest / scale:.3g} unscaled" if scale != 1 else ""
     return f"the largest finite magnitude in {what} is {largest:.3g}{unscaled}"
 
 
 def flaw(tensor: Any) -> Kind | None:
-    """What is wrong in the local part of ``tensor``; None if it is finite, or no tensor of floating-point numbers."""
+    """``NaN`` or ``inf`` if the local part of ``tensor`` has one; None if it is finite or not floating-point."""
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     values = _values(tensor)
@@ -209,7 +209,7 @@ def find_gradients(
     """This rank's gradients that are not finite; one synchronisation of the device.
 
     Args:
-        stages: the pipeline stage of each parameter, by name. None, and for names that it lacks: the rank's first.
+        stages: the pipeline stage of each parameter, by name. Missing names, or None: the rank's first stage.
     """
     with_gradient = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
     if not with_gradient:
@@ -226,5 +226,5 @@ def find_gradients(
 
 
 def gather_findings(found: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
-    """``found`` of every rank of ``group``, the world if None, by rank; a collective."""
+    """``found`` from every rank of ``group`` (None: the world), by rank; a collective."""
     return gather_objects(found, group) if dist.is_available() and dist.is_initialized() else [found]

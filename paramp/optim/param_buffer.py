@@ -1,4 +1,4 @@
-"""A flat buffer: parameters, gradients and masters of one dtype, one after the other; and its ranges in a step."""
+"""Flat buffers of parameters, gradients and masters of one dtype, and their ranges in a step."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from .grad_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE
 
 ALIGNMENT = 64
-"""Elements. Every parameter begins on a multiple, so that vectorized kernels see no odd ends, wherever they begin."""
+"""Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
 BUCKET = 2**25
-"""Elements from which on a buffer takes no further parameter: what one collective reduces over data ranks, and the most
-memory that exists twice while parameters are copied into their buffers."""
+"""Elements; a buffer of this size or more takes no further parameter. One collective reduces one buffer over data
+ranks. It also limits the memory that exists twice while parameters are copied into their buffers."""
 
 
 @dataclass(eq=False)
 class FlatParam:
-    """One trained parameter, and its place in a buffer."""
+    """One trained parameter, and its position in a buffer."""
 
     name: str
     parameter: nn.Parameter
     group: int
     """The index of its param group in the optimizer."""
     norm_weight: float
-    """What one of its elements counts in a sum over the world: 1 / the number of ranks that count it."""
+    """The weight of one element in a sum over the world: 1 / the number of ranks that count it."""
     start: int = 0
-    """Where it begins in its buffer, in elements."""
+    """Its offset in its buffer, in elements."""
     own: tuple[int, int] = (0, 0)
     """The slice of the parameter, flattened, that this rank steps: all of it without ZeRO."""
     gradient: torch.Tensor | None = None
-    """The view of the buffer's gradients for ``parameter.grad``; a DTensor where the parameter is one. None before
-    there are gradients."""
+    """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
+    gradients are allocated."""
     seen: int = 0
     """The version of the gradient when it was last known to be zero."""
     placement_mismatch: bool = False
-    """Autograd's gradients have other placements than the parameter. Adding them up in the buffer would cost a
-    collective in every backward, so they add up outside and move there once a step."""
+    """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
+    collective in every backward, so they accumulate outside and are copied there once per step."""
 
     @property
     def size(self) -> int:
@@ -55,7 +55,7 @@ class FlatParam:
 
     @property
     def version(self) -> int:
-        """Grows with every change of the gradient in its buffer."""
+        """A number that grows with every change of the gradient in its buffer."""
         return 0 if self.gradient is None else version(self.gradient)
 
 
@@ -65,9 +65,9 @@ class Buffer:
     Attributes:
         weights: 1-dim, in the parameters' dtype.
         gradients: 1-dim, as long as ``weights``; empty before :meth:`make_gradients`.
-        masters: how the masters of what this rank steps are stored.
-        num_parts: how many ranks partition the optimizer's work; this one has elements ``own_start`` to ``own_start +
-            own_size``.
+        masters: the storage of the masters that this rank steps.
+        num_parts: the number of ranks over which ZeRO partitions the buffer; this rank steps elements ``own_start`` to
+            ``own_start + own_size``.
     """
 
     def __init__(self, params: Sequence[FlatParam], precision: Precision, num_parts: int, part: int) -> None:
@@ -77,7 +77,7 @@ class Buffer:
         stop = 0
         for param in params:
             param.start, stop = stop, stop + _aligned(param.size)
-        # In whole blocks of the norm, so that it adds up to the same bits however many ranks there are.
+        # A multiple of the norm's blocks, so that the norm has the same bits for any number of ranks.
         self.own_size = _aligned(-(-stop // num_parts), NORM_BLOCK)
         self.own_start = part * self.own_size
         own_stop = self.own_start + self.own_size
@@ -91,7 +91,7 @@ class Buffer:
         self.masters = storage(self.own(self.weights))
 
     def make_gradients(self) -> None:
-        """Allocate the gradients, zeros, and each parameter's view of them."""
+        """Allocate the gradients, as zeros, and each parameter's view of them."""
         self.gradients = torch.zeros_like(self.weights, dtype=self.gradient_dtype)
         for param in self.params:
             gradient, parameter = self.view(self.gradients, param), param.parameter
@@ -100,9 +100,9 @@ class Buffer:
             param.gradient = wrap(gradient, parameter) if is_dtensor(parameter) else gradient
 
     def view(self, flat: torch.Tensor, param: FlatParam) -> torch.Tensor:
-        """The place of ``param`` in ``flat``, of the shape of its local part.
+        """The view of ``param`` in ``flat``, of the shape of its local part.
 
-        Not by indexing: views of one tensor share a version counter, and here each counts its own in-place changes.
+        Not made by indexing: those views share a version counter, but each parameter's changes are counted separately.
         """
         view = torch.empty(0, dtype=flat.dtype, device=flat.device)
         return view.set_(flat.untyped_storage(), param.start, local(param.parameter).shape)  # type: ignore[call-overload]
@@ -112,11 +112,11 @@ class Buffer:
         return flat[self.own_start : self.own_start + self.own_size]
 
     def flat_range(self, param: FlatParam) -> slice:
-        """Where the part of ``param`` that this rank steps lies in the whole buffer."""
+        """The range, in the whole buffer, of the part of ``param`` that this rank steps."""
         return slice(param.start + param.own[0], param.start + param.own[1])
 
     def own_range(self, param: FlatParam) -> slice:
-        """Where that part lies in this rank's part of the buffer, as :attr:`masters` counts."""
+        """The range of the same part, relative to this rank's part of the buffer, as :attr:`masters` expects."""
         return slice(param.start + param.own[0] - self.own_start, param.start + param.own[1] - self.own_start)
 
 
@@ -126,7 +126,7 @@ def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
-    """``params``, in their order, in the lists that each make one buffer."""
+    """``params`` in consecutive lists, one for each buffer."""
     first = size = 0
     for index, param in enumerate(params):
         size += param.size
@@ -141,16 +141,16 @@ class StepRange:
 
     buffer: Buffer
     start: int
-    """In the buffer."""
+    """The offset in the buffer."""
     own_start: int
-    """In this rank's part of it."""
+    """The offset in this rank's part of it."""
     length: int
     group: int
     norm_weight: float
     params: tuple[FlatParam, ...]
 
     def in_blocks(self) -> Iterator[torch.Tensor]:
-        """The gradient, 1-dim, split where a block of the norm begins: so it adds up to the same bits on any layout."""
+        """The gradient, 1-dim, split at a block of the norm, so that the norm has the same bits in any layout."""
         stop = self.start + self.length
         first = min(_aligned(self.start, NORM_BLOCK), stop)
         for part in (self.buffer.gradients[self.start : first], self.buffer.gradients[first:stop]):
@@ -161,8 +161,8 @@ class StepRange:
 class StepRanges:
     """The ranges that this rank steps. A parameter without a gradient on any rank is not stepped.
 
-    Adam's bias correction counts each parameter's own steps, so parameters run together only if they have missed the
-    same steps.
+    Adam's bias correction uses each parameter's own step count, so only parameters that have missed the same steps
+    share a range.
 
     Attributes:
         everything: the ranges if every parameter is stepped.
@@ -176,11 +176,11 @@ class StepRanges:
         self.everything = self._current = self._made()
 
     def without(self, absent: Sequence[FlatParam]) -> list[StepRange]:
-        """What the next step steps, where no rank has a gradient for the parameters in ``absent``."""
+        """The ranges of the next step, in which no rank has a gradient for the parameters in ``absent``."""
         if tuple(absent) != self._absent:
             self._absent = tuple(absent)
             self._current = self._made(self._absent)
-        # Whether this step is skipped is known on the device only, so the absent are counted apart in either case.
+        # Only the device has the flag that skips this step, so the absent get a separate history in either case.
         missed: dict[int, int] = {}
         for param in absent:
             before = self._missed.get(param, 0)
@@ -190,7 +190,7 @@ class StepRanges:
         return self._current
 
     def set_step_counts(self, steps: Mapping[FlatParam, int]) -> None:
-        """Take up from a loaded state how often each parameter was stepped: those with equal counts run together."""
+        """Set each parameter's step count from a loaded state: parameters with equal counts share ranges again."""
         most = max(steps.values(), default=0)
         self._missed = {param: count - most for param, count in steps.items()}  # histories made later are above 0
         self._current = self._made(self._absent)

@@ -22,7 +22,7 @@ Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
 
 
 class ModelParameters:
-    """The parameters of ``module`` as they are at first, under all of their names."""
+    """The parameters of ``module`` at construction, under all of their names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -39,8 +39,8 @@ class ModelParameters:
                 module.register_load_state_dict_post_hook(hook)
 
     def _record(self) -> None:
-        """Record what every module holds, such that comparing it takes no Python for each parameter."""
-        # A module of TorchScript has tables of its own class, whose parameters nobody replaces.
+        """Record every module's parameters and children in flat lists, which compare without a Python loop."""
+        # TorchScript modules have tables of another class, whose parameters cannot be replaced.
         tables = [
             table
             for module in self._module.modules()
@@ -53,14 +53,14 @@ class ModelParameters:
 
     @torch.no_grad()
     def put_back(self) -> list[nn.Parameter]:
-        """Give parameters that were replaced the values of what stands in their place, and put them back there.
+        """Copy the values of replacements into the parameters that they replaced, and put these back into the model.
 
         Returns:
-            Those parameters.
+            The parameters that had been replaced.
 
         Raises:
-            RuntimeError: what stands there differs in shape, dtype or placements; or a parameter that several modules
-                share was replaced in some of them, or by different values.
+            RuntimeError: a replacement differs in shape, dtype or placements; or a parameter that several modules
+                share was replaced in only some of them, or by different values.
         """
         if all(map(operator.is_, map(dict.get, self._tables, self._keys), self._held)):
             return []
@@ -101,15 +101,15 @@ def _check(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:
     for name, value in given.items():
         if _layout(value) != _layout(own):
             raise RuntimeError(
-                f"{name!r} was replaced after initialize by a parameter of {_layout(value)}, where the model's own has "
-                f"{_layout(own)}; give it one that agrees, or change values in place (copy_, load_state_dict without "
+                f"{name!r} was replaced after initialize by a parameter of {_layout(value)}, but the model's own has "
+                f"{_layout(own)}; use a matching one, or change values in place (copy_, load_state_dict without "
                 "assign=True)"
             )
     first, *others = given.values()
     if len(given) > 1 and any(one is own or not torch.equal(local(one), local(first)) for one in (*others, first)):
         raise RuntimeError(
-            f"{' and '.join(map(repr, given))} are one parameter, which was replaced after initialize in some of "
-            "them only, or by different values; untie before initialize, or change values in place"
+            f"{' and '.join(map(repr, given))} are one parameter, which was replaced after initialize under only some "
+            "of these names, or by different values; untie before initialize, or change values in place"
         )
 
 

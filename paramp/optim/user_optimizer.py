@@ -1,4 +1,4 @@
-"""The user's optimizer, made over the model's own parameters: checked, and handed to the tensors that are stepped."""
+"""The user's optimizer, made over the model's parameters: checks, and the replacement by the stepped tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.errors import ConfigError
 
 
 class SteppedWeights(Protocol):
-    """The trained parameters of a rank, and what the optimizer steps in their place: flat buffers, or masters alone."""
+    """The trained parameters of a rank, and the tensors stepped in their place: flat buffers, or separate masters."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]: ...
@@ -25,7 +25,7 @@ class SteppedWeights(Protocol):
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every name of each parameter, in the model's order: several for one that modules share."""
+    """Every name of each parameter, in the model's order; a shared parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -43,37 +43,37 @@ def groups_by_name(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parame
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
-    """Refuse what cannot be handed over.
+    """Check that an engine or amp can use ``optimizer``.
 
     Raises:
-        ConfigError: it has stepped, is LBFGS or SparseAdam, or holds a tensor that is none of ``names_of``.
+        ConfigError: it has stepped, is LBFGS or SparseAdam, or holds a tensor that is not in ``names_of``.
     """
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the model many times a step, which engine.step() cannot do")
+        raise ConfigError("optimizer: LBFGS evaluates the model many times per step, which engine.step() cannot do")
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("optimizer: SparseAdam steps sparse gradients, which an engine makes dense; use Adam")
+        raise ConfigError("optimizer: SparseAdam needs sparse gradients, but an engine makes them dense; use Adam")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names_of:
                 raise ConfigError(
-                    f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
+                    f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
 
 
 NOT_ELEMENTWISE = ("Adafactor", "Muon")
-"""torch's optimizers whose step depends on a whole matrix, of which a tensor-parallel rank holds a shard only."""
+"""torch's optimizers whose step depends on a whole matrix; a tensor-parallel rank holds only a shard of it."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:
-    """Raise a ConfigError for an optimizer of whole matrices where this rank has shards of them."""
+    """Raise a ConfigError if the optimizer needs whole matrices, but this rank has shards of them."""
     name = type(optimizer).__name__
     pairs = zip(weights.parameters, weights.stepped, strict=True)
     if name in NOT_ELEMENTWISE and any(stepped is None or whole.shape != stepped.shape for whole, stepped in pairs):
         raise ConfigError(
-            f"optimizer: {name} looks at whole matrices, but tensor parallelism or ZeRO leaves each rank a part of "
+            f"optimizer: {name} needs whole matrices, but under tensor parallelism or ZeRO each rank has a part of "
             "them; use an elementwise optimizer such as AdamW, or parallel.tensor.size 1 and parallel.zero 0"
         )
 
@@ -81,7 +81,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights)
 def repoint(
     optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: SteppedWeights
 ) -> None:
-    """Put this rank's stepped tensors where the whole model's parameters were; the groups and their options stay."""
+    """Replace the model's parameters in the groups by this rank's stepped tensors; the groups' options stay."""
     stepped = weights.by_name()
     for group in optimizer.param_groups:
         found = [next((stepped[name] for name in names_of[old] if name in stepped), None) for old in group["params"]]
@@ -89,14 +89,14 @@ def repoint(
         group["params"] = [tensor for _, tensor in kept]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index, _ in kept]
-    if optimizer.state:  # made in the constructor, as Adagrad does: made again, for the tensors that are stepped now
+    if optimizer.state:  # some constructors, such as Adagrad's, make the state: make it again for the stepped tensors
         optimizer.state.clear()
         optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)
 
 
 def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of a division by zero to come: an optimizer that steps half-precision weights keeps its state in them too,
-    where a small ``eps`` rounds to 0 or nearly so."""
+    """Warn if updates would divide by zero: the state of half-precision weights is in half precision too, where a small
+    ``eps`` rounds to 0 or a subnormal number."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for dtype in {tensor.dtype for tensor in group["params"] if tensor.dtype.itemsize < 4}:
@@ -116,7 +116,7 @@ ONLY_THE_ENGINE_STEPS = (
 
 
 def replace_zero_grad(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], None]) -> None:
-    """Let ``optimizer.zero_grad()`` call ``zero_grad``: gradients lie where the optimizer's own does not reach."""
+    """Make ``optimizer.zero_grad()`` call ``zero_grad``: the optimizer's own does not reach the flat gradients."""
 
     def zero_all(set_to_none: bool = True) -> None:
         zero_grad()
@@ -125,7 +125,7 @@ def replace_zero_grad(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], 
 
 
 class StepGuard:
-    """Refuses each ``step()`` of ``optimizer`` outside ``with guard:``, with a ``RuntimeError`` of ``message``."""
+    """Raises a ``RuntimeError`` with ``message`` for each ``step()`` of ``optimizer`` outside ``with guard:``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
         self._message = message

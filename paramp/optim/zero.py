@@ -17,13 +17,13 @@ from .param_buffer import Buffer, FlatParam
 
 
 class OverlappedReduceScatter:
-    """The reduce-scatter of each buffer while the backward still goes on, as soon as its gradients are complete.
+    """The reduce-scatter of each buffer during the backward, as soon as its gradients are complete.
 
-    That is known only in the last backward of a window, and not of gradients that are completed in the step: tied ones,
-    and those whose placements are not their parameters'. Every rank starts the same buffers in the same order, each
-    once in a call of ``forward_backward``, whichever of its parameters got a gradient.
+    This is possible only in the last backward of a window, and not for gradients that the step completes: those of tied
+    parameters, and those whose placements differ from their parameters'. Every rank starts the same buffers in the same
+    order, each once per call of ``forward_backward``, whichever of its parameters got a gradient.
 
-    ``take_back`` brings gradients that were replaced, here by hooks of the user's, back to their buffers.
+    ``take_back`` copies gradients that were replaced, here by the user's hooks, back to their buffers.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class OverlappedReduceScatter:
         self._group = context.batch_axis.group
         self._dtype = dtype
         self._tied = tied
-        self._reduced: dict[FlatParam, int] = {}  # with the version of the gradient when it had been reduced
-        self._waiting: dict[Buffer, set[FlatParam]] = {}  # what has no gradient yet
-        self._overlappable: list[Buffer] = []  # which can be reduced before the step
-        self._next: list[Buffer] = []  # of these, what has not been started, in this order
+        self._reduced: dict[FlatParam, int] = {}  # and the version of the gradient after the reduction
+        self._waiting: dict[Buffer, set[FlatParam]] = {}  # parameters without a gradient yet
+        self._overlappable: list[Buffer] = []  # buffers that can be reduced before the step
+        self._next: list[Buffer] = []  # overlappable buffers that have not been started, in this order
         self._running: list[Callable[[], None]] = []
         self._armed = False
         self._places = [(buffer, param) for buffer in buffers for param in buffer.params]
@@ -51,7 +51,7 @@ class OverlappedReduceScatter:
             param.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self) -> None:
-        """From here on, reduce what becomes complete: this is a parameter's last backward of the window."""
+        """From here on, reduce buffers as they become complete: the next backward is the last one of the window."""
         self._overlappable = [buffer for buffer in self._buffers if not any(map(self._completes_late, buffer.params))]
         self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
         self._next = list(self._overlappable)
@@ -61,7 +61,7 @@ class OverlappedReduceScatter:
         return param.placement_mismatch or param.parameter in self._tied
 
     def end(self) -> None:
-        """Reduce the rest of what can be reduced before the step, and wait for all."""
+        """Reduce the rest of the overlappable buffers, and wait for all reductions."""
         if not self._armed:
             return
         self._armed = False
@@ -70,9 +70,9 @@ class OverlappedReduceScatter:
         self._reduced |= {param: param.version for buffer in self._overlappable for param in buffer.params}
 
     def arrived(self, index: int) -> None:
-        """The gradient of a parameter has been added up. Starts every buffer that is complete in order.
+        """Record that a parameter has its gradient, and start the next buffers, in order, that were complete before.
 
-        The parameter itself counts from the next call on: the user's hooks that come after this one may change its
+        The parameter itself counts from the next call on: the user's hooks that run after this one may change its
         gradient.
         """
         if not self._armed:
@@ -102,26 +102,26 @@ class OverlappedReduceScatter:
             self._running.pop(0)()
 
     def changed_since(self) -> list[torch.Tensor]:
-        """The local gradients that were changed by hand after they had been reduced."""
+        """The local gradients that the user changed after they had been reduced."""
         return [param.local_gradient for param, then in self._reduced.items() if param.version != then]
 
     def reduce_the_rest(self) -> None:
-        """Reduce what the last backward did not."""
+        """Reduce the buffers that the last backward did not."""
         self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}
 
 
 def _notify(reducer: weakref.ref[OverlappedReduceScatter], index: int, _: torch.Tensor) -> None:
-    """The hook of a parameter. It holds nothing: the garbage collector does not see through the hooks of a parameter,
-    so an engine that they held would never be freed, nor the process groups of its context."""
+    """The hook of a parameter, with a weak reference only: the garbage collector does not traverse a parameter's hooks,
+    so they would keep the engine, and its context's process groups, forever."""
     alive = reducer()
     if alive is not None:
         alive.arrived(index)
 
 
 def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` the weights that the others have stepped: one all-gather for each buffer."""
+    """All-gather the stepped weights over ``group``: one all-gather for each buffer."""
     for buffer in buffers:
         if buffer.num_parts > 1:
             all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)

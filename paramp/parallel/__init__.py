@@ -1,1 +1,1 @@
-"""How a model is sharded over the tensor axis and partitioned over the pipeline axis."""
+"""Sharding of models over the tensor axis, and partitioning over the pipeline axis."""

@@ -1,6 +1,6 @@
-"""How each family of models is planned, partitioned, filled and run as one stage: one class each in :data:`ADAPTERS`.
+"""Adapters for families of models, one class each in :data:`ADAPTERS`: plans, partitions, initial weights, outputs.
 
-A family's modules are imported where they are used: only what a layout needs is loaded.
+A family's modules are imported in the methods, so that only the modules that a layout needs are loaded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ModelAdapter:
-    """One model, as its family takes it. A family overrides what it does differently.
+    """The adapter of one model. A family overrides the methods in which it differs.
 
-    The model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)``, where
-    it has them, win over its family's.
+    If the model has a ``tensor_parallel_plan(tensor_size, sequence_parallel)`` or ``pipeline_split(num_stages)``, it
+    takes precedence over its family's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,20 +42,20 @@ class ModelAdapter:
         """The plan of a model without a ``tensor_parallel_plan`` of its own."""
         raise ConfigError(
             f"parallel.tensor.size: got {tensor_size}, but {type(self.model).__name__} has no tensor_parallel_plan(); "
-            'pass plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"} to initialize, with your names'
+            'pass plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"} to initialize, with the model\'s names'
         )
 
     def split(self, num_stages: int) -> Sequence[str] | None:
-        """The names at which the second and each later stage begins. None: stages are balanced by parameters."""
+        """The first unit of the second and each later stage. None: stages are balanced by parameters."""
         own: Callable[[int], Sequence[str] | None] | None = getattr(self.model, "pipeline_split", None)
         return None if own is None else own(num_stages)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
-        """The model's units, ready to be made into ``num_stages`` stages; ConfigError if it cannot be partitioned."""
+        """The model's partition for ``num_stages`` stages; ConfigError if it cannot be partitioned."""
         raise NotImplementedError
 
     def single_stage(self) -> nn.Module:
-        """What runs where there is one stage only."""
+        """The module to run if there is only one stage."""
         return self.model
 
     def filler(self) -> Callable[[nn.Module], None]:
@@ -76,7 +76,7 @@ class SequentialAdapter(ModelAdapter):
 
 
 class HuggingFaceAdapter(ModelAdapter):
-    """A model of the transformers library: by its own plans, with its logits as its output."""
+    """A model of the transformers library, with its own plans; its output is its logits."""
 
     @staticmethod
     def accepts(model: nn.Module) -> bool:
@@ -106,7 +106,7 @@ class HuggingFaceAdapter(ModelAdapter):
 
 
 class TracedAdapter(ModelAdapter):
-    """Any other model. For a pipeline it takes one input, and its forward is traced."""
+    """Any other model. For a pipeline its forward is traced, and has to take one input."""
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .partition_fx import TracedPartition
@@ -115,9 +115,9 @@ class TracedAdapter(ModelAdapter):
 
 
 ADAPTERS: tuple[type[ModelAdapter], ...] = (SequentialAdapter, HuggingFaceAdapter, TracedAdapter)
-"""The first that accepts a model takes it."""
+"""The first one that accepts a model is used."""
 
 
 def adapter_for(model: nn.Module) -> ModelAdapter:
-    """``model`` in the adapter of its family."""
+    """The adapter of ``model``, of its family."""
     return next(adapter(model) for adapter in ADAPTERS if adapter.accepts(model))

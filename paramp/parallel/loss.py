@@ -22,10 +22,10 @@ _loss_depth = 0
 
 @contextmanager
 def vocab_parallel_loss(enabled: bool = True, *, smoothing: bool = False) -> Iterator[None]:
-    """Compute cross-entropy of DTensor logits with a sharded vocabulary, forward and backward, without gathering them.
+    """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
-    torch's ``loss_parallel``, made to nest: torch's own switches itself off at the end of the innermost. With
-    ``smoothing`` labels can be smoothed, which torch's cannot; every function of torch inside is then looked at first.
+    torch's ``loss_parallel``, but it can be nested: torch's is disabled at the end of the innermost context. With
+    ``smoothing`` it supports label smoothing, which torch's does not; this intercepts every torch function inside.
     """
     global _loss_depth
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class _Smoothing(TorchFunctionMode):
-    """Inside, cross-entropy over a sharded vocabulary takes ``label_smoothing``."""
+    """A mode in which cross-entropy over a sharded vocabulary supports ``label_smoothing``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +58,7 @@ class _Smoothing(TorchFunctionMode):
             if is_dtensor(logits) and any(kind.is_shard(_class_dim(logits)) for kind in logits.placements):
                 if given["target"].is_floating_point():
                     raise ConfigError(
-                        "criterion: cross_entropy got probabilities as target, expected classes where the vocabulary "
+                        "criterion: cross_entropy got probabilities as target, expected classes because the vocabulary "
                         "is sharded; give the logits' module the style 'colwise_gather' in the plan"
                     )
                 if given["label_smoothing"]:
@@ -79,10 +79,10 @@ def _smoothed(
     reduction: str,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """As ``cross_entropy``, of logits whose classes are sharded; a plain tensor.
+    """``cross_entropy`` of logits whose classes are sharded, with label smoothing; a plain tensor.
 
-    With logits z and nll = -log p_y, each -log p_c is nll + z_y - z_c, so that beside nll only sums of logits are
-    needed: sum_c w_c (-log p_c) = W nll + (W z_y - sum_c w_c z_c), with W = sum_c w_c.
+    With logits z and nll = -log p_y, each -log p_c is nll + z_y - z_c, so that only nll and sums of logits are needed:
+    sum_c w_c (-log p_c) = W nll + (W z_y - sum_c w_c z_c), with W = sum_c w_c.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -109,7 +109,7 @@ def _smoothed(
 
 
 def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """``logits`` with all but the first ``size`` entries of the last dim at the lowest finite value of the dtype.
+    """``logits`` with all but the first ``size`` entries of the last dim set to the lowest finite value of the dtype.
 
     Args:
         logits: (..., vocabulary), floating point; a DTensor may be sharded over its last dim.

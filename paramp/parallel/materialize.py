@@ -1,14 +1,14 @@
-"""Building a model: in the dtype that its mode stores, and, where it is too large for one process, shard by shard.
+"""Construction of models in their mode's weight dtype, and shard by shard if a model is too large for one process.
 
-A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are sharded there,
-and only then does :func:`materialize` go through its submodules: it draws one in full on the CPU, from a seed derived
+A model that does not fit into one process is built on ``meta``, where it takes no memory. Its layers are sharded there.
+Then :func:`materialize` iterates over its submodules: it draws the full values of one on the CPU, from a seed derived
 from its name, keeps this rank's shard, and frees the rest::
 
     outline   [embedding] [block 0] [block 1] [head]      whole, on meta
     shards    [emb]       [blo]     [blo]     [hea]       sharded, on meta
-                ▲ draw the whole submodule, keep this rank's shard, go on to the next
+                ▲ draw the whole submodule, keep this rank's shard, continue with the next
 
-A rank never holds more than its shards and one submodule, and has the same values in every layout.
+A rank never holds more than its shards and one submodule, and the values are the same in every layout.
 """
 
 import math
@@ -38,14 +38,14 @@ def init_module(
 ) -> Iterator[None]:
     """A context in which ``Model()`` creates its parameters and buffers in the mode's weight dtype, on the device.
 
-    Tensors that a model creates with an explicit dtype keep that; batch norms' are in fp32 where the mode keeps them
-    there (O2). Contexts nest; the innermost counts. Masters (the naive modes, O2) of a model that was built here start
-    from its half weights; to start from fp32 weights, build it outside, or on ``meta`` in fp32.
+    Tensors that a model creates with an explicit dtype keep it; batch norms are in fp32 if the mode keeps them in it
+    (O2). Contexts nest; the innermost applies. Masters (the naive modes, O2) of a model built in this context start
+    from its half-precision weights; to start from fp32 weights, build it outside, or on ``meta`` in fp32.
 
     Args:
-        precision: what :meth:`Precision.parse` takes.
-        device: None: that of the current context, else the GPU if there is one, else the CPU. ``"meta"``: no memory is
-            taken, and :func:`paramp.initialize` fills each rank's shards.
+        precision: a value that :meth:`Precision.parse` accepts.
+        device: None: the current context's device, else the GPU if there is one, else the CPU. ``"meta"``: no memory is
+            allocated, and :func:`paramp.initialize` fills each rank's shards.
 
     Raises:
         ConfigError: an unknown mode.
@@ -60,7 +60,7 @@ def init_module(
 
 @contextmanager
 def stored_as(mode: Precision) -> Iterator[None]:
-    """Inside, batch norms register tensors in fp32 where ``mode`` keeps them there, if they have its weights' dtype."""
+    """A context in which batch norms register tensors of the mode's weight dtype in fp32, if ``mode`` requires it."""
 
     def in_fp32(module: nn.Module, _name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or tensor.dtype is not mode.weights or not isinstance(module, BATCH_NORMS):
@@ -71,12 +71,12 @@ def stored_as(mode: Precision) -> Iterator[None]:
     kinds = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
     with ExitStack() as stack:
         for register in kinds if mode.keep_batchnorm_fp32 else ():
-            stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint forgets the value
+            stack.callback(register(in_fp32).remove)  # type: ignore[arg-type]  # torch's hint lacks the return value
         yield
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Fill the parameters and buffers of ``module`` itself by its class's ``reset_parameters``."""
+    """Fill the parameters and buffers of ``module`` itself with its class's ``reset_parameters``."""
     module.reset_parameters()  # type: ignore[operator]
 
 
@@ -86,7 +86,7 @@ def check_materializable(module: nn.Module) -> None:
         if is_on_meta(child) and not hasattr(child, "reset_parameters"):
             raise ValueError(
                 f"model: {name or 'the model'} ({type(child).__name__}) is on the meta device and has no "
-                "reset_parameters(); add one that fills its parameters and buffers, or build it on the CPU"
+                "reset_parameters(); add one that fills its parameters and buffers, or build the model on the CPU"
             )
 
 
@@ -96,7 +96,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def outline(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` that shares its tensors, and keeps them when those of ``module`` are sharded."""
+    """A copy of ``module`` with the same tensors, which stay when the tensors of ``module`` are replaced by shards."""
     copies = {original: _copy(original) for original in module.modules()}
     for copied in copies.values():
         copied._modules = {name: child and copies[child] for name, child in copied._modules.items()}
@@ -104,7 +104,7 @@ def outline(module: nn.Module) -> nn.Module:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A module with the same tensors and children, in tables of its own."""
+    """A module with the same tensors and children, in separate tables."""
     copied = shallow_copy(module)
     for table in (*TENSORS, "_modules"):
         setattr(copied, table, dict(getattr(module, table)))
@@ -126,14 +126,14 @@ def materialize(
 ) -> None:
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
-    Each submodule's random state is seeded by ``seed`` and its name; the caller's is restored. Tied parameters stay
-    tied: the first module that has one fills it. No collective is used.
+    The random state is seeded from ``seed`` and the name of each submodule; the caller's is restored. Tied parameters
+    stay tied: the first module that has one fills it. No collective is used.
 
     Args:
-        whole: the :func:`outline` of ``module`` from before it was sharded. None: it is not sharded.
-        fill: fills the tensors of one module itself.
-        dtype: of floating-point tensors. None: the one that they have on ``meta``.
-        keep_batchnorm_fp32: those of batch norms are in fp32, whatever ``dtype`` is.
+        whole: the :func:`outline` of ``module``, made before it was sharded. None: it is not sharded.
+        fill: fills the tensors of one module itself, without its submodules.
+        dtype: the dtype of floating-point tensors. None: their dtype on ``meta``.
+        keep_batchnorm_fp32: tensors of batch norms are in fp32, whatever ``dtype`` is.
 
     Raises:
         ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them.
@@ -143,7 +143,7 @@ def materialize(
     filled: dict[torch.Tensor, torch.Tensor] = {}
 
     def keep(child: nn.Module, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if like not in filled:  # by another name of it
+        if like not in filled:  # a tied tensor is filled once
             stored = dtype and stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
             filled[like] = _shard(value, like, stored or value.dtype, device)
         return filled[like]
@@ -161,7 +161,7 @@ def _fill(
     fill: Callable[[nn.Module], None],
     keep: Callable[[nn.Module, str, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draw the module ``original`` in full on the CPU, and put this rank's shards of it into ``child``."""
+    """Draw the full values of the module ``original`` on the CPU, and put this rank's shards into ``child``."""
     drawn = _copy(original)
     for table in TENSORS:
         tensors = getattr(drawn, table)
@@ -173,7 +173,7 @@ def _fill(
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)
-    for name, value in drawn.__dict__.items():  # attributes that filling it computed
+    for name, value in drawn.__dict__.items():  # attributes that ``fill`` computed
         if name not in (*TENSORS, "_modules") and value is not original.__dict__.get(name):
             child.__dict__[name] = value
 
@@ -183,21 +183,21 @@ def _check_filled(drawn: nn.Module) -> None:
     for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
         if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
             raise ValueError(
-                f"model: reset_parameters() of {type(drawn).__name__} leaves {name!r} without a value; "
+                f"model: reset_parameters() of {type(drawn).__name__} does not fill {name!r}; "
                 "fill it there, or build the model on the CPU instead of the meta device"
             )
 
 
 def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    nothing = math.nan if tensor.is_floating_point() else 0  # NaN shows what was not filled
+    nothing = math.nan if tensor.is_floating_point() else 0  # NaN marks elements that were not filled
     empty = torch.full_like(tensor, nothing, device="cpu", requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _shard(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's shard of ``value``, a copy, where ``like`` is a DTensor on ``meta``; else all of ``value``."""
+    """If ``like`` is a DTensor on ``meta``, a copy of this rank's shard of ``value``; else all of ``value``."""
     if is_dtensor(like):
-        part = own_part(value.detach().reshape(like.shape), like)  # a packed weight has a dim more than the layer's own
+        part = own_part(value.detach().reshape(like.shape), like)  # a packed weight has one more dim than the layer's
         value = wrap(part.to(device, dtype, copy=True, memory_format=torch.contiguous_format), like)
     else:
         value = resolved(value.detach().to(device, dtype))

@@ -1,7 +1,7 @@
-"""How a model is partitioned into pipeline stages.
+"""Partitioning of a model into pipeline stages.
 
-There are three partitions: :class:`SequentialPartition` here, for ``nn.Sequential``; that of Hugging Face models
-(:mod:`paramp.parallel.huggingface.partition`); and that of any other model, which is traced
+There are three partitions: :class:`SequentialPartition` here, for ``nn.Sequential``; one for Hugging Face models
+(:mod:`paramp.parallel.huggingface.partition`); and one for all other models, which are traced
 (:mod:`paramp.parallel.partition_fx`). In every stage, modules and parameters have the names of the whole model.
 """
 
@@ -18,31 +18,31 @@ from ..base.module_surgery import keep_only, names_outside
 
 
 class Partition(Protocol):
-    """One model, ready to be made into stages."""
+    """One model that can be split into stages."""
 
     @property
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The modules that stages are made of, by name, in the order of their calls."""
+        """The modules that stages consist of, by name, in the order of their calls."""
 
     @property
     def opened(self) -> frozenset[str]:
-        """Names of modules whose parts may be on several stages, so that no stage calls them as such."""
+        """Names of modules whose submodules may be on several stages, so that no stage calls the module itself."""
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
-        """The module of each stage, whose units are the names in ``plan``; together they have all parameters.
+        """The module of each stage, with the units named in ``plan``; together the stages have all parameters.
 
-        The first takes the model's input, each other one what the one before returned.
+        The input of the first stage is the model's input, of each other one the output of the stage before.
         """
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether ``module`` is an ``nn.Sequential`` whose forward is still that of ``nn.Sequential``."""
+    """Whether ``module`` is an ``nn.Sequential`` that does not override ``forward``."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that ``model`` applies one after the other, nested ``nn.Sequential`` ones opened, by name."""
-    for name, child in model._modules.items():  # named_children() would pass over a module that comes again
+    """The modules that ``model`` applies one after the other, by name; nested ``nn.Sequential`` modules are opened."""
+    for name, child in model._modules.items():  # named_children() would skip a module that is used twice
         if child is None:
             continue
         if is_sequential(child):
@@ -68,7 +68,7 @@ class SequentialPartition:
 def partition_model(
     model: nn.Module, partition: Partition, num_stages: int, split: Sequence[str] | None
 ) -> list[nn.Module]:
-    """The module of each stage of ``model``; ConfigError if the stages would compute something else than the model."""
+    """The module of each stage of ``model``; ConfigError if the stages would not compute the same as the model."""
     plan = plan_stages(partition.units, num_stages, split)
     _check_hooks(model, plan, partition.opened)
     stages = partition.stages(plan)
@@ -80,7 +80,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collection[str]) -> None:
-    """Refuse hooks on modules that are split: they would run once a stage, on parts, or not at all."""
+    """Raise a ConfigError for hooks on split modules: they would run on parts, once per stage, or not at all."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         num_stages = sum(any(unit.startswith(prefix) for unit in units) for units in plan)
@@ -89,28 +89,28 @@ def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collec
             what = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
             raise ConfigError(
                 f"parallel.pipeline.size: {name or 'the model'} has hooks ({what}), but is split into stages, which "
-                "run in turn; put them on modules that are on one stage, or make them modules of their own"
+                "run separately; put the hooks on modules that are on one stage, or make them modules"
             )
 
 
 def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Refuse a module with running statistics that several stages call: each would update its own."""
+    """Raise a ConfigError for a module with running statistics on several stages: each would update its own copy."""
     held = [{id(module) for module in stage.modules()} for stage in stages]
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None and sum(id(module) in there for there in held) > 1:
             raise ConfigError(
                 f"parallel.pipeline.split: {name!r} ({type(module).__name__}) is called on several stages, each of "
-                "which would have running statistics of its own; split so that one stage makes all its calls, or use "
-                "a module for each"
+                "which would have separate running statistics; split so that one stage makes all its calls, or use "
+                "one module per call"
             )
 
 
 def plan_stages(
     units: Sequence[tuple[str, nn.Module]], num_stages: int, split: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """The names of the units of each stage. ``split`` names where the second and each later stage begins.
+    """The names of the units of each stage. ``split`` names the first unit of the second and each later stage.
 
-    None: the largest stage is smallest, by the parameters that are multiplied (looking up an embedding costs nothing).
+    None: minimise the largest stage, by the number of multiplied parameters (embedding lookups cost nothing).
     """
     names = [name for name, _ in units]
     if len(names) < num_stages:
@@ -127,19 +127,19 @@ def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
     check_names(split, names)
     positions: list[int] = []
     for name in split:
-        # "blocks" stands for the first of its modules.
+        # "blocks" means the first of its modules.
         found = next(i for i, known in enumerate(names) if known == name or known.startswith(f"{name}."))
         if found <= (positions[-1] if positions else 0):
             raise ConfigError(
                 f"parallel.pipeline.split: got {list(split)}, where {name!r} leaves the stage before it empty; "
-                "name the modules in the model's order, and not its first"
+                "name modules in the model's order, without its first one"
             )
         positions.append(found)
     return positions
 
 
 def check_names(split: Sequence[str], names: Sequence[str]) -> None:
-    """Check that each entry of ``split`` is one of ``names``, or contains one."""
+    """Check that each entry of ``split`` is one of ``names``, or the parent of one."""
     for name in split:
         if not any(known == name or known.startswith(f"{name}.") for known in names):
             raise ConfigError(
@@ -148,9 +148,9 @@ def check_names(split: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _balanced(weights: Sequence[int], num_stages: int) -> list[int]:
-    """Where the later stages begin so that the heaviest stage is lightest (linear partition)."""
+    """The first units of the later stages that minimise the weight of the heaviest stage (linear partition)."""
     total = [0, *accumulate(1 + weight for weight in weights)]
-    # best[n] is the least possible heaviest stage for the first n modules, and where its stages begin.
+    # best[n]: the minimal weight of the heaviest stage for the first n modules, and the starts of its stages.
     best = [(float(cost), [0]) for cost in total]
 
     def with_last(start: int, end: int) -> tuple[float, list[int]]:
@@ -165,6 +165,6 @@ def _balanced(weights: Sequence[int], num_stages: int) -> list[int]:
 
 
 def multiplied_parameters(module: nn.Module) -> int:
-    """How many parameters of ``module`` are multiplied with activations; those of embeddings are looked up."""
+    """The number of parameters of ``module`` that are multiplied with activations: all but those of embeddings."""
     looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in looked_up)

@@ -1,15 +1,15 @@
-"""The pipeline stages of a model that is not sequential: its forward is traced, and the graph partitioned.
+"""Pipeline stages of a model that is not sequential: its forward is traced, and the graph partitioned.
 
-``torch.fx`` records the model's own forward. Modules are calls in the graph, so that plans, precision and hooks find
-them unchanged; only what lies between them, the glue, is traced::
+``torch.fx`` records the model's forward. Modules are calls in the graph, so that plans, precision and hooks apply to
+them unchanged; only the code between them, the glue, is traced::
 
     x ── down1 ── down2 ──── middle ── up2 ── cat ── up1 ──► output
            │         └───────────────────┘     │
            └───────────────────────────────────┘
-                             ▲ a stage ends after middle: middle's output is sent, and both skips
+                             ▲ a stage ends after middle: middle's output and both skips are sent
 
-A stage is a range of the graph's calls. A value that a later stage needs passes through each stage between. Parameters
-that the glue uses itself are held by every stage that uses them, and tied.
+A stage is a range of the graph's calls. A value that a later stage needs is sent through each stage between.
+Parameters that the glue uses directly are on every stage that uses them, and are tied.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .partition import check_names, is_sequential, multiplied_parameters, plan_s
 from .tracing import check_mode, trace
 
 UNBALANCED = 1.5
-"""Modules are opened while the heaviest stage has more than this many times the average."""
+"""Modules are opened while the heaviest stage has more than this multiple of the average number of parameters."""
 
 
 class TracedPartition:
-    """The partition of any model that takes one input: between any two of the modules that its forward calls.
+    """The partition of any model with one input, between any two of the modules that its forward calls.
 
-    A module that contains a name of ``split`` is opened: its forward is traced too. Without ``split``, modules that are
-    too heavy for a stage are opened, except those of ``torch.nn`` and our norms.
+    A module that contains a name in ``split`` is opened: its forward is traced too. Without ``split``, modules that are
+    too large for a stage are opened, except those of ``torch.nn`` and paramp's norms.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, split: Sequence[str] | None) -> None:
@@ -96,7 +96,7 @@ class TracedPartition:
             called = [str(node.target) for node in used if node.op == "call_module"]
             got = [str(node.target) for node in used if node.op == "get_attr"]
             kept.append({*got, *(alias for name in called for alias in names_of[self._modules[name]])})
-        kept[0].update(names_outside(self._model, set().union(*kept)))  # what no stage uses is kept too
+        kept[0].update(names_outside(self._model, set().union(*kept)))  # parameters that no stage uses are kept too
         parts = zip(kept, stage_graphs, strict=True)
         return [_stage_module(self._model, *part, index == 0, self.opened) for index, part in enumerate(parts)]
 
@@ -128,8 +128,8 @@ def _stage_module(
 
 
 def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
-    """``graph`` as ``num_stages`` graphs; each takes what the one before returns, a tuple of values."""
-    nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each graph gets attributes for itself
+    """``graph`` as ``num_stages`` graphs; the input of each is the output of the one before, a tuple of values."""
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each graph reads attributes itself
     reached = 0
     stage_at: dict[fx.Node, int] = {}
     for node in nodes:

@@ -1,6 +1,6 @@
 """Pipeline parallelism: run the stages of a model in one of torch's schedules.
 
-Torch's schedules take seconds to import, so that only a :class:`Pipeline` that is made imports them.
+torch's schedules take seconds to import, so they are imported only when a :class:`Pipeline` is made.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class _LinkedStage(nn.Module):
-    """A stage as torch's schedules see it: from plain tensors to plain tensors.
+    """A stage for torch's schedules: its inputs and outputs are plain tensors.
 
-    Where the forward fails it calls ``failed`` and returns zeros, so that the schedule goes on and no rank waits.
+    If the forward fails, it calls ``failed`` and returns zeros, so that the schedule continues and no rank waits.
     """
 
     def __init__(self, stage: Stage, failed: Callable[[Exception], None]) -> None:
@@ -42,9 +42,9 @@ class _LinkedStage(nn.Module):
         self.stage = stage
         self.received: StageOutput | None = None
         self.sent: StageOutput | torch.Tensor | None = None
-        """What crosses the stage's two boundaries: None for the model's input, a tensor on ``meta`` for its output."""
+        """The stage's input and output; None for the model's input, a tensor on ``meta`` for the model's output."""
         self.layout: DTensor | None = None
-        """A DTensor like the model's output, if that is one."""
+        """A DTensor with the layout of the model's output, if that is one."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         try:
@@ -56,9 +56,9 @@ class _LinkedStage(nn.Module):
             return self._zeros(tensors)
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """What is returned in place of an output; it depends on ``tensors``, which are to get gradients."""
+        """The substitute for an output; it depends on ``tensors``, so that these get gradients."""
         own = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        # Multiplied first: the gradient of a sum alone is expanded, and could not be sent.
+        # Multiplied first: the gradient of a plain sum is an expanded tensor, which cannot be sent.
         anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), own * 0.0)
         metas = self.sent.metas(False) if isinstance(self.sent, StageOutput) else [cast(torch.Tensor, self.sent)]
         device = self.stage.device if self.stage.is_last else self.stage.link_device
@@ -75,10 +75,10 @@ class _LinkedStage(nn.Module):
         if is_dtensor(output):
             self.layout = cast("DTensor", output.detach())
             output = output.to_local()
-        return output.view_as(output)  # torch detaches what is no view in place, before the backward is complete
+        return output.view_as(output)  # torch detaches outputs in place before the backward is complete, but not views
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
-        """``output``, of one microbatch or of several concatenated, as the DTensor that the model returned, if any."""
+        """``output`` of one or several concatenated microbatches, as a DTensor if the model returned one."""
         if self.layout is None:
             return output
         return wrap(output, self.layout, shape=torch.Size([output.shape[0], *self.layout.shape[1:]]))
@@ -91,9 +91,9 @@ def _single(output: Any) -> torch.Tensor:
 
 
 class _Ready(NamedTuple):
-    """A schedule for one shape of the batch, and what each stage of this rank receives and sends in it.
+    """A schedule for one shape of the batch, and the input and output of each stage of this rank.
 
-    None: the model's input; a tensor on ``meta``: its output.
+    None: the model's input; a tensor on ``meta``: the model's output.
     """
 
     schedule: Any
@@ -102,7 +102,7 @@ class _Ready(NamedTuple):
 
 
 MAX_SCHEDULES = 8
-"""Batch shapes whose schedules are kept."""
+"""The number of batch shapes whose schedules are cached."""
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
@@ -148,7 +148,7 @@ class Pipeline:
         self._failure: Exception | None = None
         self._check = check
         self.in_step = True
-        """False after a :meth:`run` that broke off, while other ranks wait for this one."""
+        """False after a :meth:`run` that was interrupted, so that other ranks may wait for this one."""
 
     def run(
         self,
@@ -164,15 +164,15 @@ class Pipeline:
         Args:
             x, y: the local batch; dim 0 is split into microbatches.
             loss: of a microbatch's output and target, a 0-dim tensor.
-            before_last_backward: called before this rank's last backward, where it :attr:`overlaps`.
+            before_last_backward: called before this rank's last backward, if it :attr:`overlaps`.
 
         Returns:
             Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
 
         Raises:
             ConfigError: a stage fails on zeros; on every rank of the pipeline.
-            ValueError: ``loss`` failed. On this rank alone, when all microbatches have run, so that no rank waits.
-            RuntimeError: a stage of this rank failed; likewise.
+            ValueError: ``loss`` failed. On this rank only, after all microbatches have run, so that no rank waits.
+            RuntimeError: a stage of this rank failed; also on this rank only, after all microbatches.
         """
         self._loss, self._num_losses = loss, 0
         self._failure = self._thawed_later() if backward else None
@@ -196,7 +196,7 @@ class Pipeline:
 
     @property
     def overlaps(self) -> bool:
-        """Whether this rank's last backward in a batch is that of all its gradients."""
+        """Whether this rank's last backward in a batch completes all of its gradients."""
         return self._config.num_local_stages == 1 and not self._config.row.splits_backward
 
     def _call_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Pipeline:
             self._check(failure)
 
     def _thawed_later(self) -> ValueError | None:
-        """What to raise for a parameter that was frozen when stages agreed on what gets gradients."""
+        """The error for a parameter that was frozen at initialize and requires a gradient now; None without one."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 return ValueError(unfrozen(name, "requires a gradient"))
@@ -273,9 +273,9 @@ class Pipeline:
         return stage
 
     def _probe(self, part: torch.Tensor) -> tuple[list[StageOutput | None], list[StageOutput | torch.Tensor]]:
-        """What each stage of this rank receives, None for the first, and returns, for one microbatch like ``part``.
+        """The input (None for the first stage) and output of each stage of this rank, for a microbatch like ``part``.
 
-        Each stage of the model in turn runs once on zeros; where one fails, every rank raises. torch's schedules infer
+        Each stage of the model in turn runs once on zeros; if one fails, every rank raises. torch's schedules infer
         shapes with uninitialised values, draw random numbers and change running statistics; this changes no state.
         """
         received: list[StageOutput | None] = []
@@ -302,9 +302,9 @@ class Pipeline:
         return received, sent
 
     def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
-        """What ``stage`` returns, given zeros; of the last one, the tensor on ``meta``.
+        """The output of ``stage`` for zeros; for the last stage, a tensor on ``meta``.
 
-        What is frozen for a while is to count as trained: other ranks do not learn when that changes.
+        Temporarily frozen parameters count as trained, because other ranks are not notified when that changes.
         """
         random, stage.random = stage.random, nullcontext()
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
@@ -322,7 +322,7 @@ class Pipeline:
 
 
 def _criterion_failure(error: Exception) -> ValueError:
-    """What to raise where the criterion raised ``error``."""
+    """The exception to raise when the criterion raised ``error``."""
     if isinstance(error, ValueError) and str(error).startswith("criterion: "):
         return error
     failure = ValueError(f"criterion: it failed on the last stage: {type(error).__name__}: {error}")
@@ -332,7 +332,7 @@ def _criterion_failure(error: Exception) -> ValueError:
 
 @contextmanager
 def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, all of ``parameters`` require a gradient."""
+    """A context in which all of ``parameters`` require a gradient."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -346,8 +346,8 @@ def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _remove_backwards(schedule: Any) -> None:
     """Remove the backward actions from one of torch's schedules, for evaluation.
 
-    Its own ``eval`` runs through all actions, and fails where stages of one rank pass gradients to each other. The
-    forward actions keep their order, in which sends and receives meet.
+    The schedule's ``eval`` executes all actions, and fails if stages of one rank pass gradients to each other. The
+    forward actions keep their order, in which sends match receives.
     """
     order = schedule.pipeline_order_with_comms
     for rank, actions in order.items():

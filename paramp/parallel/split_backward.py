@@ -1,15 +1,16 @@
-"""A stage's backward in two halves, for schedules that run them apart (zero bubble: Qi et al. 2023).
+"""A stage's backward in two halves, for schedules that run them separately (zero bubble: Qi et al. 2023).
 
-The first computes the gradients of the stage's inputs, for which the stage before waits; the second those of weights::
+The first half computes the gradients of the inputs, for which the stage before waits; the second those of the weights::
 
     inputs ◄─── node ◄─── node ◄─── outputs    the way: nodes of the autograd graph that the first half runs
                  │         │           │
                  ▼         ▼           ▼
               weights   weights     weights    the second half starts at nodes of the way, and at outputs beside it
 
-A node of the way computes both kinds of gradients, each when it is asked; what it was given is recorded in between.
-torch's own halves (``stage_backward_input``, ``stage_backward_weight``) know no starts beside the way. They silently
-leave out weights that reach an output by no input: all of a stage after a frozen one, and tables that are passed on.
+A node of the way runs in both halves, for one kind of gradients each; the gradients that it received are kept between.
+torch's own halves (``stage_backward_input``, ``stage_backward_weight``) do not start at outputs beside the way. So they
+silently omit weights that affect an output which no input affects: all weights of a stage after a frozen stage, and
+tables that are passed to later stages.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 BESIDE = None
-"""Stands for the outputs beside the way, where it is said where a backward starts."""
+"""In the starts of a backward, stands for the outputs beside the way."""
 
 
 @dataclass
 class _Group:
-    """Weights whose gradients are computed together, because they have a start in common."""
+    """Weights whose gradients are computed together, because they have a common start."""
 
     weights: dict[torch.Tensor, None]  # as an ordered set
     starts: dict[Node | None, None]
 
 
 class SplitBackward:
-    """The backward of one microbatch through a stage, which :meth:`inputs` begins and :meth:`weights` completes.
+    """The backward of one microbatch through a stage: :meth:`inputs` is the first half, :meth:`weights` the second.
 
     Args:
-        outputs: the stage's, or its loss.
+        outputs: the stage's outputs, or its loss.
         gradients: of ``outputs``. None: ones.
-        inputs: the stage's; what is no leaf that requires a gradient gets none.
+        inputs: the stage's inputs; only leaf tensors that require a gradient get one.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SplitBackward:
         outputs = list(outputs)
         given = [torch.ones_like(output) for output in outputs] if gradients is None else gradients
         pairs = zip(outputs, given, strict=True)
-        # Their edges keep the graph for the second half. Nodes of Python functions alone would not.
+        # The edges keep the graph alive for the second half; nodes of Python functions would not.
         self._roots = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
         self._received: dict[Node, Gradients] = {}
         users = _users(edge.node for edge, _ in self._roots)
@@ -75,7 +76,7 @@ class SplitBackward:
         return list({id(group): group for group in group_of.values()}.values())
 
     def _starts(self, node: Node, users: dict[Node, list[Node]]) -> dict[Node | None, None]:
-        """The nodes of the way that hand a gradient to ``node`` over nodes beside it."""
+        """The nodes of the way that pass a gradient to ``node`` through nodes beside the way."""
         starts: dict[Node | None, None] = {}
         seen, todo = {node}, [node]
         while todo:
@@ -88,7 +89,7 @@ class SplitBackward:
         return starts
 
     def inputs(self) -> Gradients:
-        """The gradients of the inputs, None for each that gets none."""
+        """The gradients of the inputs; None for an input without one."""
         starts = [start for group in self._groups for start in group.starts if start is not BESIDE]
         hooks = [start.register_prehook(partial(self._received.__setitem__, start)) for start in starts]
         found: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -103,10 +104,10 @@ class SplitBackward:
         return tuple(found.get(value) if isinstance(value, torch.Tensor) else None for value in self._inputs)
 
     def weights(self) -> None:
-        """Add the gradients of the weights up in their ``.grad``, as a whole backward does, hooks included."""
+        """Accumulate the gradients of the weights in their ``.grad``, with hooks, as a full backward does."""
         for group in self._groups:
             pairs = [pair for start in group.starts for pair in self._starting_gradients(start)]
-            # Where one start is on the way from another, this run reaches it too: it gets what it was given once.
+            # If this run also reaches one start from another, the start uses the gradients recorded in the first half.
             hooks = [
                 start.register_prehook(partial(_instead, self._received[start]))
                 for start in group.starts
@@ -130,7 +131,7 @@ class SplitBackward:
 
 
 def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """For each node of the graph of ``roots`` those that hand it a gradient."""
+    """For each node of the graph of ``roots``, the nodes that pass it a gradient."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     todo = list(users)
     while todo:
@@ -145,7 +146,7 @@ def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 
 def _closure(nodes: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
-    """``nodes``, and all that hand them a gradient over others."""
+    """``nodes``, and all nodes that pass them a gradient, directly or through others."""
     closure = set(nodes)
     todo = list(closure)
     while todo:

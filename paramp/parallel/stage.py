@@ -1,4 +1,4 @@
-"""What one rank runs of a model: its pipeline stages, or the whole model without a pipeline; and what ranks share.
+"""The stages of one rank, or the whole model without a pipeline, and parameters that are tied between stages.
 
 A stage computes in the mode's precision and exchanges hidden states with its neighbours in the compute dtype::
 
@@ -48,10 +48,10 @@ class Stage(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.link_device = device
-        """Where stage inputs and outputs are sent from: the CPU where the transport cannot send from the device."""
+        """The device of tensors that are sent and received: the CPU if the backend cannot send from ``device``."""
 
         self.random = random or nullcontext()
-        """Entered for the forward: dropout's own random stream."""
+        """The random stream for dropout, entered for the forward."""
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Stages(nn.Module):
     def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.module = joined.module
-        """All of their modules, under the whole model's names."""
+        """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
         self.training = self.module.training
         self._joined = joined
@@ -83,7 +83,7 @@ class Stages(nn.Module):
         return (cast(Stage, stage) for stage in self.stages)
 
     def align_modes(self) -> None:
-        """Give every stage the modes of training that the modules of :attr:`module` have."""
+        """Set the training mode of every stage's modules to that of the modules of :attr:`module`."""
         self._joined.align_modes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,24 +93,24 @@ class Stages(nn.Module):
 
 
 class Joined:
-    """Several stages of one model, which share modules, seen as one module.
+    """One module that joins several stages (parts) of a model.
 
     :attr:`module` has the modules, parameters and buffers of all parts, once, under the names that they have in the
-    model. It shares all of it with the parts: a parameter that is replaced in it is replaced in the parts. Modules that
-    lead to others are one copy in each part and one in :attr:`module`, which share their own parameters, buffers and
-    hooks. It cannot be called; the parts can, which are as :func:`~paramp.base.module_surgery.keep_only` makes them.
+    model. They are shared: a parameter that is replaced in it is replaced in the parts. A module with children on
+    several parts has one copy in each part and one in :attr:`module`; the copies share their parameters, buffers and
+    hooks. :attr:`module` cannot be called; the parts, made by :func:`~paramp.base.module_surgery.keep_only`, can.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = list(parts)
-        # Each a part's copy of a module, the joint one, and the names of the children that they share.
+        # (a part's copy of a module, the joint copy, the names of the children that both share)
         self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []
         self.module = self._join(self.parts)
         if len(self.parts) > 1:
             self.module.__dict__["forward"] = _refuse_to_run
 
     def _join(self, found: list[nn.Module]) -> nn.Module:
-        """One module for those that parts have by one name."""
+        """One module for those of the same name in the parts."""
         real = [module for module in found if not isinstance(module, PassThrough)] or found
         different = list({id(module): module for module in real}.values())
         if len(different) == 1 or isinstance(different[0], PassThrough):
@@ -129,7 +129,7 @@ class Joined:
         return joint
 
     def take_over(self, module: nn.Module) -> None:
-        """Put ``module`` in place of :attr:`module`, and its modules into the parts."""
+        """Replace :attr:`module` by ``module``, and the parts' modules by those of ``module``."""
         if len(self.parts) == 1:
             self.parts = [module]
         self.module = module
@@ -138,15 +138,15 @@ class Joined:
                 copy._modules[name] = joint._modules[name]
 
     def align_modes(self) -> None:
-        """Set the parts' own copies to training or evaluation, as :attr:`module` is."""
+        """Set the parts' copies to training or evaluation mode, as in :attr:`module`."""
         for copy, joint, _ in self._copies:
             copy.training = joint.training
 
 
 def _refuse_to_run(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
-        "engine.module holds several stages of a pipeline, which do not follow one another; call engine.eval() and "
-        "engine(x), or engine.forward_backward(x, y)"
+        "engine.module has several pipeline stages that are not consecutive, so it cannot be called; use engine.eval() "
+        "and engine(x), or engine.forward_backward(x, y)"
     )
 
 
@@ -155,8 +155,8 @@ def tie_stages(
 ) -> list[TiedParameter]:
     """Tie the parameters of this rank's ``module`` that other pipeline ranks hold too, with equal values.
 
-    ``names_of`` has all names of each parameter of the whole model, ``stages`` are those of all ranks. Returns such
-    parameters, with groups to sum over. What only stages of one rank share is one parameter there anyway.
+    ``names_of`` has all names of each parameter of the whole model, ``stages`` all stages of the model. Returns the
+    tied parameters with their groups. A parameter shared only by stages of one rank is one tensor, and is not tied.
     """
     stages_of = context.config.parallel.pipeline.stages_of
     held_by_stage = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
@@ -172,7 +172,7 @@ def tie_stages(
         holders = [rank for rank, name in enumerate(own_names) if name is not None]
         if len(holders) < 2:
             continue
-        # Making a group is a collective of the world: every rank takes part, also those that hold no copy.
+        # Making a group is a collective of the world, so ranks without a copy take part too.
         group = context.make_group(ranks_along(context, ["pp"], holders).tolist())
         name = own_names[context.pp.rank]
         parameter = None if name is None else module.get_parameter(name)

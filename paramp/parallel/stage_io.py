@@ -1,11 +1,11 @@
-"""What one pipeline stage sends to the next: hidden states, and whatever else its modules return.
+"""Data sent from one pipeline stage to the next: hidden states, and other values that its modules return.
 
 A stage returns a tree of tensors and other values. torch's schedules send floating-point tensors, each of which gets a
-gradient back; so
+gradient back. Therefore
 
-    a tensor that depends on weights            is sent as it is, in the compute dtype
-    any other (tokens, masks, tables)           is sent unchanged, the bytes of all in one tensor
-    numbers, shapes, None, tuples of those      are not sent: for one shape of the batch they are the same each time
+    a tensor that depends on weights            is sent in the compute dtype
+    other tensors (tokens, masks, tables)       are sent unchanged, the bytes of all of them in one tensor
+    numbers, shapes, None, tuples of those      are not sent: they are constant for one shape of the batch
 
 A :class:`StageOutput` describes such a tree, for one stage and one shape of the batch.
 """
@@ -49,15 +49,15 @@ class Fixed(_Sent):
 
 @dataclass(frozen=True)
 class Constant:
-    """A value that is no tensor."""
+    """A value that is not a tensor."""
 
     value: Any
 
 
 class _Received(torch.autograd.Function):
-    """Copies of tensors. Each gets a gradient as soon as one of them has one: zeros if it is not used.
+    """Copies of tensors. If any of them gets a gradient, all do: zeros for those that are not used.
 
-    It is contiguous, because it is sent: schedules that split the backward send what they find.
+    The gradients are made contiguous, because schedules that split the backward send them without a copy.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Received(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage sends to the next."""
+    """The description of a stage's output, as it is sent to the next stage."""
 
     tree: Any
     """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
@@ -82,14 +82,14 @@ class StageOutput:
         return StageOutput(tree_map(lambda value: _describe(value, precision), values))
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The tensors to send for ``values``, which have to be as described, on ``device``."""
+        """The tensors to send for ``values``, which have to match the description, on ``device``."""
         given, spec = tree_flatten(values)
         leaves, expected = tree_flatten(self.tree)
         if spec != expected or not all(map(_fits, leaves, given)):
             raise ConfigError(
-                "pipeline: what a stage returns changed between two batches of one shape, from "
-                f"{self.tree} to {values}; numbers and shapes there may depend on the shape of the batch only, so "
-                "return what depends on its values as tensors, or split elsewhere"
+                "pipeline: the output of a stage changed between two batches of the same shape, from "
+                f"{self.tree} to {values}; expected numbers and shapes that depend on the batch's shape only: "
+                "return values that depend on the data as tensors, or split elsewhere"
             )
         differentiable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ class StageOutput:
         return tuple(differentiable)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, weights: torch.dtype) -> Any:
-        """The values in what :meth:`pack` returned, on ``device``; differentiable ones in the dtype ``weights``."""
+        """The values packed in ``tensors``, on ``device``; differentiable ones in the dtype ``weights``."""
         if torch.is_grad_enabled():
             tensors = _Received.apply(*tensors)
         differentiable = iter(tensors)
@@ -122,7 +122,7 @@ class StageOutput:
         return tree_map(value, self.tree)
 
     def metas(self, requires_grad: bool) -> tuple[torch.Tensor, ...]:
-        """Tensors on ``meta`` like those that :meth:`pack` returns."""
+        """Tensors on ``meta`` with the shapes and dtypes of those that :meth:`pack` returns."""
         metas = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=requires_grad)
             for leaf in tree_leaves(self.tree)
@@ -143,7 +143,7 @@ class StageOutput:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its mesh, differentiably."""
+    """The local part of ``tensor``, differentiably."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -156,7 +156,7 @@ def _describe(value: Any, precision: Precision) -> Differentiable | Fixed | Cons
         return Constant(value)
     raise ConfigError(
         f"pipeline: a stage returns {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, "
-        "lists and dicts of them; return those, or split elsewhere (parallel.pipeline.split)"
+        "lists and dicts of them; change its output, or split elsewhere (parallel.pipeline.split)"
     )
 
 

@@ -15,7 +15,7 @@ from .split_backward import SplitBackward
 
 
 class RecordedStage(PipelineStage):
-    """A ``PipelineStage`` whose forwards and backwards are spans of observers."""
+    """A ``PipelineStage`` that reports its forwards and backwards to observers as spans."""
 
     observers: Sequence[Observer]
     before_last_backward: Callable[[], None]
@@ -47,7 +47,7 @@ class RecordedStage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
         """The gradients of the inputs, and what the second half of a backward needs.
 
-        Where it fails it calls :attr:`failed` and returns zeros, so that the schedule goes on and no rank waits.
+        Where it fails it calls :attr:`failed` and returns zeros, so that the schedule continues and no rank waits.
         """
         try:
             return self._run_backward(backward_type, bwd_kwargs, last_backward)
@@ -62,7 +62,7 @@ class RecordedStage(PipelineStage):
     def _run_backward(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
-        """torch's own, but for the halves of a backward, which lose gradients there."""
+        """As torch's, except the two halves of a split backward, in which torch's loses gradients."""
         if backward_type == "input":
             split = SplitBackward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
             return split.inputs(), split

@@ -1,7 +1,7 @@
-"""Tensor parallelism by plan: ``{name of modules: style}``, on DTensor.
+"""Tensor-parallel plans, ``{name of modules: style}``, and their application with DTensor.
 
-A plan is data. Names are globs over the model's module names, ``*`` standing for one part between dots; styles are
-the keys of :data:`paramp.parallel.tensor_styles.STYLES` or any ``ParallelStyle`` of torch's own. Activations between
+A plan is data. Names are globs over the model's module names, with ``*`` for one part between dots; styles are
+the keys of :data:`paramp.parallel.tensor_styles.STYLES`, or any ``ParallelStyle`` of torch's. Activations between
 layers stay plain tensors.
 """
 
@@ -31,13 +31,13 @@ Plan: TypeAlias = dict[str, str | ParallelStyle]
 
 
 def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) -> dict[str, ParallelStyle]:
-    """The style of each module among ``names`` that ``plan`` covers; a later entry wins over an earlier one.
+    """The style of each module among ``names`` that ``plan`` matches; later entries override earlier ones.
 
     Raises:
-        ConfigError: an unknown style, or an entry that matches nothing.
+        ConfigError: an unknown style, or an entry that matches no module.
     """
     if not isinstance(plan, Mapping):
-        raise ConfigError(f"plan: got {type(plan).__name__}, expected a dict from names of modules to styles")
+        raise ConfigError(f"plan: got {type(plan).__name__}, expected a dict of module names and styles")
     names = [name for name in names if name]
     resolved: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -62,17 +62,17 @@ def sharded_dims(styles: Mapping[str, ParallelStyle]) -> dict[str, int]:
 
 
 def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Check, the same on every rank, that each layer is one that its style takes, and divides over ``size`` ranks."""
+    """Check, the same on every rank, that styles support their layers and that sizes divide over ``size`` ranks."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
         if isinstance(style, PackedColwise):
             style.check(name, layer, size)
             _check_packed_hooks(name, layer)
         for kind in (ColwiseParallel, RowwiseParallel):
-            own = type(style)._apply is kind._apply  # another's may take what it likes
+            own = type(style)._apply is kind._apply  # a subclass may support other layers
             if own and not isinstance(layer, (nn.Linear, nn.Embedding)):
                 what = f"{name!r} is a {type(layer).__name__}"
-                raise ConfigError(f"plan: {what}: {type(style).__name__} takes Linear and Embedding only")
+                raise ConfigError(f"plan: {what}: {type(style).__name__} supports Linear and Embedding only")
             features = "out_features" if kind is ColwiseParallel else "in_features"
             if isinstance(layer, nn.Linear) and isinstance(style, kind) and getattr(layer, features) % size:
                 has = f"{name!r} has {features} {getattr(layer, features)}"
@@ -84,18 +84,18 @@ def _check_packed_hooks(name: str, layer: nn.Module) -> None:
         if parameter._post_accumulate_grad_hooks:
             raise ConfigError(
                 f"plan: {f'{name}.{own}'!r} has a hook that runs after the accumulation and would get the parameter in "
-                "another shape; use register_hook, which gets the whole gradient, or engine.before_step"
+                "another shape; use register_hook, which gets the full gradient, or engine.before_step"
             )
 
 
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Apply each of ``styles`` to the submodule of its name, over ``mesh``, the tensor axis. Tied weights stay tied.
 
-    Parameters keep their attributes and hooks. A tensor hook gets the whole gradient, as without a plan; one that runs
-    after the accumulation gets the parameter, a DTensor.
+    Parameters keep their attributes and hooks. A tensor hook gets the full gradient, as without a plan; a hook that
+    runs after the accumulation gets the parameter, a DTensor.
 
     Raises:
-        ConfigError: modules that share a weight are sharded differently, or a style does not take its module.
+        ConfigError: modules that share a weight are sharded differently, or a style does not support its module.
     """
     before = dict(module.named_parameters(remove_duplicate=False))
     with keeping_ties(module) as ties:
@@ -121,7 +121,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
 
 
 def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give ``new`` the attributes and hooks of ``old``, of whose values it holds this rank's shard."""
+    """Copy the attributes and hooks of ``old`` to ``new``, which is this rank's shard of it."""
     hooks = old._backward_hooks
     carry_over(old, new)
     if hooks and is_dtensor(new):
@@ -135,7 +135,7 @@ def _run_on_whole(
     placements: Sequence[Placement],
     gradient: torch.Tensor,
 ) -> torch.Tensor:
-    """Run tensor hooks, which may take their gradient apart, on the whole of ``gradient`` in the model's own shape."""
+    """Run tensor hooks on the full ``gradient`` in the model's shape, as they may depend on all of it."""
     if not hooks:
         return gradient
     sharded = cast(DTensor, gradient)
@@ -143,16 +143,16 @@ def _run_on_whole(
     for hook in tuple(hooks.values()):
         result = hook(whole)
         whole = whole if result is None else result
-    # Every rank has all of it, so that none is sent.
+    # Every rank has all of it, so nothing is communicated.
     return distribute_tensor(whole.reshape(sharded.shape), sharded.device_mesh, placements, src_data_rank=None)
 
 
 def _replicate_buffers(
     module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, made: dict[torch.Tensor, DTensor]
 ) -> None:
-    """Make the DTensors of buffers that ``style`` would make by a broadcast, which not every dtype has.
+    """Make the DTensors of buffers here, because ``style`` would use a broadcast, which not every dtype supports.
 
-    ``made`` are those of other modules: a buffer that is shared stays one.
+    ``made`` has those of other modules, so that a shared buffer stays shared.
     """
     if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
         for child in module.modules():

@@ -1,6 +1,6 @@
-"""Tensor-parallel styles: how one module is sharded over the tensor axis.
+"""Tensor-parallel styles, which shard one module over the tensor axis.
 
-A style is a class, torch's own or one below, and a row of :data:`STYLES`, by which plans name it.
+A style is a class, torch's own or one below. Plans use its name in :data:`STYLES`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Forward = Callable[[torch.Tensor], Any]
 
 
 class ShardedRandom(ParallelStyle):
-    """The module's random numbers differ over the tensor axis: for dropout on sharded activations."""
+    """A module whose random numbers differ over the tensor axis: for dropout on sharded activations."""
 
     random = staticmethod(sharded_random)
 
@@ -44,15 +44,15 @@ class ShardedRandom(ParallelStyle):
 
 
 class ReplicatedRandom(ShardedRandom):
-    """The module's random numbers are equal over the tensor axis, inside one whose numbers are not."""
+    """A module whose random numbers are equal over the tensor axis, inside a :class:`ShardedRandom` module."""
 
     random = staticmethod(replicated_random)
 
 
 class LocalHeads(ShardedRandom):
-    """An attention module that computes the heads of its rank, with dropout of its own on their weights.
+    """An attention module that computes its rank's heads, with different dropout masks on each rank.
 
-    ``sizes`` are its attributes that count features of all heads. They are divided by the size of the axis.
+    ``sizes`` are its attributes with the number of features of all heads. They are divided by the size of the axis.
     """
 
     def __init__(self, *sizes: str) -> None:
@@ -66,7 +66,7 @@ class LocalHeads(ShardedRandom):
 
 
 class PartialGradient(ParallelStyle):
-    """A replicated module with partial gradients: each rank applies it to a slice, such as a norm of each head."""
+    """A replicated module with partial gradients: each rank applies it to its slice, such as a norm of each head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -84,7 +84,7 @@ def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Inside, the parameters of ``module`` are ``values``."""
+    """A context in which the parameters of ``module`` are ``values``."""
     own = module._parameters
     module._parameters = {**own, **values}  # type: ignore[dict-item]
     try:
@@ -94,11 +94,11 @@ def _with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None
 
 
 class PackedColwise(ParallelStyle):
-    """``ColwiseParallel`` for a layer whose outputs are several of one size side by side, such as query, key and value.
+    """``ColwiseParallel`` for a layer with several fused outputs of the same size, such as query, key and value.
 
-    Each rank has a shard of every one of ``parts``. The weight of a Linear, (outputs, inputs), is a DTensor (parts,
-    outputs / parts, inputs) that is sharded over its dim 1; that of a Hugging Face ``Conv1D`` is stored the other way
-    around.
+    Each rank has a shard of each of the ``parts``. The weight of a Linear, (outputs, inputs), is stored as a DTensor
+    (parts, outputs / parts, inputs) that is sharded over its dim 1; the weight of a Hugging Face ``Conv1D`` has inputs
+    and outputs swapped.
     """
 
     what = "outputs"
@@ -112,7 +112,7 @@ class PackedColwise(ParallelStyle):
         return 1 if _is_conv1d(module) else 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that ``module`` is a linear layer that divides over ``size`` ranks."""
+        """Check that ``module`` is a linear layer whose sharded size divides over ``size`` ranks."""
         if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
         features = module.get_parameter("weight").shape[self.dim(module)]
@@ -144,9 +144,9 @@ class PackedColwise(ParallelStyle):
     def _run_on_dtensors(
         self, module: nn.Module, own: Forward, x: DTensor, placement: Shard, bias: torch.Tensor | None = None
     ) -> DTensor:
-        """Compute ``own``, a forward that ``module`` was given (float8), with its packed parameters as DTensors.
+        """Run ``own``, a forward that replaces the module's (float8), with its packed parameters as DTensors.
 
-        What such a forward asks of a whole tensor, such as its largest element, is then that of all ranks.
+        Reductions in it over a whole tensor, such as its largest element, then cover all ranks.
         """
         shards = {
             name: None if value is None else DTensor.from_local(value, x.device_mesh, [placement], run_check=False)
@@ -172,7 +172,7 @@ class PackedColwise(ParallelStyle):
 
 
 class PackedRowwise(PackedColwise):
-    """``RowwiseParallel`` for a layer whose inputs are several of one size side by side; see :class:`PackedColwise`."""
+    """``RowwiseParallel`` for a layer with several fused inputs of the same size; see :class:`PackedColwise`."""
 
     what = "inputs"
 
@@ -198,7 +198,7 @@ class PackedRowwise(PackedColwise):
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is the layer of that name in transformers: a Linear whose weight is (inputs, outputs)."""
+    """Whether ``module`` is transformers' ``Conv1D``, a Linear whose weight is (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -208,7 +208,7 @@ def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: Dev
 
 
 class ScatterSequence(PrepareModuleOutput):
-    """The module's output (batch, sequence, ...), replicated, is sharded along the sequence."""
+    """Shard the module's replicated output (batch, sequence, ...) along the sequence."""
 
     def __init__(self) -> None:
         super().__init__(output_layouts=Replicate(), desired_output_layouts=SEQUENCE, use_local_output=True)
@@ -224,26 +224,26 @@ class ScatterSequence(PrepareModuleOutput):
 
 
 def sharded_dim(style: ParallelStyle | None) -> int | None:
-    """The dim of a Linear's weight (outputs, inputs) that ``style`` shards; None for one that leaves it whole."""
+    """The dim of a Linear's weight (outputs, inputs) that ``style`` shards; None if it does not shard the weight."""
     if isinstance(style, (RowwiseParallel, PackedRowwise)):
         return 1
     return 0 if isinstance(style, (ColwiseParallel, PackedColwise)) else None
 
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    # A Linear whose outputs are sharded, and one whose inputs are: a pair needs one all-reduce each way.
+    # A Linear whose outputs are sharded, and one whose inputs are: a pair needs one all-reduce in each direction.
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # A colwise Linear whose output is gathered, for a last layer without a partner.
+    # A colwise Linear whose output is gathered, for a last layer without a rowwise partner.
     "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
     # An Embedding whose rows, the vocabulary, are sharded.
     "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A Linear to logits whose vocabulary stays sharded, as a DTensor: the loss reduces it.
     "vocab_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    # Between pairs, each rank keeps a slice of the sequence.
+    # Between such pairs each rank keeps a slice of the sequence.
     "sequence": lambda: SequenceParallel(use_local_output=True),
     "scatter_sequence": ScatterSequence,
-    # A module without weights whose input is gathered: the whole sequence on every rank.
+    # A module without weights whose input is gathered to the whole sequence on every rank.
     "gather_sequence": lambda: PrepareModuleInput(
         input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
     ),
@@ -256,7 +256,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_random": ReplicatedRandom,
     # A rowwise Linear whose input is replicated.
     "rowwise_scatter": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A replicated module that works on each rank's own slice of an activation.
+    # A replicated module that each rank applies to its slice of an activation.
     "partial_gradient": PartialGradient,
 }
-"""The styles that plans name."""
+"""The styles by the names that plans use."""

@@ -1,7 +1,7 @@
-"""Recording what a model's forward does as a graph, with ``torch.fx`` and what torch does not trace itself.
+"""Tracing of a model's forward as a graph, with ``torch.fx`` and additions to it.
 
-That is factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for what a graph
-would not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
+The additions are factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for
+code that a graph would not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..base.errors import ConfigError
 from .partition import is_sequential
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
-"""torch functions that take numbers only, which may be proxies here."""
+"""torch functions of numbers, which are patched to accept proxies."""
 RANDOM = ("normal", "rand", "randint", "randn", "randperm")
-"""The same, always recorded: they return other numbers in each call."""
+"""The same, but always recorded, because they return different numbers in each call."""
 
 
 def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
-    """The graphs of ``model`` in training (True) and in evaluation (False), between which its forward may branch.
+    """The graphs of ``model`` in training mode (True) and evaluation mode (False), which may differ.
 
-    The forwards of the modules called ``opened`` are traced too; others are calls in the graph.
+    The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph.
     """
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
@@ -48,13 +48,13 @@ def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
             moved = [source for source, state in _random_states().items() if state != start[source]]
             if moved:
                 raise fx.proxy.TraceError(
-                    f"it draws random numbers from {' and '.join(moved)} between its modules, which would be the same "
-                    "in each step; use torch.rand and the like, or F.dropout"
+                    f"it draws random numbers from {' and '.join(moved)} outside of its modules, which would be the "
+                    "same in each step; use torch.rand and the like, or F.dropout"
                 )
     except Exception as error:
         raise ConfigError(
-            f"parallel.pipeline.size: {type(model).__name__} is no nn.Sequential, and tracing its forward failed"
-            f"{_where(error)}: {error}. Put what depends on values into a module of its own, which is not traced, "
+            f"parallel.pipeline.size: {type(model).__name__} is not an nn.Sequential, and tracing its forward failed"
+            f"{_where(error)}: {error}. Move code that depends on tensor values into a submodule, which is not traced, "
             "or make the model an nn.Sequential"
         ) from error
     finally:
@@ -103,18 +103,18 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        # The model's one input; its other parameters take their defaults.
+        # The model's only input; other parameters of its forward keep their defaults.
         return root_fn, [self.root, self.create_proxy("placeholder", "x", (), {})]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
             raise fx.proxy.TraceError(
-                "it computes inside torch.no_grad(), torch.autocast() or the like, which tracing does not see"
+                "it computes inside torch.no_grad(), torch.autocast() or the like, which tracing does not record"
             )
         return super().create_node(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        # torch's own trace_asserts knows the bytecode of older Pythons only.
+        # torch's own trace_asserts supports the bytecode of older Python versions only.
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
             frame = frame.f_back
@@ -126,7 +126,7 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def recording_factories(self) -> Iterator[None]:
-        """Inside, functions such as ``torch.arange`` take proxies in place of numbers."""
+        """A context in which functions such as ``torch.arange`` accept proxies instead of numbers."""
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
         def recording(name: str) -> Callable[..., Any]:
@@ -157,17 +157,17 @@ def _modes() -> tuple[bool, ...]:
 
 
 def _asserts(frame: FrameType) -> bool:
-    """Whether ``frame`` is about to raise AssertionError should the value that it tests be false."""
+    """Whether ``frame`` is executing an ``assert``, which would raise AssertionError if the value is false."""
     following = [step.opname for step in dis.get_instructions(frame.f_code) if step.offset > frame.f_lasti]
     return "LOAD_ASSERTION_ERROR" in following[:2] or "LOAD_COMMON_CONSTANT" in following[:2]
 
 
 def check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
-    """Refuse an opened ``module`` in another mode than ``model``, which has one graph for each mode."""
+    """Raise a ConfigError for an opened ``module`` in another mode than ``model``, which has one graph per mode."""
     if module.training == model.training or is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return
     own, other = ("training" if part.training else "evaluation" for part in (module, model))
     raise ConfigError(
-        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode; a module that is split "
-        "has the model's, so split around it, or set the modes of the modules in it instead"
+        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode, but a module that is split "
+        "has the model's mode; split around it, or set the modes of the modules in it instead"
     )

@@ -1,1 +1,1 @@
-"""What a mode stores, computes and scales in, and how: the table of modes, autocast, emulation, norms, float8."""
+"""The precision modes: the table of modes, autocast, fp16 emulation, norms, float8."""

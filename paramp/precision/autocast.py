@@ -1,13 +1,13 @@
 """torch's autocast, with norms and softmax in the same dtype on the CPU as on CUDA.
 
-On CUDA autocast widens to fp32 what loses by half precision: norms, softmax, exponentials, powers, sums, losses. On the
-CPU it does not: there they run in whatever dtype they are given, so that a model computes something else.
-:func:`computing` closes that gap: within it the operators that CUDA's table widens are given fp32 on the CPU too.
+On CUDA autocast widens operators that lose accuracy in half precision to fp32: norms, softmax, exponentials, powers,
+sums, losses. On the CPU it does not: they run in the dtype of their input, so that a model gives different results.
+:func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too.
 
-That is done where autocast itself works, in torch's dispatcher: each of these operators gets a kernel for the CPU's
-autocast key. So operators inside other operators are reached, and forwards that checkpointing computes again. The
-kernels are registered at the first use, once, and outside of :func:`widening` pass each call on to what is below them
-in the dispatcher, with autocast on, so that torch's own autocast computes as it does without them.
+This is implemented where autocast is, in torch's dispatcher: each of these operators gets a kernel for the CPU's
+autocast key. So it also applies to operators inside other operators, and to forwards that checkpointing recomputes. The
+kernels are registered once, at the first use; outside of :func:`widening` they call the default kernel unchanged, so
+that torch's autocast works as without them.
 """
 
 import functools
@@ -37,13 +37,13 @@ NAMES = (
     *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
     *(f"upsample_{kind}" for kind in ("trilinear3d", "bicubic2d")),
 )
-"""The operators that torch's table for CUDA widens (``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``)."""
+"""The operators that torch's table for CUDA widens to fp32 (``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``)."""
 
 PROMOTED = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
     "scatter_add",
 )
-"""The operators that it gives the widest dtype among their arguments (``AT_FORALL_PROMOTE``)."""
+"""The operators that it casts to the widest dtype of their arguments (``AT_FORALL_PROMOTE``)."""
 
 KEY = "AutocastCPU"
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -54,7 +54,7 @@ _depth = 0
 
 @functools.cache
 def _install() -> torch.library.Library:
-    """Register the kernels, for each overload that autocast knows on CUDA and not on the CPU."""
+    """Register the kernels, for each overload that has an autocast kernel on CUDA but not on the CPU."""
     library = torch.library.Library("aten", "IMPL")
     for name in (*NAMES, *PROMOTED):
         packet = getattr(torch.ops.aten, name)
@@ -68,7 +68,7 @@ def _install() -> torch.library.Library:
 
 def _has_kernel(operator: Any, key: str) -> bool:
     name = operator.name()
-    # some overloads belong to TorchScript alone
+    # some overloads exist only for TorchScript
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
@@ -84,10 +84,10 @@ def _kernel(operator: torch._ops.OpOverload[..., Any], cast: Callable[[Any], Any
 
 
 def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """An LSTM under autocast to fp16 gets fp16.
+    """Cast the input of an LSTM to fp16 before torch selects its implementation, under autocast to fp16.
 
-    On CPUs torch chooses oneDNN's by the dtype of the input, and autocast then casts what oneDNN is given. But oneDNN
-    trains no LSTM in fp16. For an input in fp16 torch computes with operators that every CPU has.
+    For an fp32 input torch selects oneDNN's LSTM on CPUs, whose input autocast then casts; but oneDNN cannot train an
+    LSTM in fp16. For an fp16 input torch uses operators that work on every CPU.
     """
     if not _depth or torch.get_autocast_dtype("cpu") is not torch.float16:
         return LSTM.redispatch(keys & BELOW, *args, **kwargs)
@@ -103,7 +103,7 @@ def _to_fp32(arguments: Any) -> Any:
 
 
 def _to_widest(arguments: Any) -> Any:
-    """As on CUDA: to fp32 if any of the tensors is in fp32, and what is in fp64 is left alone."""
+    """As on CUDA: to fp32 if any of the tensors is fp32; fp64 tensors are not changed."""
     wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in tree_leaves(arguments))
     return _to_fp32(arguments) if wide else arguments
 
@@ -114,7 +114,7 @@ def _is_low(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def widening(precision: Precision, device_type: str) -> Iterator[None]:
-    """The part of :func:`computing` that the backward needs too, where checkpointing computes a forward again."""
+    """The part of :func:`computing` that the backward needs too, because checkpointing recomputes forwards in it."""
     global _depth
     if not precision.autocast or device_type != "cpu":
         yield
@@ -129,7 +129,7 @@ def widening(precision: Precision, device_type: str) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, tensors that are made without a dtype have this one."""
+    """A context in which tensors that are made without a dtype get ``dtype``."""
     outer = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -140,7 +140,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def computing(precision: Precision, device_type: str) -> Iterator[None]:
-    """Inside, a model's forward computes in the mode ``precision`` on devices of ``device_type``."""
+    """A context in which a model's forward computes in the mode ``precision`` on devices of ``device_type``."""
     with ExitStack() as stack:
         if precision.autocast:
             stack.enter_context(torch.autocast(device_type, dtype=precision.compute))
@@ -151,7 +151,7 @@ def computing(precision: Precision, device_type: str) -> Iterator[None]:
 
 
 def to_compute(tensor: torch.Tensor, precision: Precision, device: torch.device | None = None) -> torch.Tensor:
-    """A model's input, on ``device``; in the compute dtype if it is a floating-point one."""
+    """A model's input on ``device``; a floating-point one in the compute dtype."""
     return tensor.to(device, precision.compute if tensor.is_floating_point() else None)
 
 

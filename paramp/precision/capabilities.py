@@ -1,4 +1,4 @@
-"""What the hardware and the installed packages can compute natively."""
+"""Native capabilities of the hardware and the installed packages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def has_native_fp16(device: torch.device | str) -> bool:
     """Whether ``device`` multiplies fp16 matrices at a useful speed (every GPU; a CPU with AVX512-FP16 or AMX-FP16)."""
     if torch.device(device).type != "cpu":
         return True
-    # oneDNN's own answer; without it torch falls back to a scalar loop.
+    # As oneDNN reports; if it has no fp16 support, torch uses a scalar loop.
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def has_bf16_on_cpu() -> bool:
     """Whether this CPU multiplies bfloat16 matrices natively."""
     mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    # oneDNN takes bfloat16 wherever there is AVX-512, and widens it to fp32 where that is all there is.
+    # oneDNN accepts bfloat16 on every CPU with AVX-512, but with plain AVX-512 it computes in fp32.
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return bool(mkldnn and (not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()))
 
@@ -46,19 +46,19 @@ def why_not_native_float8(device: torch.device) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """What the float8 layers of a mode run on here; see :func:`find_library`."""
+    """The library that runs a mode's float8 layers; see :func:`find_library`."""
 
     name: Literal["torchao", "transformer_engine"]
     emulated: bool
-    """Operands are rounded to float8 and multiplied in fp32: the same numbers, without the speed."""
+    """True: operands are rounded to float8 and multiplied in fp32, with the same results, but not faster."""
     reason: str
-    """A sentence for the user."""
+    """A description for the user."""
 
 
 def find_library(float8: Float8, device: torch.device | str, tensor_size: int = 1) -> Library:
-    """What float8 layers run on, on ``device`` and over ``tensor_size`` tensor-parallel ranks. Imports none of it.
+    """The library for float8 layers on ``device`` and over ``tensor_size`` tensor-parallel ranks. Does not import it.
 
-    Raises ConfigError if nothing that would do is installed.
+    Raises ConfigError if no suitable library is installed.
     """
     without = why_not_native_float8(torch.device(device))
     instead = ""
@@ -69,12 +69,12 @@ def find_library(float8: Float8, device: torch.device | str, tensor_size: int = 
         elif without:
             instead = f" in place of Transformer Engine, as {without}"
         elif tensor_size > 1:
-            instead = " in place of Transformer Engine, whose layers do not take the DTensors of tensor parallelism"
+            instead = " in place of Transformer Engine, whose layers do not support the DTensors of tensor parallelism"
         else:
             return Library(name="transformer_engine", emulated=False, reason=engine.reason)
     torchao = find_torchao()
     if not torchao.found:
         what = "Transformer Engine or torchao" if float8.transformer_engine else "torchao"
         raise ConfigError(f"precision: float8 layers need {what}{instead}, but {torchao.reason}")
-    emulated = f", emulated: {without}; the numbers are the same, the speed is not" if without else ""
+    emulated = f", emulated: {without}; the results are the same, but it is slower" if without else ""
     return Library(name="torchao", emulated=bool(without), reason=f"{torchao.reason}{instead}{emulated}")

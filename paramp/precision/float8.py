@@ -1,22 +1,22 @@
-"""Linear layers whose products run in 8 bits, in training: on torchao, or on NVIDIA's Transformer Engine.
+"""Float8 training of linear layers, with torchao or NVIDIA's Transformer Engine.
 
-A float8 number has 3 bits of mantissa and reaches 448 (e4m3, for inputs and weights), or 2 bits and 57344 (e5m2, for
+A float8 number has 3 mantissa bits and a maximum of 448 (e4m3, for inputs and weights), or 2 bits and 57344 (e5m2, for
 gradients; Micikevicius et al., "FP8 Formats for Deep Learning", 2022). So each operand is first multiplied by a scale
-that takes its largest element to the end of the range:
+that maps its largest element to that maximum:
 
     scale_x = 448 / max |x|        x8 = e4m3(scale_x * x)        x w^T  ~  (x8 w8^T) / (scale_x scale_w)
 
-and likewise the two products of the backward. ``tensorwise`` has one scale for a tensor; ``rowwise`` one for each row
-or column that a product sums over, rounded down to a power of two. Weights, gradients, masters and everything between
-the layers stay in the mode's other dtypes; only the operands of these products are rounded, and sums run in fp32.
+and the two products of the backward likewise. ``tensorwise`` has one scale per tensor; ``rowwise`` one for each row
+or column that a product sums over, rounded down to a power of two. Weights, gradients, masters and activations keep
+the mode's other dtypes; only the operands of these products are rounded, and sums run in fp32.
 
-Under tensor parallelism the operands are DTensors, and torchao asks them for their largest element: that of all ranks.
-So what is computed does not depend on the layout.
+Under tensor parallelism the operands are DTensors, from which torchao gets the largest element over all ranks. So the
+result does not depend on the layout.
 
-A cast to float8 saturates: an overflow in a gradient may come out of it finite, or not. Every converted layer therefore
-checks the gradient of its output before the cast, and raises a flag on the device that the engine counts as an
-overflow. With torchao's scales the input needs no check: an infinite element makes the scale zero and the output NaN.
-Transformer Engine scales by the largest elements of earlier steps and saturates, so there the input is checked too.
+A cast to float8 saturates, so that an infinity in a gradient may become finite. Every converted layer therefore checks
+the gradient of its output before the cast, and sets a flag on the device that the engine counts as an overflow. With
+torchao's scales the input needs no check: an infinite element makes the scale zero and the output NaN. Transformer
+Engine scales by the largest elements of earlier steps and saturates, so its layers check the input too.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def convert(
     group: dist.ProcessGroup | None = None,
     verbose: bool = True,
 ) -> nn.Module:
-    """Let the chosen layers of ``module`` compute in float8, where the mode has such layers.
+    """Convert the chosen layers of ``module`` to float8, if the mode has such layers.
 
-    Call it on modules that are on their device and before a tensor-parallel plan is applied. Parameters, their names
-    and hooks stay.
+    Call it on modules that are on their device, before a tensor-parallel plan is applied. Parameters, their names
+    and hooks do not change.
 
     Args:
-        choice: of the whole model, of which ``module`` may be a pipeline stage. None: that of ``module``.
-        tensor_size: over how many ranks the layers are going to be sharded.
-        overflow: 0-dim, on the device; becomes 1 when a layer gets a gradient that is not finite.
+        choice: made on the whole model, of which ``module`` may be a pipeline stage. None: made on ``module``.
+        tensor_size: the number of ranks over which the layers will be sharded.
+        overflow: 0-dim, on the device; set to 1 when a layer gets a gradient that is not finite.
         group: ranks that run the same layers on other data, for Transformer Engine's scales.
-        verbose: print which layers compute in float8, and on what.
+        verbose: print which layers compute in float8, and with which library.
 
-    Returns ``module``, or a new one if it is itself a linear layer. Raises ConfigError if nothing that would do is
-    installed, or Transformer Engine does not take the recipe.
+    Returns ``module``, or a new one if it is itself a linear layer. Raises ConfigError if no suitable library is
+    installed, or Transformer Engine does not accept the recipe.
     """
     float8 = precision.float8
     if float8 is None:
@@ -85,16 +85,16 @@ def convert(
 
 
 def _report_overflow(module: nn.Module, choice: Choice, flag: torch.Tensor, saturates: bool) -> None:
-    """Let the chosen layers of ``module`` set ``flag`` when they get a gradient that is not finite."""
+    """Make the chosen layers of ``module`` set ``flag`` when they get a gradient that is not finite."""
     for name, layer in module.named_modules():
-        if name in choice.linear:  # a method, so that a deep copy computes with its own flag
+        if name in choice.linear:  # a method, so that a deep copy uses its own flag
             forward = types.MethodType(_forward, layer)
             layer.__dict__.update(_overflow=flag, _inputs_saturate=saturates, forward=forward)
 
 
 def _report(choice: Choice, library: Library, float8: Float8, precision: Precision) -> None:
     if not choice.linear:
-        named = "the model has none" if float8.modules == Float8().modules else "modules names none of the model's"
+        named = "the model has none" if float8.modules == Float8().modules else "modules matches none of the model's"
         why = "; ".join(f"{reason}: {_listing(names)}" for reason, names in choice.kept.items()) or named
         warnings.warn(
             f"precision: {precision.name!r} converts no linear layer to float8 ({why}), so all "
@@ -118,7 +118,7 @@ def _listing(names: Collection[str], most: int = 3) -> str:
 
 
 def _replace(module: nn.Module, names: Collection[str], make: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """``module`` with what ``make`` makes of each of its modules called ``names``; one for each that is shared."""
+    """Replace the modules of ``module`` called ``names`` by ``make`` of them; a shared module is replaced once."""
     made: dict[int, nn.Module] = {}
     for name, old in list(module.named_modules(remove_duplicate=False)):
         if name not in names:
@@ -145,7 +145,7 @@ def _with_transformer_engine(
 def _with_torchao(module: nn.Module, choice: Choice, float8: Float8, emulated: bool) -> nn.Module:
     with _quiet_import():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
-    # Padding costs nothing where the number of tokens is a multiple of 16 already, which the products need.
+    # The products need a multiple of 16 tokens; if the number is one already, padding costs nothing.
     config = replace(Float8LinearConfig.from_recipe_name(float8.recipe), emulate=emulated, pad_inner_dim=not emulated)
 
     def make(old: nn.Module) -> nn.Module:
@@ -158,7 +158,7 @@ def _with_torchao(module: nn.Module, choice: Choice, float8: Float8, emulated: b
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Suppresses what torchao logs while it is imported, about kernels for other machines and about torch."""
+    """Suppress log messages during the import of torchao, about kernels for other machines and about torch."""
 
     def allow(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -175,9 +175,9 @@ def _quiet_import() -> Iterator[None]:
 
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """The layer's own forward, which raises its flag on an overflow.
+    """The layer's forward, which sets its flag on an overflow.
 
-    The input is cast as autocast casts that of a Linear: torchao does so for CUDA's autocast alone.
+    The input is cast as autocast casts the input of a Linear, which torchao does only for CUDA's autocast.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):

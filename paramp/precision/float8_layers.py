@@ -1,4 +1,4 @@
-"""Which layers of a model compute in float8: those that the mode's globs name, of a size that the hardware takes."""
+"""The choice of a model's float8 layers: those that match the mode's globs and whose size the hardware supports."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from ..base.globs import matches
 from .policy import Float8
 
 MULTIPLE = 16
-"""What both sizes of a layer have to be multiples of, for the float8 products of a GPU."""
+"""Both sizes of a layer have to be multiples of this for the float8 products of a GPU."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layers of a model compute in float8, by their names in the whole model."""
+    """The layers of a model that compute in float8, by their names in the whole model."""
 
     linear: tuple[str, ...]
     norms: tuple[str, ...]
-    """Layer norms that Transformer Engine takes over."""
+    """Layer norms that are converted to Transformer Engine's."""
     kept: Mapping[str, tuple[str, ...]]
-    """Why other linear layers that the mode names keep their dtype -> which."""
+    """Reason -> the other linear layers that match the mode's globs but keep their dtype for that reason."""
 
 
 def choose_layers(
     model: nn.Module, float8: Float8, sharded_dims: Mapping[str, int] | None = None, tensor_size: int = 1
 ) -> Choice:
-    """Which layers of the whole ``model`` compute in float8, the same on every rank.
+    """The layers of the whole ``model`` that compute in float8, the same on every rank.
 
-    Those that ``float8.modules`` names and ``float8.skip`` does not, unless they could not: a size is no multiple of
-    16, here or on a rank's shard; the layer computes something of its own; an embedding uses its weight.
+    Those that match ``float8.modules`` and not ``float8.skip``, except if a size is not a multiple of 16, in the model
+    or on a rank's shard; if the layer has a forward of its own; or if an embedding shares its weight.
 
     Args:
         sharded_dims: the dim of the weight (outputs, inputs) that a tensor-parallel plan shards, by module.
 
     Raises:
-        ConfigError: a glob of the user's that matches no module.
+        ConfigError: a glob of the user's matches no module.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_globs(float8, modules)
@@ -54,7 +54,7 @@ def choose_layers(
         if not isinstance(module, nn.Linear):
             continue
         dim = (sharded_dims or {}).get(name)
-        why = "named in skip" if skipped else _why_kept(module, tables, dim, tensor_size)
+        why = "matched by skip" if skipped else _why_kept(module, tables, dim, tensor_size)
         if why:
             kept.setdefault(why, []).append(name)
         else:
@@ -77,18 +77,18 @@ def _any_matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def _why_kept(module: nn.Linear, tables: Collection[int], dim: int | None, tensor_size: int) -> str:
-    """Why a linear layer keeps its dtype, which it has to; empty if it can compute in float8."""
+    """The reason why a linear layer has to keep its dtype; empty if it can compute in float8."""
     computed_elsewhere = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     own = type(module).forward is not nn.Linear.forward or "forward" in module.__dict__
     if own or computed_elsewhere or "weight" not in module._parameters:
-        return "they compute something of their own"
+        return "they have their own forward"
     if id(module.weight) in tables:
-        return "an embedding uses their weight"
+        return "an embedding shares their weight"
     sizes = list(module.weight.shape)
     if any(size % MULTIPLE for size in sizes):
-        return f"a size is no multiple of {MULTIPLE}"
+        return f"a size is not a multiple of {MULTIPLE}"
     if dim is not None and sizes[dim] % (MULTIPLE * tensor_size):
-        return f"a sharded size is no multiple of {MULTIPLE} x parallel.tensor.size {tensor_size}"
+        return f"a sharded size is not a multiple of {MULTIPLE} x parallel.tensor.size {tensor_size}"
     return ""
 
 

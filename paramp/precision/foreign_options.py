@@ -1,7 +1,7 @@
-"""The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of paramp's own table.
+"""The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of the table of modes.
 
-Each function here takes options as their documents name them and returns a :class:`ParsedOptions`: the row they start
-from, and which of its fields they change. :mod:`paramp.precision.policy` documents those fields.
+Each function takes options under their original names and returns a :class:`ParsedOptions`: a row of the table, and
+the fields that are changed in it. :mod:`paramp.precision.policy` documents those fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AMP_TYPE(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedOptions:
-    """A row of the table of modes, and what is to be changed in it."""
+    """A row of the table of modes, and the changes to it."""
 
     row: str
     precision: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class ParsedOptions:
 
 @dataclass(frozen=True)
 class Properties:
-    """What an Apex level is made of. None: the level does not set it."""
+    """The properties of an Apex level. None: the level does not set it."""
 
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
@@ -69,7 +69,7 @@ def apex_properties(
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
 ) -> Properties:
-    """The properties of ``opt_level`` with those overridden that are given.
+    """The properties of ``opt_level``, overridden by the given ones.
 
     Strings are accepted where Apex accepts them: ``"128.0"`` and ``"dynamic"``, ``"True"`` and ``"False"``.
 
@@ -98,13 +98,13 @@ def _refuse_contradictions(opt_level: str, given: Mapping[str, Any]) -> None:
 
     if opt_level == "O1":
         if given.get("cast_model_type", torch.float32) is not torch.float32:
-            refuse("cast_model_type", "O1 casts what functions are given and leaves the weights in fp32; use O2 or O3")
+            refuse("cast_model_type", "O1 casts the inputs of functions and keeps the weights in fp32; use O2 or O3")
         if "keep_batchnorm_fp32" in given:
-            refuse("keep_batchnorm_fp32", "under O1 batch norms run in fp32 by themselves; leave it out")
+            refuse("keep_batchnorm_fp32", "under O1 batch norms always run in fp32; leave it out")
         if "master_weights" in given:
-            refuse("master_weights", "under O1 the weights are in fp32 themselves; leave it out")
+            refuse("master_weights", "under O1 the weights themselves are in fp32; leave it out")
     elif given.get("patch_torch_functions"):
-        refuse("patch_torch_functions", "only O1 has it, together with weights in fp32; use O1")
+        refuse("patch_torch_functions", "only O1 has it, with weights in fp32; use O1")
 
 
 def apex_options(
@@ -118,9 +118,9 @@ def apex_options(
     max_loss_scale: float | None = 2.0**24,
     **overrides: Any,
 ) -> ParsedOptions:
-    """Apex's arguments: ``overrides`` are those of :func:`apex_properties`, which raises ConfigError.
+    """Parse Apex's arguments; ``overrides`` are those of :func:`apex_properties`, which raises ConfigError.
 
-    ``num_losses`` is checked and means nothing to an engine, which has one loss; ``verbosity`` 0 is silence.
+    ``num_losses`` and ``verbosity`` are only checked: an engine has one loss.
     """
     properties = apex_properties(opt_level, **overrides)
     if not _as_bool("enabled", enabled):
@@ -144,7 +144,7 @@ def apex_options(
 
 
 def _apex_scaling(properties: Properties, smallest: float | None, largest: float | None) -> dict[str, Any] | None:
-    """A dynamic scale stays between ``smallest`` and ``largest``."""
+    """The fields of the loss scaling; a dynamic scale is limited to ``smallest`` to ``largest``."""
     scale = properties.loss_scale
     if isinstance(scale, str):
         first = 2.0**16 if largest is None else min(2.0**16, convert(largest, float, "max_loss_scale"))
@@ -159,7 +159,7 @@ _SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64
 
 
 def as_dtype(name: str, value: object) -> torch.dtype:
-    """``value`` as a floating-point dtype; also by its name, as ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    """``value`` as a floating-point dtype; it may be a name: ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
     found = value
     if isinstance(value, str):
         name_in_torch = value.removeprefix("torch.")
@@ -189,13 +189,13 @@ def _as_scale(name: str, value: object) -> float | str:
 
 @dataclass(frozen=True, kw_only=True)
 class _ColossalaiMode:
-    """TORCH or NAIVE: the row it starts from, and what it calls the fields of that row."""
+    """TORCH or NAIVE: its row of the table of modes, and its names for the fields of that row."""
 
     row: str
     scaling: Mapping[str, str]
     precision: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of its loss scaling, where they are not the row's."""
+    """Defaults of the loss scaling that differ from the row's."""
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -208,7 +208,7 @@ _COLOSSALAI = {
     ),
     AMP_TYPE.NAIVE: _ColossalaiMode(
         row="16-naive",
-        # The document's scale starts at 2**32; it reaches a usable value after about a dozen skipped steps.
+        # The documented initial scale is 2**32; it reaches a usable value after about a dozen skipped steps.
         defaults={"init_scale": 2.0**32},
         scaling={"initial_scale": "init_scale"}
         | _same("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
@@ -226,10 +226,10 @@ _OPTIONS = {mode: [*row.scaling, *row.precision] for mode, row in _COLOSSALAI.it
 
 
 def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOptions:
-    """``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)`` as the Colossal-AI document writes it.
+    """Parse ``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)``, as Colossal-AI documents it.
 
     Raises:
-        ConfigError: an option that the mode does not have, or a value that it cannot be.
+        ConfigError: an option that the mode does not have, or an invalid value.
     """
     for name in given:
         if name not in _OPTIONS[mode]:
@@ -248,6 +248,6 @@ def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOption
 
 
 def _checked(name: str, value: Any) -> Any:
-    """``value`` of an option of the loss scaling, if it has the option's type."""
+    """``value``, after a check that it has the type of the loss scaling's option ``name``."""
     types = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}
     return _as_bool(name, value) if name == "enabled" else convert(value, types.get(name, float), name)

@@ -1,10 +1,10 @@
-"""fp16 matrix products on CPUs that have no fp16 arithmetic.
+"""Emulation of fp16 matrix products on CPUs that have no fp16 arithmetic.
 
 torch's own fp16 products on such a CPU are 20 to 170 times slower than its fp32 ones. A tensor core multiplies fp16
-operands exactly, adds the products in fp32, and rounds the sum to fp16 once. :func:`emulate_fp16` computes just that:
-fp16 operands are widened to fp32 (exact), the product runs in fp32, and the result is rounded to fp16. It sits at the
-level of torch's operators, below autograd, autocast and DTensor, so forward and backward, linear layers, einsum,
-attention and convolutions are all covered, and what is saved for the backward stays fp16.
+operands exactly, adds the products in fp32, and rounds the sum to fp16 once. :func:`emulate_fp16` does the same:
+fp16 operands are widened to fp32 (exactly), the product runs in fp32, and the result is rounded to fp16. It works at
+the level of torch's operators, below autograd, autocast and DTensor, so it covers forward and backward of linear
+layers, einsum, attention and convolutions, and tensors saved for the backward stay fp16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 aten = torch.ops.aten
 
-# Operator -> the positions of its outputs that are fp32 even for fp16 operands (attention's logsumexp).
+# Operator -> the indices of its outputs that are fp32 even for fp16 operands (attention's logsumexp).
 _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (),
     aten.addmm.default: (),
@@ -36,9 +36,9 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
 
 
 def emulate_fp16(enabled: bool = True) -> AbstractContextManager[Any]:
-    """A context in which fp16 products on the CPU take fp16, compute in fp32 and round to fp16.
+    """A context in which products of fp16 tensors on the CPU are computed in fp32 and rounded to fp16.
 
-    The backward has to run inside it too. Other dtypes and devices pass through unchanged.
+    The backward has to run inside it too. Other dtypes and devices are not changed.
     """
     return _EmulatedFp16() if enabled else nullcontext()
 
@@ -48,7 +48,7 @@ class _EmulatedFp16(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # DTensor and float8 tensors go first; their inner operators come back here
+            return NotImplemented  # DTensor and float8 tensors are handled first; their inner operators come here
         keep = _PRODUCTS.get(func)
         if keep is None or not any(_is_fp16_on_cpu(value) for value in args):
             return func(*args, **(kwargs or {}))

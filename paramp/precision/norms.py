@@ -1,22 +1,22 @@
-"""Layer, group and RMS norms that compute in autocast's dtype, and putting them into a model.
+"""Layer, group and RMS norms that compute in autocast's dtype, and the replacement of a model's norms by them.
 
-Under autocast a norm of torch's is computed in fp32: its input is widened, its output is fp32 and has to be narrowed
-again for the next matrix product, four bytes an element each way. The norms here take and give autocast's dtype
+Under autocast torch computes a norm in fp32: its input is widened, and its fp32 output has to be narrowed again for the
+next matrix product, four bytes per element each way. The input and output of the norms here are in autocast's dtype
 instead::
 
     x, weight, bias ── cast to fp16 or bf16 ──► mean and variance in fp32 ──► rounded once, to fp16 or bf16
 
-The parameters stay in fp32 and get fp32 gradients; only their copy of this forward is low. Without autocast each is bit
-for bit the norm that it was made from.
+The parameters stay in fp32 and get fp32 gradients; only the copies that the forward uses are in low precision. Without
+autocast each norm gives the same bits as the norm that it replaces.
 
-Not every kernel keeps the statistics of low-precision input in fp32. torch's layer and RMS norms on CUDA do, and
-Apex's. torch's on a CPU round mean and 1/deviation to the input's dtype for the backward (where the mean is 50
-deviations, gradients of weights were 9 to 16 units in the last place off), and its group norm does so on CUDA for the
-forward too. There the rounded operands are widened to fp32 and the result is rounded: the same numbers everywhere, in
-the same dtypes.
+Not every kernel keeps the statistics of low-precision input in fp32. Apex's norms do, and torch's layer and RMS norms
+on CUDA. torch's norms on a CPU round mean and 1/deviation to the input's dtype for the backward (with a mean of 50
+deviations, gradients of weights were 9 to 16 units in the last place off), and its group norm on CUDA does so for the
+forward too. In these cases the rounded operands are widened to fp32 and the result is rounded, so that values and
+dtypes are the same everywhere.
 
 ``LP*`` are the norms of Composer's "Low Precision" algorithms, ``Fused*`` those of its "Fused LayerNorm": the same,
-with the kernels of NVIDIA's Apex where these are installed (:mod:`paramp.base.optional_packages`).
+with the kernels of NVIDIA's Apex if these are installed (:mod:`paramp.base.optional_packages`).
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Norm = Callable[..., Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 WITHOUT_EFFECT = ("fp16", "fp8", "amp_fp8", "fp8-mixed")
-"""Precisions beside those without autocast in which Composer's low-precision norms change nothing."""
+"""Precisions, besides those without autocast, in which Composer's low-precision norms have no effect."""
 
 
 class NoEffectWarning(UserWarning):
-    """Surgery was asked for that changes nothing."""
+    """The requested replacement of norms has no effect."""
 
 
 class LPLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` in autocast's dtype: under autocast it takes and gives fp16 or bf16, else it is the plain norm.
+    """``nn.LayerNorm`` with input and output in autocast's dtype, fp16 or bf16; without autocast it is the plain norm.
 
-    Parameters stay in their dtype, and their gradients have it. Statistics are in fp32.
+    Parameters and their gradients keep their dtype. Statistics are in fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -71,17 +71,17 @@ class LPGroupNorm(nn.GroupNorm):
 
 
 class LPRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` in autocast's dtype; see :class:`LPLayerNorm`. ``eps=None`` is that of fp32."""
+    """``nn.RMSNorm`` in autocast's dtype; see :class:`LPLayerNorm`. ``eps=None``: the machine epsilon of fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _low_rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """:class:`LPLayerNorm` with the kernels of NVIDIA's Apex, where it is installed; else with torch's own.
+    """:class:`LPLayerNorm` with the kernels of NVIDIA's Apex if it is installed, else with torch's.
 
-    Apex's take plain CUDA tensors of one dtype, and both weight and bias or neither. DTensors, such as the shards of
-    sequence parallelism, go to torch's.
+    Apex's kernels need plain CUDA tensors of one dtype, and both weight and bias or neither. Other inputs, such as the
+    DTensors of sequence parallelism, use torch's.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ FP32_STATISTICS = ("cuda",)
 """Devices on which torch's own layer and RMS norms keep the statistics of low-precision input in fp32."""
 
 
-# fx.wrap: a symbolic trace records each of these as one call, as it does torch's own norms.
+# fx.wrap: a symbolic trace records each of these as one call, as it does torch's norms.
 @fx.wrap
 def _low_layer_norm(x: Tensor, shape: Sequence[int], weight: Weight, bias: Weight, eps: float) -> Tensor:
     def norm(x: Tensor, weight: Weight, bias: Weight) -> Tensor:
@@ -156,7 +156,7 @@ def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Weight, eps: float 
 
 
 def _in_autocast_dtype(plain: Norm, low: Norm, x: Tensor, *weights: Weight) -> Tensor:
-    """``low`` of ``x`` and ``weights`` cast to autocast's dtype; where there is none, ``plain`` of them."""
+    """``low`` of ``x`` and ``weights`` cast to autocast's dtype; without autocast, ``plain`` of them."""
     if (dtype := _autocast_dtype(x)) is None:
         return plain(x, *weights)
     cast = [None if value is None else value.to(dtype) for value in (x, *weights)]
@@ -165,7 +165,7 @@ def _in_autocast_dtype(plain: Norm, low: Norm, x: Tensor, *weights: Weight) -> T
 
 
 def _widened(norm: Norm, unless_on: Sequence[str] = ()) -> Norm:
-    """``norm`` of fp16 or bf16 input, computed in fp32 and rounded once; not on the devices ``unless_on``."""
+    """``norm``, but for fp16 or bf16 input computed in fp32 and rounded once, except on the devices ``unless_on``."""
 
     def computed(x: Tensor, *weights: Weight) -> Tensor:
         if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type in unless_on:
@@ -176,7 +176,7 @@ def _widened(norm: Norm, unless_on: Sequence[str] = ()) -> Norm:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts ``x`` to on its device; None where it does not, as with float64."""
+    """The dtype to which autocast casts ``x`` on its device; None if it does not, as for float64."""
     kind = x.device.type
     is_cast = x.is_floating_point() and x.dtype is not torch.float64
     enabled = is_cast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -184,7 +184,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _eps_of(x: Tensor, eps: float | None) -> float:
-    """torch's meaning of ``eps=None`` for an RMS norm: that of the dtype it is computed in."""
+    """``eps``; if None the machine epsilon of the dtype in which torch computes the RMS norm."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
@@ -200,7 +200,7 @@ def _is_plain_cuda(tensor: Tensor) -> bool:
 
 @functools.cache
 def _apex_norms() -> ModuleType | None:
-    """The module of Apex with its norms as functions; None where they cannot be used."""
+    """The module of Apex that has its norms as functions; None if it cannot be used."""
     if not find_apex().fused_norms:
         return None
     try:
@@ -219,15 +219,15 @@ def replace_norms(
     precision: Precision | str | int | AMP_TYPE | None = None,
     optimizers: Optimizers | None = None,
 ) -> int:
-    """Make the norms of ``model`` that are ``plain`` ones compute as ``replacement``, in place.
+    """Change the class of the ``plain`` norms in ``model`` to ``replacement``, in place.
 
     Modules and parameters stay the same objects (:func:`paramp.base.replace_class.replace_class`), so optimizers and
-    their state stay valid. Returns how many modules were changed.
+    their state stay valid. Returns the number of changed modules.
 
     Args:
-        precision: a name of Composer's or of a mode; in one that has no low-precision autocast nothing changes, with a
-            warning. None: change; the autocast that is active at each forward decides.
-        optimizers: as in Composer, those that hold the model's parameters; they are only checked.
+        precision: Composer's name of a precision, or a mode; without low-precision autocast it warns and changes
+            nothing. None: change; the autocast that is active at each forward decides.
+        optimizers: as in Composer, the optimizers of the model's parameters; they are only checked.
 
     Raises:
         ConfigError, TypeError: an unknown precision, a model wrapped in DDP or FSDP, or wrong ``optimizers``.
@@ -237,8 +237,8 @@ def replace_norms(
     if not _has_effect(precision):
         name = precision.name if isinstance(precision, Precision) else precision
         listed = name in WITHOUT_EFFECT
-        why = "in which Composer leaves norms alone" if listed else "which has no autocast to fp16 or bf16"
-        message = f"{new} has no effect in precision {name!r}, {why}; {kind} stays as it is"
+        why = "in which Composer does not change norms" if listed else "which has no autocast to fp16 or bf16"
+        message = f"{new} has no effect in precision {name!r}, {why}; {kind} is not changed"
         warnings.warn(message, NoEffectWarning, stacklevel=3)
         return 0
     names = replace_class(model, plain, replacement)

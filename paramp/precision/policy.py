@@ -1,12 +1,12 @@
-"""What is computed in which dtype: one frozen :class:`Precision` a mode, one row of :data:`PRESETS` each.
+"""The table of precision modes, :data:`PRESETS`: each mode is a row, a frozen :class:`Precision`.
 
-A mode is data. The engine never asks which mode it runs; it reads from the row what the weights are stored in, whether
+A mode is data. The engine never checks which mode it runs; it reads from the row the dtype of the weights, whether
 autocast is on, whether fp32 masters exist and how the loss is scaled. A new mode is a new row.
 
 "mixed" is torch AMP's scheme (Micikevicius et al., "Mixed Precision Training", 2018, with fp32 weights and
-per-operation casts). "naive" is Megatron's and Colossal-AI's: the whole model in half precision, norms included,
-and the optimizer stepping fp32 masters. O2 and O3 are Apex's levels, "true" and "transformer-engine" are Lightning
-Fabric's words. In every mode a gradient that is not finite skips the step.
+per-operation casts). "naive" is the scheme of Megatron and Colossal-AI: the whole model in half precision, norms
+included, and the optimizer steps fp32 masters. O2 and O3 are Apex's levels, "true" and "transformer-engine" Lightning
+Fabric's names. In every mode a gradient that is not finite skips the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kep
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the loss scale starts and moves; the arguments of :class:`paramp.DistributedGradScaler`."""
+    """The initial loss scale and how it changes; the arguments of :class:`paramp.DistributedGradScaler`."""
 
     init_scale: float = 2.0**16
     """The first scale. It adapts within a few steps, so only its order of magnitude matters."""
@@ -46,7 +46,7 @@ class LossScaling:
 
     @staticmethod
     def static(scale: float) -> LossScaling:
-        """A scale that stays: its floor and its ceiling are itself."""
+        """A constant scale: floor and ceiling are the scale itself."""
         return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
@@ -65,35 +65,35 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Which linear layers multiply in 8 bits, and how their operands are scaled (:mod:`paramp.precision.float8`)."""
+    """The linear layers that compute in float8, and the scaling of operands (:mod:`paramp.precision.float8`)."""
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """One scale for each tensor, or one for each row of it (more exact, and slower)."""
     modules: tuple[str, ...] = ("**",)
-    """Globs over module names, ``*`` for one part between dots and ``**`` for any number: these are converted, where
-    they are Linear layers of a size that the hardware takes."""
+    """Globs over module names, ``*`` for one part between dots and ``**`` for any number: matching Linear layers of a
+    size that the hardware supports are converted."""
     skip: tuple[str, ...] = ("**.head", "**.lm_head", "**.output", "**.fc", "**.classifier")
-    """Globs over module names: these are not, whatever ``modules`` says. By default the output layer by its usual
-    names: it is the most sensitive to rounding, and its logits are what the loss is computed from."""
+    """Globs over names of modules that are not converted, even if ``modules`` matches. By default the output layer by
+    its usual names: it is the most sensitive to rounding, because the loss is computed from its logits."""
     transformer_engine: bool = False
-    """Linear layers and norms of Transformer Engine, where it is installed; else as without it."""
+    """Use Transformer Engine's linear layers and norms if it is installed, else torchao's linear layers."""
     te_recipe: Mapping[str, Any] | None = None
-    """The arguments of Transformer Engine's ``DelayedScaling``, such as ``fp8_format="HYBRID"``. None: its own."""
+    """Arguments of Transformer Engine's ``DelayedScaling``, such as ``fp8_format="HYBRID"``. None: its defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceDtypes:
-    """What gradients are summed in over ranks, for each axis of the mesh. None: in their own dtype."""
+    """The dtypes in which gradients are summed over ranks, for each axis of the mesh. None: the gradients' own."""
 
     dp: torch.dtype | None = None
     tp: torch.dtype | None = None
-    """Over tensor ranks: partial sums, such as those of norms under sequence parallelism."""
+    """For partial sums over tensor ranks, such as those of norms under sequence parallelism."""
     pp: torch.dtype | None = None
-    """Over pipeline ranks: of tied parameters."""
+    """For sums over pipeline ranks, of tied parameters."""
 
     @staticmethod
     def parse(value: Any) -> ReduceDtypes:
-        """One dtype for all axes, or a mapping of axes to dtypes. Raises ConfigError for others."""
+        """Parse one dtype for all axes, or a mapping of axes to dtypes. Raises ConfigError for other values."""
         if isinstance(value, ReduceDtypes):
             return value
         axes = [item.name for item in fields(ReduceDtypes)]
@@ -118,33 +118,33 @@ class Precision:
 
     name: str
     weights: torch.dtype
-    """What parameters and floating-point buffers are stored in on the device."""
+    """The dtype of parameters and floating-point buffers on the device."""
     compute: torch.dtype
-    """What matrix products run in, and what activations travel in between pipeline stages."""
+    """The dtype of matrix products, and of activations sent between pipeline stages."""
     autocast: bool = False
     """Weights stay in ``weights`` and each operation casts to ``compute`` (``torch.autocast``)."""
     norms: torch.dtype
-    """What norms and softmax, and the sums and exponentials that autocast on CUDA widens, take and return, on the CPU
-    and on CUDA alike. (Statistics inside a norm are in fp32 at least, whatever this is.) Without autocast it is
-    ``compute``, because that is the only dtype there."""
+    """The input and output dtype of norms, softmax, and the sums and exponentials that autocast on CUDA widens; the
+    same on the CPU and on CUDA. (Statistics inside a norm are always in fp32 at least.) Without autocast it has to be
+    ``compute``."""
     keep_batchnorm_fp32: bool = False
-    """Batch norms keep their weights and statistics in fp32, whatever the other weights are stored in."""
+    """Batch norms keep their weights and statistics in fp32, whatever the dtype of the other weights."""
     outputs: torch.dtype | None = None
-    """What the model's floating-point output is cast to. None: fp32, or fp64 where that is computed in."""
+    """The dtype to which the model's floating-point output is cast. None: fp32, or fp64 if it is fp64."""
     default_dtype: bool = False
-    """Tensors that the model's forward makes without a dtype get that of the weights, as in Fabric's "true" modes."""
+    """Tensors that the forward makes without a dtype get the dtype of the weights, as in Fabric's "true" modes."""
     float8: Float8 | None = None
-    """Linear layers whose products run in 8 bits; the other operations in ``compute``."""
+    """The linear layers whose products run in float8; other operations run in ``compute``."""
     masters: bool | Literal["remainder"] = False
-    """The optimizer steps fp32 copies of the weights; with ``"remainder"`` the 16 bits that complete a half-precision
-    weight to its master are kept in place of them (:mod:`paramp.optim.master_residuals`)."""
+    """The optimizer steps fp32 copies of the weights. With ``"remainder"`` not the copies are stored, but the 16 bits
+    by which each differs from its half-precision weight (:mod:`paramp.optim.master_residuals`)."""
     grad_dtype: torch.dtype | None = None
-    """What gradients are added up in over microbatches. None: the weights' dtype."""
+    """The dtype in which gradients are accumulated over microbatches. None: the weights' dtype."""
     reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
     scaling: LossScaling | None = None
     """None: gradients of this compute dtype do not underflow, so the loss is not scaled."""
     log_num_zeros: bool = False
-    """Count the zeros in the gradients at every step (underflow shows there first)."""
+    """Count the zeros in the gradients at every step, the first sign of underflow."""
     verbose: bool = field(default=False, compare=False)
     """Log every change of the loss scale."""
 
@@ -153,20 +153,20 @@ class Precision:
             raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
 
     def storing(self, masters: str | None = None, grad_dtype: Any = None, reduce_dtype: Any = None) -> Precision:
-        """This mode with other masters, gradients or reductions; what is None stays.
+        """This mode with other masters, gradients or reductions; None: unchanged.
 
         Args:
             masters: ``"full"`` or ``"remainder"``, in modes that have masters.
-            grad_dtype: the weights' dtype, or float32 to add up microbatches in.
+            grad_dtype: the weights' dtype, or float32 to accumulate microbatches in.
             reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
 
         Raises:
-            ConfigError: the mode cannot do that.
+            ConfigError: the mode does not support it.
         """
         changed = self
         if masters is not None:
             require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
-            allowed = "nothing, because the mode has no masters; 16-naive, bf16-naive and O2 have"
+            allowed = "None, because the mode has no masters; 16-naive, bf16-naive and O2 have"
             require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
             changed = replace(changed, masters="remainder" if masters == "remainder" else True)
         if grad_dtype is not None:
@@ -181,11 +181,11 @@ class Precision:
 
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | Mapping[str, Any]) -> Precision:
-        """The mode called ``value``: a name or alias, or a mapping of a ``mode`` and options.
+        """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.
 
-        ``{"mode": "16-mixed", "init_scale": 1024.0}`` takes the fields of the mode's :class:`LossScaling` and
-        :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as its mode, the options are those
-        of Colossal-AI's ``fp16`` dict.
+        The options in ``{"mode": "16-mixed", "init_scale": 1024.0}`` are the fields of the mode's :class:`LossScaling`
+        and :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as the mode, they are those of
+        Colossal-AI's ``fp16`` dict.
 
         Raises:
             ConfigError: an unknown name, or an option that the dict's mode does not have.
@@ -204,9 +204,9 @@ class Precision:
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
-    """A row whose matrix products need an autocast where they do not run in the weights' dtype.
+    """A row; with autocast if ``compute`` differs from ``weights``.
 
-    Under autocast, norms and softmax compute in fp32; otherwise in the one dtype that there is.
+    Under autocast norms and softmax compute in fp32, otherwise in ``compute``.
     """
     autocast = weights is not compute
     norms = torch.float32 if autocast else compute
@@ -248,8 +248,8 @@ ALIASES: dict[str | int | AMP_TYPE, str] = {
 
 
 def _parse_options(options: Mapping[str, Any]) -> Precision:
-    """``{"mode": ..., option: value}``: with an ``AMP_TYPE`` the Colossal-AI document's options, with the name of a
-    mode those of its row's :class:`LossScaling` and :class:`Float8`."""
+    """Parse ``{"mode": ..., option: value}``. The options of an ``AMP_TYPE`` are Colossal-AI's, those of a mode's name
+    the fields of its row's :class:`LossScaling` and :class:`Float8`."""
     given = dict(options)
     storage = {name: given.pop(name) for name in STORAGE if name in given}
     if storage:
@@ -266,7 +266,7 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
         raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
     row = Precision.parse(mode)
-    internal = {"transformer_engine"}  # the mode's name says it
+    internal = {"transformer_engine"}  # set by the mode's name
     if row.float8 is not None and not row.float8.transformer_engine:
         internal.add("te_recipe")
     parts = {name: part for name in ("scaling", "float8") if (part := getattr(row, name)) is not None}

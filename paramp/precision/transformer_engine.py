@@ -1,4 +1,4 @@
-"""NVIDIA's Transformer Engine: its recipe, its layers in place of torch's, and the context that they compute in."""
+"""NVIDIA's Transformer Engine: its recipe, the conversion of torch's layers to its layers, and its float8 context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOOKS = (
 
 
 def transformer_engine_recipe(options: Mapping[str, Any] | None) -> Any:
-    """Transformer Engine's ``DelayedScaling`` of ``options``, its ``fp8_format`` by name such as ``"HYBRID"``."""
+    """Transformer Engine's ``DelayedScaling`` with ``options``; ``fp8_format`` may be a name such as ``"HYBRID"``."""
     te = importlib.import_module("transformer_engine.common.recipe")
     given = dict(options or {})
     known = list(inspect.signature(te.DelayedScaling).parameters)
@@ -39,7 +39,7 @@ def transformer_engine_recipe(options: Mapping[str, Any] | None) -> Any:
     try:
         return te.DelayedScaling(**given)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"te_recipe: DelayedScaling does not take {dict(options or {})}: {error}") from None
+        raise ConfigError(f"te_recipe: DelayedScaling does not accept {dict(options or {})}: {error}") from None
 
 
 def engine_layer(old: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -60,7 +60,7 @@ def engine_layer(old: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def engine_autocast(recipe: Any, group: dist.ProcessGroup | None) -> Any:
-    """A context in which its layers compute in float8; ``group`` shares the largest elements that scales follow."""
+    """A context in which its layers compute in float8; maxima for the scales are reduced over ``group``."""
     te = importlib.import_module("transformer_engine.pytorch")
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)

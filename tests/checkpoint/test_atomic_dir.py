@@ -213,7 +213,7 @@ def test_something_else_is_not_replaced(tmp_path):
     with paramp.launch_from_torch({}):
         model = torch.nn.Linear(2, 2)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(CheckpointError, match="is there already and no checkpoint"):
+        with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
             engine.save(tmp_path / "thesis")
         engine.save(tmp_path / "new" / "deep" / "checkpoint")
         engine.save(tmp_path / "new" / "deep" / "checkpoint")
@@ -248,7 +248,7 @@ def test_a_folder_with_another_manifest_is_not_replaced(tmp_path):
     (alone / "manifest.json").write_text('{"name": "a web page"}')
     for folder in (tmp_path, alone):
         with (
-            pytest.raises(CheckpointError, match="is there already and no checkpoint"),
+            pytest.raises(CheckpointError, match="exists and is not a checkpoint"),
             atomic_dir.new_folder(folder),
         ):
             pass
@@ -287,7 +287,7 @@ def test_what_a_forged_checkpoint_says_is_refused(pair, tmp_path, name):
     with paramp.launch_from_torch({"precision": "16-mixed"}):
         model = small_gpt(num_layers=1)
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
-        with pytest.raises(CheckpointError, match=r"is no header of a checkpoint|does not hold .* as checkpoint\.json"):
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint header|does not have .* as checkpoint\.json"):
             engine.load(path)
 
 

@@ -73,7 +73,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, damage):
     file = tmp_path / "model.safetensors"
     write_tensors(file, {"a": (torch.float32, (2,))}, lambda _: torch.ones(2))
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         TensorFile(file)
 
 
@@ -88,7 +88,7 @@ def test_export_writes_the_model(saved, tmp_path, dtype, capsys):
     assert exported.keys() == {name for name in weights if name != "head.weight" or "head.weight" in exported}
     assert all(torch.equal(value, weights[name].to(wanted)) for name, value in exported.items())
     assert main(["export", str(path), "--to", str(file)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
@@ -112,10 +112,10 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     (path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
     assert main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "whole" in out.splitlines()[0]
+    assert "complete" in out.splitlines()[0]
     assert "saved after 2 steps, 0 skipped; pp 1, dp 1, tp 1" in out
     assert "precision 16-naive; AdamW" in out
-    assert "evil.pkl is none of them, and is not read" in out
+    assert "evil.pkl is not one of them, and is not read" in out
     assert re.search(r"model\.embedding\.tokens\.weight +float32 +\(128, 32\)", out)
     file = path / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
@@ -123,7 +123,7 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     file.write_bytes(data)
     assert main(["inspect", str(path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["damage"] == [f"{str(file)!r} is damaged: its checksum is not that of what was written"]
+    assert found["damage"] == [f"{str(file)!r} is damaged: its checksum differs from the manifest's"]
     assert found["values"]["counts"][:2] == [2, 0]
     (path / "manifest.json").unlink()
     assert main(["inspect", str(path)]) == 1

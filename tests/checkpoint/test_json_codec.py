@@ -72,5 +72,5 @@ def test_what_would_have_to_be_pickled_is_refused(value, words):
 
 
 def test_an_unknown_type_is_refused():
-    with pytest.raises(CheckpointError, match=r"of the type 'os\.system'"):
+    with pytest.raises(CheckpointError, match=r"got the type 'os\.system'"):
         decode({"<type>": "os.system", "items": ["true"]})

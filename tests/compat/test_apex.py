@@ -658,7 +658,7 @@ def wrapped_in_ddp(model):
         (None, {"cast_model_outputs": torch.int64}, "cast_model_outputs: got torch.int64"),
         (nn.Linear.half, {"opt_level": "O1"}, "parameter weight is torch.float16, expected torch.float32"),
         (nn.Linear.bfloat16, {"opt_level": "O2"}, "parameter weight is torch.bfloat16"),
-        (wrapped_in_ddp, {}, "in DistributedDataParallel; wrap what amp.initialize returns"),
+        (wrapped_in_ddp, {}, "in DistributedDataParallel; wrap the model that amp.initialize returns"),
         (lambda model: "model", {}, "models: got str"),
     ],
 )
@@ -707,7 +707,7 @@ def test_misuse_is_refused():
         prepare(linear())
     with pytest.raises(AmpError, match="got loss_id 2, expected an integer from 0 to 1"):
         backward(loss, optimizer, loss_id=2)
-    with pytest.raises(AmpError, match=r"SGD, which did not come from amp\.initialize"):
+    with pytest.raises(AmpError, match=r"SGD, which amp\.initialize did not return"):
         backward(loss, sgd(linear()))
     with pytest.raises(AmpError, match=r"got a loss 3\.0"):
         backward(3.0, optimizer)
@@ -715,11 +715,11 @@ def test_misuse_is_refused():
         optimizer.step(lambda: loss)
     with pytest.raises(AmpError, match="unexpected 'scale'"):
         amp.load_state_dict({"scale": 3.0})
-    with pytest.warns(UserWarning, match="holds 1 loss scalers, but num_losses is 2"):
+    with pytest.warns(UserWarning, match="got 1 loss scalers, but num_losses is 2"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 5}})
     assert scales() == [4.0, START]
     amp.reset()
-    with pytest.raises(AmpError, match=r"has been through amp\.initialize before"):
+    with pytest.raises(AmpError, match=r"was passed to amp\.initialize before"):
         prepare(model, optimizer)
 
 

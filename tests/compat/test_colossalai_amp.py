@@ -367,7 +367,7 @@ def test_what_is_refused():
     refused("model: got function", network, sgd(model), None, AMP_TYPE.TORCH)
     refused("optimizer: got function", model, sgd, None, AMP_TYPE.TORCH)
     refused("criterion: got 3", model, sgd(model), 3, AMP_TYPE.TORCH)
-    refused("no parameter of the model", model, sgd(network()), None, AMP_TYPE.TORCH)
+    refused("not a parameter of the model", model, sgd(network()), None, AMP_TYPE.TORCH)
     refused("LBFGS", model, torch.optim.LBFGS(model.parameters()), None, AMP_TYPE.TORCH)
     refused("wrapped in DataParallel", nn.DataParallel(model), sgd(model), None, AMP_TYPE.TORCH)
     refused("paramp.initialize", model, sgd(model), None, "fp8-mixed")
@@ -396,10 +396,10 @@ def test_what_a_loop_may_do_wrong():
     optimizer.clip_grad_norm(model, 1.0)
     with pytest.raises(RuntimeError, match="unscaled already"):
         optimizer.backward(criterion(model(x), y).mean())
-    with pytest.raises(RuntimeError, match="call step\\(\\) of what convert_to_amp returned"):
+    with pytest.raises(RuntimeError, match="call step\\(\\) of the one that convert_to_amp returned"):
         own.step()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="no backward since the last one"):
+    with pytest.raises(RuntimeError, match="no backward since the last step"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 0.0)

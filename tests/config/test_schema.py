@@ -239,7 +239,7 @@ def test_the_table_of_modes_has_the_documented_rows():
         ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
         (
             {"precision": "16-mixed", "masters": "remainder"},
-            r"masters: got 'remainder', expected nothing, because the mode has no masters; 16-naive",
+            r"masters: got 'remainder', expected None, because the mode has no masters; 16-naive",
         ),
         ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
         ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),

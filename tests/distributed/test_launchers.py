@@ -145,7 +145,7 @@ def test_contexts_of_different_layouts_in_one_process(world):
 def test_a_world_that_differs_from_the_launchers(world):
     os.environ["WORLD_SIZE"] = "8"
     try:
-        with pytest.raises(paramp.LaunchError, match=r"already runs as rank . of 4, but the launcher says rank . of 8"):
+        with pytest.raises(paramp.LaunchError, match=r"initialised as rank . of 4, but the launcher gave rank . of 8"):
             paramp.launch_from_torch()
     finally:
         os.environ["WORLD_SIZE"] = "4"

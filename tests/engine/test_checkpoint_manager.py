@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     result = python(*command, "--log-dir", str(log))
     assert result.returncode == 0, result.stderr
     assert "resume: skipped: " in result.stdout
-    assert "rank-00000.safetensors' has 1000 bytes, of" in result.stdout
+    assert "rank-00000.safetensors' has 1000 bytes, expected" in result.stdout
     assert f"resumed from {folder / 'step-00000018'}, after step 18" in result.stdout
     assert losses(log) == whole[1]
     assert losses(log, "metrics.1.jsonl") == whole[1]

@@ -171,7 +171,7 @@ def test_num_zeros_are_counted_when_asked_for():
 def test_mistakes_are_named():
     with paramp.launch_from_torch() as context:
         model = small_gpt()
-        with pytest.raises(paramp.ConfigError, match="no parameter of the model"):
+        with pytest.raises(paramp.ConfigError, match="not a parameter of the model"):
             paramp.initialize(model, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
         with pytest.raises(paramp.ConfigError, match="an optimizer for a model that is yet to be built"):
             paramp.initialize(small_gpt, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -498,7 +498,7 @@ def test_optimizers_that_need_whole_matrices_refuse_shards(world, name):
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
         model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
         optimizer = getattr(torch.optim, name)(model.parameters())
-        with pytest.raises(paramp.ConfigError, match=f"{name} looks at whole matrices"):
+        with pytest.raises(paramp.ConfigError, match=f"{name} needs whole matrices"):
             paramp.initialize(model, optimizer, plan={"0": "colwise", "1": "rowwise"})
 
 

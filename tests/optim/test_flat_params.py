@@ -272,11 +272,11 @@ def test_the_sum_over_data_ranks_is_made_in_the_dtype_asked_for(world):
 def test_what_keeps_an_optimizer_from_the_fused_step_is_said():
     model = nn.Linear(2, 2)
     assert why_not_fused(torch.optim.AdamW(model.parameters())) is None
-    assert "RMSprop is none of" in why_not_fused(torch.optim.RMSprop(model.parameters()))
+    assert "RMSprop is not one of" in why_not_fused(torch.optim.RMSprop(model.parameters()))
     with (
         paramp.launch_from_torch({"precision": "16-naive", "masters": "remainder"}),
         pytest.raises(
-            paramp.ConfigError, match=r"masters: got 'remainder', which needs torch's AdamW.*RMSprop is none"
+            paramp.ConfigError, match=r"masters: got 'remainder', which needs torch's AdamW.*RMSprop is not one"
         ),
     ):
         paramp.initialize(model, torch.optim.RMSprop(model.parameters()))
@@ -445,5 +445,5 @@ def test_what_would_pass_the_step_by_is_an_error():
         with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
             engine.step()
         table = nn.Embedding(4, 2, sparse=True)
-        with pytest.raises(paramp.ConfigError, match="SparseAdam steps sparse gradients"):
+        with pytest.raises(paramp.ConfigError, match="SparseAdam needs sparse gradients"):
             paramp.initialize(table, torch.optim.SparseAdam(list(table.parameters())))

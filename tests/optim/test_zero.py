@@ -169,7 +169,7 @@ def test_an_optimizer_of_whole_matrices_is_refused(world):
     with paramp.launch_from_torch({"parallel": {"zero": 1}}):
         model = nn.Linear(4, 4)
         with pytest.raises(
-            paramp.ConfigError, match=r"Adafactor looks at whole matrices, but tensor parallelism or ZeRO"
+            paramp.ConfigError, match=r"Adafactor needs whole matrices, but under tensor parallelism or ZeRO"
         ):
             paramp.initialize(model, torch.optim.Adafactor(model.parameters()), F.mse_loss)
 

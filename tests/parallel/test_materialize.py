@@ -253,5 +253,5 @@ class Masked(nn.Module):
 def test_what_a_module_on_meta_does_not_fill_is_an_error():
     with paramp.init_module("32-true", device="meta"):
         model = Masked()
-    with pytest.raises(ValueError, match=r"reset_parameters\(\) of Masked leaves 'mask' without a value"):
+    with pytest.raises(ValueError, match=r"reset_parameters\(\) of Masked does not fill 'mask'"):
         materialize(model, 1, torch.device("cpu"))

@@ -64,10 +64,10 @@ def test_linear_layers_of_sizes_that_the_hardware_takes_are_chosen():
     choice = choose_layers(Zoo(), Float8())
     assert choice.linear == ("blocks.0.up", "blocks.1.up")
     assert choice.kept == {
-        "a size is no multiple of 16": ("blocks.0.odd", "blocks.1.odd"),
-        "they compute something of their own": ("attention.out_proj", "scaled"),
-        "an embedding uses their weight": ("tied",),
-        "named in skip": ("lm_head",),
+        "a size is not a multiple of 16": ("blocks.0.odd", "blocks.1.odd"),
+        "they have their own forward": ("attention.out_proj", "scaled"),
+        "an embedding shares their weight": ("tied",),
+        "matched by skip": ("lm_head",),
     }
 
 
@@ -137,7 +137,7 @@ def test_a_shared_layer_stays_one_and_a_model_that_is_a_layer_is_converted():
 
 
 def test_a_model_without_such_layers_is_warned_of():
-    with pytest.warns(UserWarning, match=r"converts no linear layer.*no multiple of 16: 0\)"):
+    with pytest.warns(UserWarning, match=r"converts no linear layer.*not a multiple of 16: 0\)"):
         convert(nn.Sequential(nn.Linear(30, 30)), mode(), CPU)
 
 
@@ -444,7 +444,9 @@ with paramp.launch_from_torch({"precision": "fp8-mixed"}) as context:
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     (line,) = result.stdout.splitlines()
-    assert line.startswith("paramp: 1 linear layers compute in float8 with tensorwise scales; not 1 (a size is no mult")
+    assert line.startswith(
+        "paramp: 1 linear layers compute in float8 with tensorwise scales; not 1 (a size is not a mu"
+    )
     assert "emulated: a CPU has no float8 products" in line
 
 
@@ -599,7 +601,7 @@ def test_an_engine_on_transformer_engine_keeps_its_state_out_of_the_model(stand_
 def test_under_tensor_parallelism_torchao_takes_its_place(stand_in):
     library = find_library(Float8(transformer_engine=True), CPU, tensor_size=2)
     assert library.name == "torchao"
-    assert "in place of Transformer Engine, whose layers do not take the DTensors" in library.reason
+    assert "in place of Transformer Engine, whose layers do not support the DTensors" in library.reason
 
 
 @pytest.mark.skipif(not find_transformer_engine().found, reason=find_transformer_engine().reason)

@@ -292,7 +292,7 @@ def test_awkward_models_follow_plain_torch(world):
                 own = [name for name, _ in engine.named_parameters()]
                 assert len(set(own)) == len(own)
                 assert set(own) <= names.keys()
-                with pytest.raises(RuntimeError, match="several stages of a pipeline, which do not follow"):
+                with pytest.raises(RuntimeError, match="several pipeline stages that are not consecutive"):
                     engine.module(x)
 
 

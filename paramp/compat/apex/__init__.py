@@ -1,6 +1,6 @@
-"""NVIDIA Apex: a script that wrote ``from apex import amp`` writes ``from paramp.compat.apex import amp``.
+"""NVIDIA Apex's interface: replace ``from apex import amp`` by ``from paramp.compat.apex import amp``.
 
-NVIDIA removed ``apex.amp`` from Apex in 2025. Here it works for models that are spread over processes as well.
+NVIDIA removed ``apex.amp`` from Apex in 2025. This one also supports models that are distributed over processes.
 """
 
 from . import amp, normalization, optimizers

@@ -1,4 +1,4 @@
-"""``apex.normalization``: norms with Apex's kernels where these are installed, else with torch's."""
+"""``apex.normalization``: norms with Apex's kernels if these are installed, else with torch's."""
 
 from ...precision.norms import FusedLayerNorm, FusedRMSNorm
 

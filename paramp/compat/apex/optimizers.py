@@ -1,4 +1,4 @@
-"""Apex's fused Adam and SGD where NVIDIA's Apex is installed with its kernels, else torch's own under that name.
+"""Apex's fused Adam and SGD if NVIDIA's Apex is installed with its kernels, else torch's under the same names.
 
 Both step all parameters of a group in a few kernels. The arguments are Apex's.
 """
@@ -28,8 +28,8 @@ def FusedAdam(
     """Adam; with ``adam_w_mode`` decoupled weight decay (AdamW).
 
     Raises:
-        ValueError: without Apex, ``bias_correction=False``, which torch's Adam does not have; ``amsgrad``, which Apex's
-            does not have.
+        ValueError: ``amsgrad``, which Apex's does not have; or, without Apex, ``bias_correction=False``, which torch's
+            Adam does not have.
     """
     if amsgrad:
         raise ValueError("amsgrad: got True, but Apex's FusedAdam does not have it; use torch.optim.AdamW")
@@ -56,8 +56,8 @@ def FusedSGD(
 ) -> torch.optim.Optimizer:
     """SGD with momentum.
 
-    ``materialize_master_grads`` and ``set_grad_none`` change no result: gradients of masters are always made, and
-    today's torch drops gradients in ``zero_grad()`` in any case.
+    ``materialize_master_grads`` and ``set_grad_none`` have no effect on results: gradients of masters are always made,
+    and torch's ``zero_grad()`` drops gradients by default.
 
     Raises:
         ValueError: without Apex, ``wd_after_momentum`` with a weight decay, which torch's SGD does not have.

@@ -1,4 +1,4 @@
-"""Colossal-AI: a script that wrote ``import colossalai`` writes ``from paramp.compat import colossalai``."""
+"""Colossal-AI's interface: replace ``import colossalai`` by ``from paramp.compat import colossalai``."""
 
 from ...engine.initialize import initialize
 from . import amp, context, core, logging, nn, utils

@@ -6,7 +6,7 @@ import enum
 
 
 class ParallelMode(enum.Enum):
-    """Which of a rank's groups is meant. There is one kind of tensor parallelism here, so that 1D is TENSOR."""
+    """The groups that a rank belongs to. There is only one kind of tensor parallelism, so 1D is TENSOR."""
 
     GLOBAL = "global"
     """All ranks."""

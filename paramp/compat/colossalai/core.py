@@ -1,4 +1,4 @@
-"""Colossal-AI's ``global_context``: the current :class:`~paramp.ParallelContext` under the names it has there."""
+"""Colossal-AI's ``global_context``: the current :class:`~paramp.ParallelContext` with Colossal-AI's names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .context import ParallelMode
 
 
 class GlobalContext:
-    """Answers from the context of the latest ``launch`` that is still open.
+    """The context of the latest ``launch`` that is still open.
 
-    Everything but :meth:`is_initialized` raises a RuntimeError where nothing is launched.
+    Without one, everything except :meth:`is_initialized` raises a RuntimeError.
     """
 
     @property
@@ -23,15 +23,15 @@ class GlobalContext:
         return get_context().config
 
     def get_global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process in the world."""
         return get_context().rank
 
     def get_local_rank(self, parallel_mode: ParallelMode) -> int:
-        """This process in its group of ``parallel_mode``. (Its place on its machine is ``context.local_rank``.)"""
+        """The rank of this process in its group of ``parallel_mode``. (On its machine it is ``context.local_rank``.)"""
         return dist.get_rank(self.get_group(parallel_mode))
 
     def get_world_size(self, parallel_mode: ParallelMode) -> int:
-        """How many ranks this process's group of ``parallel_mode`` has."""
+        """The number of ranks in this process's group of ``parallel_mode``."""
         return dist.get_world_size(self.get_group(parallel_mode))
 
     def get_group(self, parallel_mode: ParallelMode) -> dist.ProcessGroup:
@@ -54,37 +54,37 @@ class GlobalContext:
         return dist.get_process_group_ranks(self.get_group(parallel_mode))
 
     def is_first_rank(self, parallel_mode: ParallelMode) -> bool:
-        """Whether this process comes first in its group."""
+        """Whether this process is the first in its group."""
         return self.get_local_rank(parallel_mode) == 0
 
     def is_last_rank(self, parallel_mode: ParallelMode) -> bool:
-        """Whether this process comes last in its group."""
+        """Whether this process is the last in its group."""
         return self.get_local_rank(parallel_mode) == self.get_world_size(parallel_mode) - 1
 
     def is_initialized(self, parallel_mode: ParallelMode) -> bool:
-        """Whether something is launched and, as in Colossal-AI, for PIPELINE whether there are several stages."""
+        """Whether there is an open context and, for PIPELINE, as in Colossal-AI, several stages."""
         context = current_context()
         return context is not None and (parallel_mode is not ParallelMode.PIPELINE or context.stage_axis.size > 1)
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the model."""
+        """The number of replicas of the model."""
         return get_context().batch_axis.size
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Stages of the model."""
+        """The number of pipeline ranks."""
         return get_context().stage_axis.size
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that each layer is sharded over."""
+        """The number of ranks that each layer is sharded over."""
         return get_context().tensor_axis.size
 
     def destroy(self) -> None:
-        """Close the context. At the end of a script that happens by itself."""
+        """Close the context. At the end of a script this happens automatically."""
         get_context().close()
 
 
 global_context = GlobalContext()
-"""The one that scripts import: ``from paramp.compat.colossalai.core import global_context as gpc``."""
+"""Import it with ``from paramp.compat.colossalai.core import global_context as gpc``."""

@@ -1,4 +1,4 @@
-"""Colossal-AI's ``launch`` functions: paramp's, which read ``NUM_MICRO_BATCHES`` from the configuration as well."""
+"""Colossal-AI's ``launch`` functions: as paramp's, but they also read ``NUM_MICRO_BATCHES`` from the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Launch = TypeVar("Launch", bound=Callable[..., ParallelContext])
 
 
 def _with_microbatches(config: ConfigSource) -> Config:
-    """``config`` with ``NUM_MICRO_BATCHES`` as the microbatches of its pipeline, if it has both."""
+    """``config`` with ``NUM_MICRO_BATCHES`` as the number of microbatches of its pipeline, if it has both."""
     settings = load(config)
     count, pipeline = settings.user.get("NUM_MICRO_BATCHES"), settings.parallel.pipeline
     if count is None or pipeline.size == 1:
@@ -27,7 +27,7 @@ def _with_microbatches(config: ConfigSource) -> Config:
     if pipeline.microbatches not in (None, count):
         raise ConfigError(
             f"NUM_MICRO_BATCHES: got {shown(count)}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
-            "keep one of the two"
+            "remove one of the two"
         )
     pipeline = replace(pipeline, microbatches=convert(count, int, "NUM_MICRO_BATCHES"))
     return replace(settings, parallel=replace(settings.parallel, pipeline=pipeline))

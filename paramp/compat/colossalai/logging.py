@@ -1,4 +1,4 @@
-"""Colossal-AI's logger: Python's own, with a choice of the ranks that write."""
+"""Colossal-AI's logger: Python's, with a selection of the ranks that write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = "[%(asctime)s] %(name)s %(levelname)s: %(message)s"
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at the time."""
+    """Writes to the current value of ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -27,7 +27,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 class DistributedLogger:
-    """``info``, ``warning``, ``error`` and ``debug`` with ``ranks=[0]``; to stderr, and to files where asked.
+    """``info``, ``warning``, ``error`` and ``debug`` with ``ranks=[0]``, to stderr and optionally to files.
 
     Attributes:
         logger: the ``logging.Logger`` that it writes to.
@@ -51,9 +51,9 @@ class DistributedLogger:
         parallel_mode: ParallelMode = ParallelMode.GLOBAL,
         ranks: Collection[int] | None = None,
     ) -> None:
-        """Write ``message`` on ``ranks`` of the groups of ``parallel_mode``; on every rank with None.
+        """Write ``message`` on ``ranks`` (None: all) of the groups of ``parallel_mode``.
 
-        Where nothing is launched, this process counts as rank 0.
+        Without an open context, this process counts as rank 0.
         """
         if ranks is None or (global_context.get_local_rank(parallel_mode) if current_context() else 0) in ranks:
             self.logger.log(logging.getLevelNamesMapping()[_check(level)], "%s", message)
@@ -68,7 +68,7 @@ class DistributedLogger:
         self.logger.setLevel(_check(level))
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Write to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path`` as well; created if missing."""
+        """Write also to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path``, which is made if missing."""
         context = current_context()
         rank = context.rank if context else 0
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Colossal-AI's ``utils``: what its scripts import from there."""
+"""Colossal-AI's ``utils``: its data loader and current device."""
 
 from typing import Any
 
@@ -21,20 +21,19 @@ def get_dataloader(
     num_workers: int = 0,
     **options: Any,
 ) -> Any:
-    """A loader that gives each data rank its part of ``dataset``, and the ranks of a model group the same.
+    """A loader that gives each data rank its part of ``dataset``, the same on all ranks of a model group.
 
-    It may be passed to :func:`paramp.initialize`, which then leaves it as it is. The order differs between epochs, and
-    follows from the seed (:mod:`paramp.data.dataloader`). Call it after launching; before, the loader is one for a
+    It may be passed to :func:`paramp.initialize`, which then does not change it. The order differs between epochs, and
+    depends on the seed (:mod:`paramp.data.dataloader`). Call it after launching; before, it returns a loader for a
     single process.
 
     Args:
         dataset: the same on every rank.
-        seed: of the order with ``shuffle``. None: the configuration's.
+        seed: the seed of the order with ``shuffle``. None: the configuration's.
         add_sampler: False: every rank reads all of the data. ``initialize`` would shard such a loader, so do not pass
             it there.
         pin_memory: no effect without a GPU.
-        drop_last, num_workers, options: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is that of one
-            data rank.
+        drop_last, num_workers, options: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is per data rank.
 
     Raises:
         ConfigError: the loader cannot be sharded (:func:`paramp.data.dataloader.shard_loader`).
@@ -53,7 +52,7 @@ def get_dataloader(
 
 
 def get_current_device() -> torch.device:
-    """Where this rank computes: that of the current context; where nothing is launched, the GPU if there is one."""
+    """The device of the current context; without one, the GPU if there is one, else the CPU."""
     context = current_context()
     if context is not None:
         return context.device

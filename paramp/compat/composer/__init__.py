@@ -1,4 +1,4 @@
-"""Composer's names: ``from paramp.compat.composer import functional, algorithms``."""
+"""Composer's interface: ``from paramp.compat.composer import functional, algorithms``."""
 
 from . import algorithms, functional
 

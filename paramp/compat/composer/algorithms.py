@@ -1,7 +1,7 @@
 """Composer's algorithms that change the norms of a model: ``paramp.initialize(..., algorithms=[...])``.
 
 An algorithm is any object with ``apply(model, precision)``. ``initialize`` calls it with the whole model, before it is
-partitioned and sharded, and with the mode that is trained in.
+partitioned and sharded, and with the training mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FusedLayerNorm", "FusedRMSNorm", "LowPrecisionGroupNorm", "LowPrecis
 
 @dataclass(frozen=True)
 class LowPrecisionLayerNorm:
-    """:func:`paramp.functional.apply_low_precision_layernorm` in the mode that is trained in."""
+    """:func:`paramp.functional.apply_low_precision_layernorm` with the training mode."""
 
     def apply(self, model: nn.Module, precision: Precision) -> int:
         return functional.apply_low_precision_layernorm(model, precision)
@@ -26,7 +26,7 @@ class LowPrecisionLayerNorm:
 
 @dataclass(frozen=True)
 class LowPrecisionGroupNorm:
-    """:func:`paramp.functional.apply_low_precision_groupnorm` in the mode that is trained in."""
+    """:func:`paramp.functional.apply_low_precision_groupnorm` with the training mode."""
 
     def apply(self, model: nn.Module, precision: Precision) -> int:
         return functional.apply_low_precision_groupnorm(model, precision)
@@ -34,7 +34,7 @@ class LowPrecisionGroupNorm:
 
 @dataclass(frozen=True)
 class LowPrecisionRMSNorm:
-    """:func:`paramp.functional.apply_low_precision_rmsnorm` in the mode that is trained in."""
+    """:func:`paramp.functional.apply_low_precision_rmsnorm` with the training mode."""
 
     def apply(self, model: nn.Module, precision: Precision) -> int:
         return functional.apply_low_precision_rmsnorm(model, precision)

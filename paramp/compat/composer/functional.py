@@ -1,9 +1,9 @@
-"""Composer's functions that change the norms of a model, for a loop of your own (:mod:`paramp.precision.norms`).
+"""Composer's functions that change the norms of a model, for a user's own loop (:mod:`paramp.precision.norms`).
 
-Each changes ``model`` in place, before or after it is sharded over a tensor axis, and returns how many modules it
-changed. ``optimizers`` are those that hold the model's parameters, which stay the objects that they are: they may be
-made before or after, and need not be named. Modules with a forward of their own are left alone. A model without such
-norms, and a precision in which they do nothing, are a :class:`~paramp.precision.norms.NoEffectWarning`.
+Each changes ``model`` in place, before or after it is sharded over a tensor axis, and returns the number of changed
+modules. ``optimizers``, those of the model's parameters, need not be passed and may be made before or after, because
+the parameters stay the same objects. Modules with their own forward are not changed. A model without such norms, or a
+precision in which they have no effect, gives a :class:`~paramp.precision.norms.NoEffectWarning`.
 """
 
 from torch import nn
@@ -32,16 +32,16 @@ __all__ = [
 def apply_low_precision_layernorm(
     model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
 ) -> int:
-    """Let each ``nn.LayerNorm`` of ``model`` take and give autocast's dtype.
+    """Make the input and output of each ``nn.LayerNorm`` of ``model`` autocast's dtype.
 
     Args:
-        precision: a name of Composer's (``amp``, ``amp_fp16``, ``bf16``, ``amp_bf16``, ``fp32``, ``fp16``,
-            ``amp_fp8``) or a mode. Where it has no autocast to fp16 or bf16, and in fp8, nothing changes, with a
-            warning. None: the autocast that is active at each forward decides.
+        precision: Composer's name (``amp``, ``amp_fp16``, ``bf16``, ``amp_bf16``, ``fp32``, ``fp16``, ``amp_fp8``)
+            or a mode. If it has no autocast to fp16 or bf16, and in fp8, it warns and changes nothing. None: the
+            autocast that is active at each forward decides.
 
     Raises:
         ConfigError: an unknown precision.
-        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.
+        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` has another type.
     """
     return replace_norms(model, nn.LayerNorm, LPLayerNorm, precision=precision, optimizers=optimizers)
 
@@ -61,13 +61,13 @@ def apply_low_precision_rmsnorm(
 
 
 def apply_fused_layernorm(model: nn.Module, optimizers: Optimizers | None = None) -> int:
-    """Let each ``nn.LayerNorm`` of ``model`` use the kernels of NVIDIA's Apex where these are installed.
+    """Make each ``nn.LayerNorm`` of ``model`` use the kernels of NVIDIA's Apex if these are installed.
 
-    Under autocast it takes and gives autocast's dtype, as Apex's does. Without Apex, and on a CPU, torch's own kernels
+    Under autocast its input and output are in autocast's dtype, as in Apex. Without Apex, and on a CPU, torch's kernels
     compute the same, with statistics in fp32.
 
     Raises:
-        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` holds something else.
+        TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` has another type.
     """
     return replace_norms(model, nn.LayerNorm, FusedLayerNorm, optimizers=optimizers)
 

@@ -1,4 +1,4 @@
-"""How a Hugging Face model that is built on ``meta`` is filled: by its own ``_init_weights``."""
+"""Initial weights of a Hugging Face model that is built on ``meta``, by its ``_init_weights``."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from ..materialize import outline
 def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
     """A function that fills the tensors of one module of ``model``: the model's own ``_init_weights``.
 
-    It is tried on ``meta`` first, where it costs nothing: what it writes shows in the tensors' versions. One that skips
-    a tensor, or writes those of another module, is refused.
+    It is checked on ``meta`` first, where it costs nothing: the tensors' versions show which of them it writes.
+    Raises ConfigError if it skips a tensor, or writes tensors of another module.
     """
     tried = outline(model)
     names_of: dict[torch.Tensor, list[str]] = {}
@@ -38,6 +38,6 @@ def pretrained_filler(model: nn.Module) -> Callable[[nn.Module], None]:
             by = " and ".join(repr(name) for name in written[tensor]) or "no module"
             raise ConfigError(
                 f"model: {names[0]!r} of {type(model).__name__} is on the meta device, but its _init_weights "
-                f"fills it for {by}, where one call for each module that has it is expected; build the model on the CPU"
+                f"fills it for {by}, expected one call for each module that has it; build the model on the CPU"
             )
     return fill

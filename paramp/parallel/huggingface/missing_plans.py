@@ -1,4 +1,4 @@
-"""What transformers does not say about some of its models: one row of :data:`ARCHITECTURES` each."""
+"""Plans for models for which transformers has none: one row of :data:`ARCHITECTURES` each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..tensor_styles import LocalHeads, PackedColwise, PackedRowwise
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What is missing of a model's ``tp_plan`` and ``_pp_plan``. Names are those of the model without a head."""
+    """A replacement for a model's missing ``tp_plan`` and ``_pp_plan``. Names are those of the model without a head."""
 
     tensor: Mapping[str, str | ParallelStyle]
-    """Its plan, in transformers' styles or ours."""
+    """The tensor-parallel plan, in transformers' styles or ours."""
     units: tuple[str, ...]
-    """What a pipeline stage is made of; of a list of layers, each."""
+    """The modules that pipeline stages consist of; each layer of a list is one."""
 
 
 ARCHITECTURES = {
@@ -41,7 +41,7 @@ HEAD = "lm_head"
 
 
 def find_architecture(model: nn.Module) -> tuple[Architecture | None, str]:
-    """The row for ``model``, if there is one, and the prefix of the names of its modules below the head."""
+    """The row for ``model``, or None, and the prefix of the names of its modules without the head."""
     base: Any = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     return ARCHITECTURES.get(model.config.model_type), prefix  # type: ignore[union-attr, arg-type]

@@ -1,4 +1,4 @@
-"""What a Hugging Face model returns: its logits, in every layout."""
+"""The output of a Hugging Face model: its logits, in every layout."""
 
 import inspect
 from typing import Any
@@ -17,8 +17,8 @@ def returning_logits(model: nn.Module) -> nn.Module:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("labels") is not None:
             raise ConfigError(
-                "labels: got some, but the model's output is its logits here, and its loss would be lost; leave them "
-                "out, and give initialize a criterion of logits and targets"
+                "labels: got a value, expected none, because the model's output is its logits and not its loss; leave "
+                "labels out, and pass initialize a criterion of (logits, targets)"
             )
         return main_output(type(model).forward(changed, *args, **({**options, **kwargs, "return_dict": True})))
 
@@ -31,16 +31,16 @@ def check_output(model: nn.Module) -> None:
     if getattr(model.config, "return_dict", True) is False:
         raise ConfigError(
             f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
-            "logits are known among its outputs"
+            "logits can be found by name"
         )
 
 
 def call_options(model: nn.Module) -> dict[str, Any]:
-    """The keyword arguments that turn off the cache of keys and values, where ``model`` has one."""
+    """The keyword arguments that disable the cache of keys and values, if ``model`` has one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
 
 
 def main_output(output: Any) -> Any:
-    """The logits in ``output``, else the last hidden state of a model without a head, else ``output``."""
+    """The logits in ``output``; for a model without a head, its last hidden state; else ``output``."""
     named = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     return next((value for value in named if value is not None), output)

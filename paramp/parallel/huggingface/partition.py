@@ -1,13 +1,13 @@
-"""The pipeline stages of a Hugging Face model.
+"""Pipeline stages of a Hugging Face model.
 
-Its own forward computes each stage, masks and rotary embeddings included::
+The model's own forward computes each stage, including masks and rotary embeddings::
 
     first stage    input_ids ──► embedding ──► its layers ──► (no norm, no head) ──► hidden states
     later stage    inputs_embeds = hidden states ──► its layers ──► ...
     last stage     inputs_embeds = hidden states ──► its layers ──► norm ──► head ──► logits
 
-A module of another stage is replaced by a :class:`~paramp.base.module_surgery.PassThrough`; each layer keeps its place
-in the list, so that an index into the configuration still finds it.
+A module of another stage is replaced by a :class:`~paramp.base.module_surgery.PassThrough`; each layer keeps its index
+in the list, so that per-layer entries of the configuration still apply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .output import call_options, check_output, main_output
 class PretrainedPartition:
     """The partition of a Hugging Face model: between its embeddings, each of its layers, its norm and its head.
 
-    It refuses one that has no pipeline plan, has parameters elsewhere, or does more than apply its units one by one.
+    ConfigError if the model has no pipeline plan, has parameters outside of its units, or does more than apply them.
     """
 
     opened: frozenset[str] = frozenset()
@@ -52,15 +52,15 @@ class PretrainedPartition:
                 self.units.append((name, module))
         for name in (name for name, tensor in named_tensors(model) if tensor.is_meta):
             raise ConfigError(
-                f"parallel.pipeline.size: {name!r} of {type(model).__name__} is on the meta device, but partitioning a "
-                "Hugging Face model means running it; build it on the CPU"
+                f"parallel.pipeline.size: {name!r} of {type(model).__name__} is on the meta device, but to partition a "
+                "Hugging Face model it has to run; build it on the CPU"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
         outside = [name for name in names_outside(model, dict(self.units)) if name in parameters]
         if outside:
             raise ConfigError(
-                f"parallel.pipeline.size: {type(model).__name__} has parameters outside of what its pipeline plan "
-                f"names: {', '.join(outside)}; set the size to 1"
+                f"parallel.pipeline.size: {type(model).__name__} has parameters that are not in its pipeline plan: "
+                f"{', '.join(outside)}; set the size to 1"
             )
         self._check_calls()
 
@@ -87,15 +87,15 @@ class PretrainedPartition:
 
     @property
     def _positions(self) -> set[str]:
-        """Units whose outputs are added to the hidden states: embeddings other than that of the tokens."""
+        """Units whose outputs are added to the hidden states: all embeddings except the token embedding."""
         tokens = self._model.get_input_embeddings()  # type: ignore[operator]
         return {name for name, module in self.units if isinstance(module, nn.Embedding) and module is not tokens}
 
     @torch.no_grad()
     def _check_calls(self) -> None:
-        """Put the units in the order in which the forward calls them, which may differ from that of plan and modules.
+        """Sort the units in the order in which the forward calls them, which may differ from that of plan and modules.
 
-        The model without its units has to return its input, or stages would do something twice.
+        The model without its units has to return its input, or stages would apply some operation twice.
         """
         first = next(self._model.parameters())
         with torch.random.fork_rng(devices=[]):
@@ -111,28 +111,28 @@ class PretrainedPartition:
         except Exception as error:
             same, reason = False, f"{type(error).__name__}: {error}"
         tokens = self._model.get_input_embeddings()  # type: ignore[operator]
-        order = [name for name, module in self.units if module is tokens] + calls  # embeddings are given here
+        order = [name for name, module in self.units if module is tokens] + calls  # the shell gets embeddings as input
         known = dict(self.units)
         odd = [name for name in known if order.count(name) != 1]
         if same and odd:
             reason = f"it calls {', '.join(odd)} {order.count(odd[0])} times"
         if not same or odd:
             raise ConfigError(
-                f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, since its forward does "
+                f"parallel.pipeline.size: {type(self._model).__name__} cannot be partitioned, because its forward does "
                 f"not just apply {', '.join(known)} one after the other ({reason}); set the size to 1"
             )
         self.units = [(name, known[name]) for name in order]
 
 
 class _Nothing(PassThrough):
-    """Stands for position embeddings, which the first stage has added already."""
+    """The substitute for position embeddings, which the first stage has added already: returns 0."""
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros((), device=x.device)
 
 
 def _replace(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
-    """Put ``substitute`` at ``name`` of ``part``, in the place among its siblings that it has in ``model``."""
+    """Put ``substitute`` at ``name`` of ``part``, keeping the order of its siblings in ``model``."""
     *owners, leaf = name.split(".")
     for owner in owners:
         model = model.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a Hugging Face model: its own ``tp_plan``, translated to our styles."""
+"""Tensor-parallel plans of Hugging Face models: their ``tp_plan``, translated to paramp's styles."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -26,13 +26,13 @@ TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "replicate": None,
     "replicated_random": "replicated_random",  # ours, in ARCHITECTURES
 }
-"""The style that does what transformers' style of that name does; None: nothing to do."""
+"""The equivalent of each style of transformers; None: no style is needed."""
 WHOLE_IF_UNEVEN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
-"""Styles of embeddings and output layers. They are replicated where the vocabulary does not divide."""
+"""Styles of embeddings and output layers. These are replicated if the vocabulary size is not divisible."""
 
 
 def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Plan:
-    """The plan of ``model`` for ``size`` ranks, from its own ``tp_plan`` or :data:`ARCHITECTURES`."""
+    """The plan of ``model`` for ``size`` ranks, from its ``tp_plan`` or :data:`ARCHITECTURES`."""
     kind = type(model).__name__
     if sequence_parallel:
         raise ConfigError(f"parallel.sequence_parallel: {kind} has no plan for it; set it to False, or pass plan=")
@@ -66,8 +66,8 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
             continue  # plans also name what only some variants of a model have
         if inside or (isinstance(kind, str) and kind not in TENSOR_STYLES):
             raise ConfigError(
-                f"parallel.tensor.size: {type(model).__name__} wants {pattern!r} to be {kind!r}, which is not known "
-                f"here ({', '.join(TENSOR_STYLES)} of modules are); pass plan= to initialize"
+                f"parallel.tensor.size: the tp_plan of {type(model).__name__} has for {pattern!r} the style {kind!r}, "
+                f"expected one of {', '.join(TENSOR_STYLES)}, for modules; pass plan= to initialize"
             )
         if kind in WHOLE_IF_UNEVEN:
             names = [name for name in names if len(getattr(modules[name], "weight", ())) % size == 0]
@@ -79,7 +79,7 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
 
 
 def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
-    """Refuse a parameter beside sharded layers that the plan has no entry for: its gradient may be partial."""
+    """Raise a ConfigError for a parameter beside sharded layers without a plan entry: its gradient may be partial."""
     sharded = (name for name, style in plan.items() if style == "colwise" or isinstance(style, PackedColwise))
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in sharded):
         for name, _ in model.get_submodule(parent).named_parameters():
@@ -105,7 +105,7 @@ def _replicate_ties(model: nn.Module, plan: Plan) -> None:
 
 
 def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
-    """Check that the heads divide over ``size`` ranks, and give the dropout of each rank's heads its own stream."""
+    """Check that the heads divide over ``size`` ranks, and make attention dropout differ between ranks."""
     config: Any = model.config
     sharded = {
         parent

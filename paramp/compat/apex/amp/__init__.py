@@ -1,20 +1,20 @@
-"""``apex.amp``, with its calls and their meaning.
+"""``apex.amp``, with the same functions and behaviour.
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
 
-Four levels set what is in which precision (:data:`paramp.precision.foreign_options.OPT_LEVELS`): O0 everything in fp32;
-O1 fp32 weights and operations that are cast; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything in
-fp16.
+Four levels define the precisions (:data:`paramp.precision.foreign_options.OPT_LEVELS`): O0 everything in fp32;
+O1 fp32 weights and casts of operations' inputs; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything
+in fp16.
 
-The path of a gradient: the backward leaves it in the model's weight; when the ``with`` block ends, it is brought to its
-parameter's placements, copied to the master in fp32 where there is one, checked, and divided by the scale; what earlier
-losses left there, unscaled, is added. All ranks then agree in one all-reduce of a flag.
+The path of a gradient: the backward stores it in the model's weight; when the ``with`` block ends, it is redistributed
+to its parameter's placements, copied to the master in fp32 if there is one, checked, and divided by the scale; the
+unscaled gradients of earlier losses are added. All ranks then agree in one all-reduce of a flag.
 
-Beyond Apex: CPU (with fp16 products emulated where it has none), bf16, DTensor parameters, pipeline stages, models
-whose ``state_dict`` holds the masters, and a skipped step after a non-finite gradient under a static scale too.
+Beyond Apex: CPUs (with emulated fp16 products if necessary), bf16, DTensor parameters, pipeline stages, models
+whose ``state_dict`` has the masters, and a skipped step after a non-finite gradient under a static scale too.
 """
 
 from .casts import (

@@ -1,7 +1,7 @@
-"""Functions of the user's that O1 gives tensors of a certain precision: for what torch's autocast does not know.
+"""Casts of the inputs of a user's functions under O1, for functions that torch's autocast does not handle.
 
-Within such a function autocast is off, so that it computes in what it is given (as under ``torch.amp.custom_fwd``).
-At other levels, and before ``initialize``, the functions are called as they are.
+In such a function autocast is off, so that it computes in the dtype of its inputs (as with ``torch.amp.custom_fwd``).
+At other levels, and before ``initialize``, the functions are called unchanged.
 """
 
 import functools
@@ -17,7 +17,7 @@ from .session import state
 
 Function = Callable[..., Any]
 Choose = Callable[[list[torch.dtype]], torch.dtype]
-"""From the dtypes of a call's arguments, that in which it is to compute."""
+"""Chooses the compute dtype of a call from the dtypes of its arguments."""
 
 _registered: list[tuple[Any, str, Choose]] = []
 
@@ -70,7 +70,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Inside, O1 casts nothing: models compute in fp32, and functions get what they are given."""
+    """A context in which O1 does not cast: models compute in fp32, and functions get their arguments unchanged."""
     session = state.session
     if session is None:
         yield
@@ -84,7 +84,7 @@ def disable_casts() -> Iterator[None]:
 
 
 def patch_registered() -> list[Callable[[], None]]:
-    """Put casting functions in the place of the registered ones; return what puts these back."""
+    """Replace the registered functions by casting ones; return functions that restore them."""
     undo: list[Callable[[], None]] = []
     for module, name, choose in _registered:
         original = getattr(module, name)
@@ -119,5 +119,5 @@ def _casting(function: Function, choose: Choose) -> Function:
 
 
 def _is_castable(value: object) -> bool:
-    """As autocast sees it: floating-point tensors, but not those in float64."""
+    """Whether autocast would cast ``value``: floating-point tensors, except float64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64

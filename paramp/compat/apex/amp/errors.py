@@ -1,4 +1,4 @@
-"""The error of amp."""
+"""amp's exception."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ....base.errors import ConfigError
 
 
 class AmpError(ConfigError, RuntimeError):
-    """A mistake in the use of amp. Also a ``RuntimeError``, which is what Apex raises."""
+    """A mistake in the use of amp. Also a ``RuntimeError``, as Apex raises."""

@@ -1,4 +1,4 @@
-"""``initialize``, and what is saved and restored of it."""
+"""``amp.initialize``, ``reset``, ``master_params``, ``state_dict`` and ``load_state_dict``."""
 
 import warnings
 from collections import OrderedDict
@@ -22,9 +22,9 @@ Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 OVERRIDES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-"""Arguments that change what the level sets."""
+"""Arguments that override properties of the level."""
 OPTIONS = ("cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale")
-"""Arguments that no level sets."""
+"""Arguments that are not properties of a level."""
 
 
 def initialize(
@@ -45,30 +45,30 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for a level of precision; ``apex.amp.initialize``.
 
-    Call it once, with models in fp32 on their device, tensor parallelism applied, and before DistributedDataParallel.
-    Every rank calls it with the same arguments but its own models.
+    Call it once, with models in fp32 on their device, after tensor parallelism and before DistributedDataParallel.
+    Every rank calls it with the same arguments, except its own models.
 
     Args:
         models, optimizers: one or a list of each; no optimizers for inference.
         enabled: False: every call of amp does nothing.
         opt_level: ``"O0"`` to ``"O3"``.
-        cast_model_type: what weights are stored in under O2 and O3, such as ``torch.bfloat16``.
+        cast_model_type: the dtype of weights under O2 and O3, such as ``torch.bfloat16``.
         patch_torch_functions: False: O1 without its casts.
         keep_batchnorm_fp32: batch norms stay in fp32 (O2), or not (O3).
         master_weights: optimizers step fp32 masters (O2).
         loss_scale: a number, or ``"dynamic"``.
-        cast_model_outputs: floating-point outputs of the models come back in this dtype. None: fp32.
-        num_losses: how many losses have a scale of their own; see ``loss_id`` of ``scale_loss``.
-        verbosity: 0: nothing is printed. Otherwise the main rank prints the options, and each step that is skipped.
+        cast_model_outputs: the dtype of the models' floating-point outputs. None: fp32.
+        num_losses: the number of losses with separate scales; see ``loss_id`` of ``scale_loss``.
+        verbosity: 0: nothing is printed. Otherwise the main rank prints the options, and each skipped step.
         min_loss_scale, max_loss_scale: limits of a dynamic scale, which begins at 2**16 and doubles after 2000
             backwards without overflow.
 
     Returns:
-        ``models`` alone where ``optimizers`` is None, else ``(models, optimizers)``, each a list where a list was
-        given. They are the objects given.
+        ``models`` if ``optimizers`` is None, else ``(models, optimizers)``; each a list if a list was passed. They are
+        the same objects.
 
     Raises:
-        AmpError: an impossible argument, a model in half precision or in a wrapper, a second call.
+        AmpError: an invalid argument, a model in half precision or in a wrapper, a second call.
     """
     arguments = locals()
     if enabled or state.session is not None:
@@ -88,8 +88,8 @@ def _begin(
     """Check everything, then begin the session."""
     if state.session is not None:
         raise AmpError(
-            "amp.initialize: it was called before; give one call all models and optimizers, as lists, or call "
-            "amp.reset() first to begin again with new ones"
+            "amp.initialize: it was called before; pass all models and optimizers to one call, as lists, or call "
+            "amp.reset() first to start over with new ones"
         )
     properties, precision = _parse(opt_level, overrides, options)
     check_models(models, cast=precision.weights is not torch.float32)
@@ -104,7 +104,7 @@ def _begin(
 
 
 def _parse(opt_level: str, overrides: dict[str, Any], options: Mapping[str, Any]) -> tuple[Properties, Precision]:
-    """What ``opt_level`` with its overrides means, in Apex's terms and as a mode."""
+    """``opt_level`` with its overrides, as Apex's properties and as a mode."""
     try:
         properties = apex_properties(opt_level, **overrides)
         return properties, Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
@@ -123,7 +123,7 @@ def _as_list(name: str, given: Any) -> list[Any]:
 def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, cast_outputs: bool) -> None:
     precision, properties = session.precision, session.properties
     casts_models = properties.cast_model_type is not None
-    pairs = cast_models(session.models, precision) if casts_models else []  # kept, so that no id is given to others
+    pairs = cast_models(session.models, precision) if casts_models else []  # kept alive, so that no id is reused
     replaced = {id(old): new for old, new in pairs}
     inputs = precision.weights if casts_models else None
     casts = Casts(precision, inputs=inputs, outputs=precision.outputs if cast_outputs else None)
@@ -142,17 +142,17 @@ def _print_options(opt_level: str, overrides: Mapping[str, Any], properties: Pro
     def table(values: Mapping[str, Any]) -> str:
         return "".join(f"\n  {name:22}: {value}" for name, value in values.items())
 
-    print_on_main(f"amp: opt_level {opt_level}, whose options are{table(asdict(OPT_LEVELS[opt_level]))}")
+    print_on_main(f"amp: opt_level {opt_level}, with the options{table(asdict(OPT_LEVELS[opt_level]))}")
     changed = {name: value for name, value in overrides.items() if value is not None}
     if changed:
-        print_on_main(f"amp: after the overrides of {', '.join(changed)} they are{table(asdict(properties))}")
+        print_on_main(f"amp: after overrides of {', '.join(changed)}, the options are{table(asdict(properties))}")
 
 
 def reset() -> None:
-    """Forget what :func:`initialize` was given, so that it can be called again: for tests and notebooks.
+    """Discard the session of :func:`initialize`, so that it can be called again, in tests and notebooks.
 
-    Registered functions are put back. Models and optimizers of before stay as they are, and are not to be used with
-    amp any more; only models that were never cast (O0, O1) may be given to ``initialize`` again, with new optimizers.
+    Registered functions are restored. Old models and optimizers are not changed, and must not be used with amp any
+    more, except that models which were never cast (O0, O1) may be passed to ``initialize`` again with new optimizers.
     """
     if state.session is not None:
         for undo in reversed(state.session.undo):
@@ -161,10 +161,10 @@ def reset() -> None:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that ``optimizer`` steps: fp32 masters where the level has them, else the model's parameters.
+    """The tensors that ``optimizer`` steps: fp32 masters if the level has them, else the model's parameters.
 
-    These are what to clip, after ``scale_loss``: with ``torch.nn.utils.clip_grad_norm_`` in one process and under data
-    parallelism, with :func:`paramp.clip_grad_norm_` in every layout.
+    Clip the gradients of these tensors, after ``scale_loss``: with ``torch.nn.utils.clip_grad_norm_`` in one process
+    and under data parallelism, with :func:`paramp.clip_grad_norm_` in every layout.
     """
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -174,7 +174,7 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     """The scale of each loss, in Apex's format: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}``.
 
     Args:
-        destination: what it is written to. None: a new ``OrderedDict``.
+        destination: the mapping to write to. None: a new ``OrderedDict``.
     """
     state.require("state_dict")
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
@@ -184,10 +184,10 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Go on from what :func:`state_dict`, here or in Apex, returned. A number of losses that differs is a warning.
+    """Load a state from :func:`state_dict`, of this module or of Apex. Warns if the number of losses differs.
 
     Raises:
-        AmpError: an entry that is no loss scaler's.
+        AmpError: an entry that does not belong to a loss scaler.
     """
     state.require("load_state_dict")
     scalers = {f"loss_scaler{scaler.loss_id}": scaler for scaler in state.loss_scalers}
@@ -199,7 +199,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         )
     if state.session is not None and len(state_dict) != len(scalers):
         warnings.warn(
-            f"amp.load_state_dict: it holds {len(state_dict)} loss scalers, but num_losses is {len(scalers)}; the "
+            f"amp.load_state_dict: got {len(state_dict)} loss scalers, but num_losses is {len(scalers)}; the "
             "first ones are loaded",
             stacklevel=2,
         )

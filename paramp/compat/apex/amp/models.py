@@ -1,6 +1,6 @@
-"""Models under amp: what is refused, the cast of their weights, their forward, and their state dicts.
+"""Models under amp: checks, the cast of their weights, their forward, and their state dicts.
 
-A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts what goes in and comes out.
+A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which casts inputs and outputs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def check_models(models: Sequence[object], *, cast: bool) -> None:
-    """Raise an AmpError for what is no model, is wrapped already, or is in half precision already."""
+    """Raise an AmpError for an object that is not a model, is wrapped already, or is in half precision already."""
     for model in models:
         if not isinstance(model, nn.Module):
             raise AmpError(f"models: got {type(model).__name__}, expected a torch.nn.Module or a list of them")
         wrapper = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
         if wrapper is not None:
-            raise AmpError(f"models: got a model in {wrapper}; wrap what amp.initialize returns instead")
+            raise AmpError(f"models: got a model in {wrapper}; wrap the model that amp.initialize returns instead")
         if cast and any(kind.__name__ == "FSDPModule" for part in model.modules() for kind in type(part).__mro__):
             raise AmpError(
                 "models: got a model under fully_shard, which keeps its own record of the parameters, so that they "
@@ -42,15 +42,15 @@ def check_models(models: Sequence[object], *, cast: bool) -> None:
             for name, tensor in tensors:
                 if is_low(tensor):
                     raise AmpError(
-                        f"models: {what} {name} is {tensor.dtype}, expected torch.float32; give amp.initialize the "
+                        f"models: {what} {name} is {tensor.dtype}, expected torch.float32; pass amp.initialize the "
                         "model in fp32 at every opt_level, without calling .half() on it"
                     )
 
 
 def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Cast the weights of ``models``; return each parameter that was replaced, with the one in its place.
+    """Cast the weights of ``models``; return pairs of each replaced parameter and the new one.
 
-    What the models have in common stays in common. The old parameters keep their full precision.
+    Parameters that models share stay shared. The old parameters keep their full precision.
     """
     together = nn.ModuleList(models)
     before = dict(together.named_parameters(remove_duplicate=False))
@@ -60,19 +60,19 @@ def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple
 
 @dataclass(frozen=True)
 class Casts:
-    """What a model's forward does to what it is given and to what it returns."""
+    """The casts of a model's inputs and outputs."""
 
     precision: Precision
     inputs: torch.dtype | None
-    """Floating-point inputs are cast to this. None: they are left as they are."""
+    """The dtype to which floating-point inputs are cast. None: they are not cast."""
     outputs: torch.dtype | None
-    """Floating-point outputs are cast to this. None: to fp32 at least."""
+    """The dtype to which floating-point outputs are cast. None: fp32 at least."""
 
 
 class AmpForward:
-    """The forward of ``module`` with the casts of its level around it.
+    """The forward of ``module`` with the casts of its level.
 
-    An object and not a closure, so that copies and pickles of the module have one of their own.
+    An object, not a closure, so that it is copied and pickled with the module.
     """
 
     def __init__(self, module: nn.Module, casts: Casts) -> None:
@@ -95,12 +95,12 @@ class AmpForward:
 
 
 def compute_context(precision: Precision, device: torch.device) -> ComputeContext:
-    """What forwards and backwards on ``device`` compute in."""
+    """The compute context of forwards and backwards on ``device``."""
     return ComputeContext(precision, device)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """``value`` in ``dtype``, in fp32 at least if that is None, where it holds floating-point numbers."""
+    """``value`` with its floating-point tensors in ``dtype``; None: in fp32 at least."""
     if isinstance(value, torch.Tensor):
         wanted = torch.promote_types(value.dtype, torch.float32) if dtype is None else dtype
         return value.to(wanted) if value.is_floating_point() else value
@@ -112,7 +112,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a dataclass's instance with its fields cast, frozen ones too. The one that was given stays as it is."""
+    """A copy of a dataclass instance, also a frozen one, with its fields cast. The original is not changed."""
     changed = copy.copy(value)
     for entry in fields(value):
         if hasattr(value, entry.name):
@@ -121,12 +121,12 @@ def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _cast_items(value: Mapping[Any, Any], dtype: torch.dtype | None) -> Any:
-    """A mapping of the same class, for those that torch's pytrees take for leaves."""
+    """A mapping of the same class, for classes that torch's pytrees treat as leaves."""
     items = {key: _map_cast(item, dtype) for key, item in value.items()}
     if not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     changed = copy.copy(value)
-    for key, item in items.items():  # not update(), which some such classes refuse
+    for key, item in items.items():  # not update(), which some such classes do not support
         changed[key] = item
     return changed
 
@@ -139,11 +139,11 @@ def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
 
 
-# State dicts are in fp32 at every level, so that they hold the masters' values. Loading one sets masters and weights.
+# State dicts are in fp32 at every level, so that they have the masters' values. Loading one sets masters and weights.
 
 
 def keep_state_dicts_fp32(models: Sequence[nn.Module]) -> None:
-    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and accept it back exactly."""
+    """Make ``state_dict()`` of ``models``, and of each module in them, return fp32, and load it back exactly."""
     for module in nn.ModuleList(models).modules():
         if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
             module.register_state_dict_post_hook(_widen_state)
@@ -156,7 +156,7 @@ def _widen_state(module: nn.Module, destination: dict[str, Any], prefix: str, _m
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         saved = destination.get(prefix + name)
         if tensor is None or saved is None or isinstance(saved, nn.Parameter) or not is_low(saved):
-            continue  # a parameter itself, and no copy of its values, was asked for with keep_vars=True
+            continue  # with keep_vars=True the entry is the parameter itself
         weight = weights.get(id(tensor))
         destination[prefix + name] = saved.float() if weight is None else weight.full_precision()
 

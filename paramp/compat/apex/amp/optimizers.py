@@ -1,8 +1,8 @@
-"""Optimizers under amp: which tensor is stepped for which weight, and the calls that have to know.
+"""Optimizers under amp: the tensor that is stepped for each weight, and the optimizer methods that amp replaces.
 
-The optimizer object stays the user's. Where the level has masters, it goes on stepping the fp32 parameters that it was
-made with, which the cast has left to it alone, and the model has half-precision copies of them. So its groups, its
-state, and schedulers over it stay as they are, and the masters are the weights before they were rounded.
+The optimizer stays the user's object. If the level has masters, it still steps the fp32 parameters that it was made
+with, which the model no longer uses; the model has half-precision copies of them. So its groups, its state, and its
+schedulers do not change, and the masters are the weights before rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .weights import AmpWeight, is_low
 
 
 def check_optimizers(optimizers: Sequence[object]) -> None:
-    """Raise an AmpError for what is no optimizer of torch's, or was given to an earlier ``initialize``."""
+    """Raise an AmpError for an object that is not a torch optimizer, or was passed to ``initialize`` before."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "FP16_Optimizer":
             raise AmpError(
@@ -32,29 +32,29 @@ def check_optimizers(optimizers: Sequence[object]) -> None:
                 "(Apex's fused ones are; wrappers such as FP16_Optimizer and LARC are not)"
             )
         if isinstance(getattr(optimizer, "_amp_stash", None), ApexOptimizer):
-            raise AmpError("optimizers: one of them has been through amp.initialize before; make a new one")
+            raise AmpError("optimizers: one of them was passed to amp.initialize before; make a new one")
         for group in optimizer.param_groups:
             _check_kernels(optimizer, group)
 
 
 def _check_kernels(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Refuse kernels over many tensors at once where these are not alike."""
+    """Raise an AmpError for kernels over many tensors at once, if the tensors' kinds or meshes differ."""
     tensors = [parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor)]
     kinds = {tensor.device_mesh if is_dtensor(tensor) else None for tensor in tensors}
     if type(optimizer).__module__.startswith("apex.") and kinds - {None}:
         raise AmpError(
-            f"optimizers: Apex's {type(optimizer).__name__} takes plain tensors, but got DTensors; use torch.optim's"
+            f"optimizers: Apex's {type(optimizer).__name__} needs plain tensors, but got DTensors; use torch.optim's"
         )
     chosen = next((option for option in ("fused", "foreach") if group.get(option)), None)
     if chosen and len(kinds) > 1:
         raise AmpError(
             f"optimizers: {type(optimizer).__name__}({chosen}=True) has plain parameters and DTensors, or several "
-            f"meshes, in one group, which torch refuses to step at once; leave {chosen} out, or make a group of each"
+            f"meshes, in one group, which torch cannot step at once; leave {chosen} out, or make one group of each"
         )
 
 
 class ApexOptimizer:
-    """What amp keeps of one optimizer, and the methods that it puts in the place of the optimizer's own.
+    """amp's record of one optimizer, and the methods that replace the optimizer's own.
 
     ``replaced`` has the model's new parameter for each old one, by ``id``; ``known`` the ``id`` of every parameter.
     """
@@ -65,7 +65,7 @@ class ApexOptimizer:
         self.optimizer = optimizer
         self.session = session
         self.weights: list[AmpWeight] = []
-        self.overflows: dict[int, str] = {}  # by loss, since the last step: what became of the scale
+        self.overflows: dict[int, str] = {}  # since the last step, by loss: the change of the scale, for the message
         self._masters = session.precision.masters
         self._adopt_parameters(replaced, known)
         warn_of_eps(self.optimizer)
@@ -76,17 +76,17 @@ class ApexOptimizer:
 
     @staticmethod
     def of(optimizer: object, session: Session) -> ApexOptimizer:
-        """What amp keeps of ``optimizer``; an AmpError if it did not come from this session's ``initialize``."""
+        """The record of ``optimizer``; an AmpError if it was not passed to this session's ``initialize``."""
         found = getattr(optimizer, "_amp_stash", None)
         if not isinstance(found, ApexOptimizer) or found.session is not session:
             raise AmpError(
-                f"amp.scale_loss: got {type(optimizer).__name__}, which did not come from amp.initialize; pass the "
+                f"amp.scale_loss: got {type(optimizer).__name__}, which amp.initialize did not return; pass the "
                 "optimizers that it returned"
             )
         return found
 
     def _adopt_parameters(self, replaced: Mapping[int, nn.Parameter], known: set[int]) -> None:
-        """Keep a record of every parameter; without masters, step the model's new parameters instead of the old."""
+        """Record every parameter; without masters, step the model's new parameters instead of the old ones."""
         optimizer = self.optimizer
         saved = optimizer.state_dict() if optimizer.state and not self._masters else None
         for group in optimizer.param_groups:
@@ -96,12 +96,12 @@ class ApexOptimizer:
                 group["params"][index] = self._stepped_for(weight, master, of_model=id(weight) in known)
         if saved is not None:
             optimizer.state.clear()
-            optimizer.load_state_dict(saved)  # which casts it to the dtype of the parameters
+            optimizer.load_state_dict(saved)  # casts the state to the dtype of the parameters
 
     def _stepped_for(
         self, weight: torch.Tensor, master: torch.Tensor | None = None, *, of_model: bool = False
     ) -> torch.Tensor:
-        """What is stepped for ``weight``: ``master``, one made of its present value, or where it needs none, itself."""
+        """The tensor stepped for ``weight``: ``master``, else a new one of its value, or itself if it needs none."""
         known = self.session.weights.get(id(weight))
         if known is None:
             if master is None and self._masters and is_low(weight):
@@ -114,7 +114,7 @@ class ApexOptimizer:
     def _patch(self, name: str, method: Any) -> None:
         original = getattr(self.optimizer, name)
 
-        # A method and not a plain function: torch's schedulers unwrap `step.__func__`.
+        # A method, not a plain function, because torch's schedulers unwrap `step.__func__`.
         @functools.wraps(original)
         def patched(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
@@ -127,8 +127,8 @@ class ApexOptimizer:
                 scaler.agree()
         if any(weight.scale is not None for weight in self.weights):
             raise AmpError(
-                "optimizer.step(): the gradients are still scaled, since the last amp.scale_loss had "
-                "delay_unscale=True; leave it out at the last backward before a step"
+                "optimizer.step(): the gradients are still scaled, because the last amp.scale_loss had "
+                "delay_unscale=True; leave it out for the last backward before a step"
             )
         without = all(weight.stepped.grad is None for weight in self.weights)
         if without and any(weight.is_bypassed for weight in self.weights):
@@ -137,7 +137,7 @@ class ApexOptimizer:
                 "backward of each loss as `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
             )
         if closure is not None and (self._masters or self.session.properties.loss_scale != 1.0):
-            raise AmpError("optimizer.step(): amp unscales gradients before the step, so it cannot take a closure")
+            raise AmpError("optimizer.step(): got a closure, but amp unscales gradients before the step; leave it out")
         if self.overflows:
             self._skip()
             return None
@@ -147,7 +147,7 @@ class ApexOptimizer:
         for weight in self.weights:
             if weight.has_master:
                 weight.note_version()
-        drop_master_gradients(self.weights)  # model.zero_grad(), which scripts may call instead, does not reach them
+        drop_master_gradients(self.weights)  # model.zero_grad(), which scripts may call, does not drop them
         return result
 
     def _skip(self) -> None:
@@ -155,7 +155,7 @@ class ApexOptimizer:
             print_on_main(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what}")
         self.overflows.clear()
         drop_master_gradients(self.weights)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler's first step warns
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a scheduler's first step warns
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -163,7 +163,7 @@ class ApexOptimizer:
             weight.zero_grad(set_to_none=bool(args[0]) if args else kwargs.get("set_to_none", True))
 
     def _add_param_group(self, original: Any, param_group: dict[str, Any]) -> None:
-        """Parameters of a model as ``initialize`` has left it; masters are made of their present values."""
+        """Add parameters of a model after ``initialize``; their masters are made from the current values."""
         given = param_group["params"]
         param_group["params"] = [
             (item[0], self._stepped_for(item[1])) if isinstance(item, tuple) else self._stepped_for(item)

@@ -1,4 +1,4 @@
-"""``scale_loss``: the loss times its scale, and afterwards the gradients without it."""
+"""``scale_loss``: it scales a loss, and unscales the gradients after the backward."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,28 +25,28 @@ def scale_loss(
 ) -> AbstractContextManager[Any]:
     """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
-    When the block ends, the gradients that its backward left are unscaled and added to what earlier losses left, and
-    all ranks agree whether one of them was not finite: then the scale of this loss backs off, and the next ``step()``
-    of each of ``optimizers`` does nothing. Every rank has to come here with the same optimizers in the same order.
+    When the block ends, the gradients of its backward are unscaled and added to those of earlier losses, and all ranks
+    agree whether any gradient was not finite: if so, the scale of this loss backs off, and the next ``step()`` of each
+    of ``optimizers`` is skipped. Every rank has to call it with the same optimizers in the same order.
 
     Args:
-        loss: a floating-point tensor. On a pipeline stage that has none: None; the block then runs the backward of what
-            the stage sent on, with the gradient that it received, which carries the same scale.
+        loss: a floating-point tensor. None on a pipeline stage without a loss; the block then runs the backward of the
+            stage's output with the gradient that it received, which has the same scale.
         optimizers: all whose parameters get gradients from this loss; one, or an iterable of them.
-        loss_id: which scale, below the ``num_losses`` of ``initialize``.
-        model: of no effect, as in Apex.
-        delay_unscale: leave the gradients scaled, for another backward to add to them; the last one before the step
-            unscales them all, and its check is theirs. Needed in ``no_sync()`` of DistributedDataParallel, which
-            averages only what lies in the weights' gradients at its last backward.
+        loss_id: the index of the scale, below the ``num_losses`` of ``initialize``.
+        model: no effect, as in Apex.
+        delay_unscale: leave the gradients scaled, so that another backward can accumulate into them; the last one
+            before the step unscales and checks them all. Needed in ``no_sync()`` of DistributedDataParallel, which
+            averages only the weights' gradients that exist at its last backward.
         delay_overflow_check: unscale, but agree only when the next ``scale_loss`` of this ``loss_id`` ends, or at the
             step.
 
     Returns:
-        A context of the scaled loss, in fp32 at least; None for None. After ``initialize(enabled=False)``, of ``loss``
-        itself.
+        A context that yields the scaled loss, in fp32 at least; None for None. After ``initialize(enabled=False)`` it
+        yields ``loss`` itself.
 
     Raises:
-        AmpError: ``initialize`` was not called, an optimizer did not come from it, or there is no such loss.
+        AmpError: ``initialize`` was not called, an optimizer was not passed to it, or ``loss_id`` is invalid.
     """
     session = state.require("scale_loss")
     if session is None:
@@ -87,12 +87,12 @@ def _scaled(
 
 @contextmanager
 def _backward(session: Session, weights: Sequence[AmpWeight], scale: float) -> Iterator[None]:
-    """What the backward of a loss that is multiplied by ``scale`` runs in. If it fails, gradients are as before it."""
+    """The context of a backward whose loss is multiplied by ``scale``. If it fails, the old gradients are restored."""
     for weight in weights:
-        if weight.scale is None:  # else it holds a delayed gradient of this scale, to which the backward adds
+        if weight.scale is None:  # else it has a delayed gradient of this scale, into which the backward accumulates
             weight.begin(scale)
     try:
-        # The backward needs the forward's contexts as well: for its fp16 products, and where checkpointing recomputes.
+        # The backward also needs the forward's contexts: for its fp16 products, and for recomputation in checkpointing.
         with compute_context(session.precision, session.device).enter():
             yield
     except BaseException:
@@ -112,7 +112,7 @@ def _scaler_of(loss_id: int, session: Session) -> LossScaler:
 
 
 def _unscale_others(weights: Iterable[AmpWeight], scale: float, found_inf: torch.Tensor) -> bool:
-    """Unscale delayed gradients that carry another scale than ``scale``, so that they do not mix; whether there are."""
+    """Unscale delayed gradients with another scale than ``scale``, so that scales do not mix; True if there are any."""
     others: dict[float, list[AmpWeight]] = defaultdict(list)
     for weight in weights:
         if weight.scale is not None and weight.scale != scale:

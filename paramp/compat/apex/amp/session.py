@@ -1,4 +1,4 @@
-"""What one ``amp.initialize`` set up, with the scale of each loss: Apex's other calls find it in the global state."""
+"""The session that ``amp.initialize`` creates, with the scale of each loss, and the global state that holds it."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from .weights import AmpWeight
 
 
 class _Steps(Protocol):
-    """What of an optimizer a loss scaler knows."""
+    """The part of an optimizer that a loss scaler uses."""
 
     overflows: dict[int, str]
 
 
 class LossScaler:
-    """The scale of one loss, which moves if ``dynamic``, and what its last backwards found."""
+    """The scale of one loss, which changes if ``dynamic``, and the overflow flag of its last backwards."""
 
     def __init__(self, loss_id: int, scaling: LossScaling, *, dynamic: bool) -> None:
-        # Apex begins at the ceiling where that is below the usual first scale.
+        # Apex begins at the ceiling if that is below the usual initial scale.
         first = min(scaling.init_scale, scaling.max_scale or scaling.init_scale)
-        # On the CPU: the one value that comes from the device is the flag, and the host has to see that in any case.
+        # On the CPU: the only value from the device is the flag, which the host has to read in any case.
         self._scaler = DistributedGradScaler("cpu", **asdict(replace(scaling, init_scale=first)))
         self.loss_id = loss_id
         self.dynamic = dynamic
-        self._found_inf: torch.Tensor | None = None  # 0-dim, of the backwards that the ranks have not agreed on yet
+        self._found_inf: torch.Tensor | None = None  # 0-dim, of backwards on which the ranks have not agreed yet
         self._optimizers: list[_Steps] = []
 
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by."""
+        """The factor for the next loss."""
         return self._scaler.get_scale()
 
     @property
     def unskipped(self) -> int:
-        """Backwards without overflow since the last overflow or growth."""
+        """The number of backwards without overflow since the last overflow or growth."""
         return self._scaler._get_growth_tracker()
 
-    # The names under which scripts have read and set Apex's.
+    # Apex's names, which scripts read and set.
     _loss_scale = property(loss_scale, lambda self, scale: self.load(scale, self.unskipped))
     _unskipped = property(lambda self: self.unskipped, lambda self, count: self.load(self.loss_scale(), count))
 
     def load(self, loss_scale: float, unskipped: int) -> None:
-        """Go on from a saved scale."""
+        """Load a saved scale."""
         saved = {"scale": float(loss_scale), "_growth_tracker": int(unskipped)}
         self._scaler.load_state_dict(self._scaler.state_dict() | saved)
 
     def add_findings(self, found_inf: torch.Tensor, optimizers: Iterable[_Steps]) -> None:
-        """Remember what this rank found in a backward, 0-dim 0 or 1, for the gradients of ``optimizers``."""
+        """Record this rank's overflow flag of a backward, 0-dim 0 or 1, for the gradients of ``optimizers``."""
         self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
         self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
 
@@ -64,7 +64,7 @@ class LossScaler:
         return optimizer in self._optimizers
 
     def agree(self) -> None:
-        """Agree with all ranks on the findings, move the scale, and after an overflow let the optimizers skip."""
+        """Agree with all ranks on the flag, update the scale, and after an overflow make the optimizers skip."""
         assert self._found_inf is not None
         self._scaler.agree_(self._found_inf)
         overflow = bool(self._found_inf > 0)
@@ -83,7 +83,7 @@ class LossScaler:
 
 @dataclass(eq=False)
 class Session:
-    """The models and optimizers that one ``amp.initialize`` was given, and how they compute."""
+    """The models and optimizers of one ``amp.initialize``, and their precision."""
 
     precision: Precision
     properties: Properties
@@ -92,23 +92,23 @@ class Session:
     weights: dict[int, AmpWeight] = field(default_factory=dict)
     """Every parameter that an optimizer steps, by the ``id`` of the model's weight."""
     device: torch.device = field(init=False)
-    """Where the first model computes."""
+    """The device of the first model."""
     casts_active: bool = True
     """False inside ``amp.disable_casts()``."""
     undo: list[Callable[[], None]] = field(default_factory=list)
-    """What puts registered functions back."""
+    """Functions that restore the registered functions."""
 
     def __post_init__(self) -> None:
         parameters = (parameter for model in self.models for parameter in model.parameters())
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def current_ids(self) -> set[int]:
-        """``id`` of every parameter that the models have now."""
+        """The ``id`` of every current parameter of the models."""
         return {id(parameter) for model in self.models for parameter in model.parameters()}
 
 
 class AmpState:
-    """Where Apex's calls find each other. Scripts that read ``amp._amp_state.loss_scalers[0].loss_scale()`` may."""
+    """amp's global state, with Apex's names. Scripts may read ``amp._amp_state.loss_scalers[0].loss_scale()``."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
@@ -128,7 +128,7 @@ class AmpState:
         return None if self.session is None else self.session.properties
 
     def require(self, caller: str) -> Session | None:
-        """The session; None where ``initialize(enabled=False)`` makes every call do nothing.
+        """The session; None after ``initialize(enabled=False)``, with which every call has no effect.
 
         Raises:
             AmpError: ``initialize`` has not been called.
@@ -136,7 +136,7 @@ class AmpState:
         if not self.initialized:
             raise AmpError(
                 f"amp.{caller}: amp is not initialized; call model, optimizer = amp.initialize(model, optimizer, "
-                "opt_level=...) before"
+                "opt_level=...) first"
             )
         return self.session
 

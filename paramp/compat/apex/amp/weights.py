@@ -1,4 +1,4 @@
-"""A weight of a model under amp, its master, and where its gradient is between a backward and the step."""
+"""A weight of a model under amp, its master, and the state of its gradient between a backward and the step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class AmpWeight(MasterWeight):
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
         super().__init__(weight, stepped)
-        self.scale: float | None = None  # of the gradient in the weight, until that is handed to ``stepped``
+        self.scale: float | None = None  # of the gradient in the weight, until it is moved to ``stepped``
         self.of_model = of_model  # whether the weight was a parameter of one of the models in ``initialize``
-        self.checked = False  # before the first backward
-        self._stash: torch.Tensor | None = None  # what earlier losses left, unscaled, during a backward
-        self._spent: int | None = None  # the version of the weight's gradient that the master has had
+        self.checked = False  # set before the first backward
+        self._stash: torch.Tensor | None = None  # during a backward, the unscaled gradient of earlier losses
+        self._spent: int | None = None  # the version of the weight's gradient that was moved to the master
         self.note_version()
 
     def note_version(self) -> None:
-        """Weight and master belong together as they are now."""
+        """Record the current versions of weight and master as consistent."""
         self._version, self._master_version = self.weight._version, self.stepped._version
 
     @property
     def has_changed_master(self) -> bool:
-        """A script changed the master itself, as ``amp.master_params`` lets it: the weight is to follow at the step."""
+        """Whether the script changed the master (``amp.master_params``): then the step updates the weight from it."""
         return self.stepped._version != self._master_version
 
     def full_precision(self) -> torch.Tensor:
@@ -43,11 +43,11 @@ class AmpWeight(MasterWeight):
         return self.stepped.detach() if self.has_master else self.stepped.detach().float()
 
     def check(self, current: set[int]) -> None:
-        """Before the first backward: that the weight is still the model's, and in the same place as its master."""
+        """Check, before the first backward, that the weight is still the model's, and on the device of its master."""
         self.checked = True
         if self.of_model and id(self.weight) not in current:
             raise AmpError(
-                f"a parameter of shape {tuple(self.weight.shape)} is no longer in its model: something has replaced it "
+                f"a parameter of shape {tuple(self.weight.shape)} is no longer in its model: it was replaced "
                 "after amp.initialize; apply tensor parallelism (and make the optimizer) before amp.initialize"
             )
         if self.weight.device != self.stepped.device:
@@ -57,10 +57,10 @@ class AmpWeight(MasterWeight):
             )
 
     def adopt(self) -> None:
-        """Take the weight's values for the master's, if they were changed since these were made.
+        """Set the master to the weight's values, if the weight was written to since the master was made.
 
-        DistributedDataParallel broadcasts rank 0's weights. Every rank has to round its masters to them then, rank 0
-        too, so a write counts even where it wrote what was there.
+        DistributedDataParallel broadcasts rank 0's weights. Every rank, including rank 0, then has to set its masters
+        to them, so a write counts even if it did not change the values.
         """
         weight, master = local(self.weight).detach(), local(self.stepped).detach()
         if self.has_master and (
@@ -69,7 +69,7 @@ class AmpWeight(MasterWeight):
             master.copy_(weight)
 
     def begin(self, scale: float) -> None:
-        """Before a backward whose loss is multiplied by ``scale``: stash the gradients that are there, unscaled."""
+        """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients."""
         self.scale = scale
         self._stash = self.stepped.grad
         self.weight.grad = self.stepped.grad = None
@@ -80,12 +80,12 @@ class AmpWeight(MasterWeight):
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the weight has a gradient, of a backward without ``scale_loss``, that the master was not given."""
+        """Whether the weight has a gradient of a backward without ``scale_loss``, which was not moved to the master."""
         gradient = self.weight.grad
         return self.has_master and gradient is not None and gradient._version != self._spent
 
     def add_stash(self) -> None:
-        """Add what :meth:`begin` has stashed to the gradient, which is unscaled now as well."""
+        """Add the gradient that :meth:`begin` has stashed to the new one, which is unscaled now too."""
         gradient, stash = self.stepped.grad, self._stash
         self.scale = self._stash = None
         if gradient is None or stash is None:
@@ -96,7 +96,7 @@ class AmpWeight(MasterWeight):
             gradient.add_(stash)
 
     def give_up(self) -> None:
-        """After a backward that failed: be as before it."""
+        """Restore the state before a backward that failed."""
         self.weight.grad, self.stepped.grad = None, self._stash
         self.scale = self._stash = None
 
@@ -114,7 +114,7 @@ class AmpWeight(MasterWeight):
 
 @torch.no_grad()
 def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor) -> None:
-    """Bring the gradients of a backward to what is stepped, divided by ``scale``.
+    """Move the gradients of a backward to the stepped tensors, divided by ``scale``.
 
     Args:
         found_inf: 0-dim float32; set to 1 if an element is not finite.
@@ -129,9 +129,9 @@ def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor
 
 
 def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
-    """Before the first backward: check each weight, and take up what was done to it since ``initialize``.
+    """Before the first backward: check each weight, and update its master if it was changed since ``initialize``.
 
-    ``current`` has the ``id`` of every parameter that the models have now.
+    ``current`` has the ``id`` of every current parameter of the models.
     """
     for weight in weights:
         if not weight.checked:

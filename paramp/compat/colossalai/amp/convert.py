@@ -1,4 +1,4 @@
-"""Mixed precision for a loop of one's own: a model, an optimizer and a criterion, each wrapped for one mode.
+"""Mixed precision for a user's own loop: a model, an optimizer and a criterion, each wrapped for one mode.
 
     model, optimizer, criterion = convert_to_amp(model, optimizer, criterion, AMP_TYPE.TORCH)
     loss = criterion(model(x), y)
@@ -7,9 +7,9 @@
     optimizer.step()
     optimizer.zero_grad()
 
-The wrappers need no launch and no engine. Where processes are set up, the ranks agree on every overflow: with plain
-parameters, DTensors, and the stages of a pipeline of one's own. Data parallelism stays the caller's: wrap the converted
-model in ``DistributedDataParallel``, or average the gradients before the step.
+The wrappers need no launch and no engine. If ``torch.distributed`` is initialised, all ranks agree on every overflow:
+with plain parameters, DTensors, and the stages of a user's own pipeline. Data parallelism is up to the caller: wrap the
+converted model in ``DistributedDataParallel``, or average the gradients before the step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 class AmpModel(Stage):
-    """A model that computes in a mode: inputs are cast, floating-point outputs come back in fp32 at the least.
+    """A model that computes in a mode: inputs are cast, and floating-point outputs are returned in fp32 at least.
 
-    :attr:`module` is the model that was given. On the earlier stages of the current context's pipeline, outputs stay
-    in the compute dtype.
+    :attr:`module` is the original model. On the earlier stages of the current context's pipeline, outputs stay in the
+    compute dtype.
     """
 
     def __init__(self, model: nn.Module, compute: ComputeContext) -> None:
@@ -57,7 +57,7 @@ class AmpModel(Stage):
 
 
 class AmpCriterion(nn.Module):
-    """A criterion that computes as the model does: under autocast, where the mode has one. :attr:`loss` is it."""
+    """The criterion :attr:`loss`, computed as the model is: under autocast, if the mode has one."""
 
     def __init__(self, loss: Callable[..., Any], compute: ComputeContext) -> None:
         super().__init__()
@@ -79,19 +79,19 @@ def convert_to_amp(
 ) -> tuple[AmpModel, AmpOptimizer, AmpCriterion | None]:
     """Wrap ``model``, ``optimizer`` and ``criterion`` for a mode of precision, for a loop without an engine.
 
-    The model's parameters are cast to the mode's weight dtype, and the optimizer's groups re-pointed at them or at
-    their fp32 masters, which are made of the values before the cast. Tensor parallelism is applied before: parameters
-    may be DTensors. ``DistributedDataParallel`` is applied after, to the model that is returned.
+    The model's parameters are cast to the mode's weight dtype. The optimizer's groups then contain them, or their fp32
+    masters, which are made from the values before the cast. Apply tensor parallelism before: parameters may be
+    DTensors. Apply ``DistributedDataParallel`` after, to the returned model.
 
     Args:
         model: on the device on which it runs.
-        optimizer: a fresh one over the model's parameters; it belongs to the :class:`AmpOptimizer` from here on.
-        criterion: called with whatever the wrapped one is called with. None stays None.
-        mode: an ``AMP_TYPE``, or whatever :meth:`paramp.Precision.parse` takes.
+        optimizer: a new one over the model's parameters; afterwards it belongs to the :class:`AmpOptimizer`.
+        criterion: called with the arguments of the wrapped one. None stays None.
+        mode: an ``AMP_TYPE``, or any value that :meth:`paramp.Precision.parse` accepts.
         amp_config: the options of that mode, as in ``fp16=dict(mode=..., ...)``.
 
     Raises:
-        ConfigError: no such mode or option, or the model and the optimizer cannot be converted, or are already.
+        ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are.
     """
     precision = _parse(mode, amp_config)
     _check(model, optimizer, criterion, precision)
@@ -119,14 +119,14 @@ def convert_to_torch_amp(
 def convert_to_naive_amp(
     model: nn.Module, optimizer: torch.optim.Optimizer, amp_config: Options | None = None
 ) -> tuple[AmpModel, AmpOptimizer]:
-    """:func:`convert_to_amp` with ``AMP_TYPE.NAIVE``: all in fp16, fp32 masters. It leaves criteria alone."""
+    """:func:`convert_to_amp` with ``AMP_TYPE.NAIVE``: all in fp16, fp32 masters. Criteria are not wrapped."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, amp_config)[:2]
 
 
 def convert_to_apex_amp(
     model: nn.Module, optimizer: torch.optim.Optimizer, amp_config: Options | None = None
 ) -> tuple[AmpModel, AmpOptimizer]:
-    """:func:`convert_to_amp` with ``AMP_TYPE.APEX``, whose ``opt_level`` is O1 by default. It leaves criteria alone."""
+    """:func:`convert_to_amp` with ``AMP_TYPE.APEX``, whose ``opt_level`` is O1 by default. Criteria are not wrapped."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.APEX, amp_config)[:2]
 
 
@@ -139,8 +139,8 @@ def _parse(mode: Mode, amp_config: Options | None) -> Precision:
         raise ConfigError(f"amp_config: got {amp_config!r}, expected a dict of the mode's options, or None")
     options = amp_config or {}
     if options.get("mode", mode) != mode:
-        raise ConfigError(f"amp_config: its mode {options['mode']!r} is not the one given, {mode!r}; leave one out")
-    # An AMP_TYPE has options with defaults of its own; the name of a mode is the mode.
+        raise ConfigError(f"amp_config: its mode {options['mode']!r} differs from the mode {mode!r}; leave one out")
+    # The options of an AMP_TYPE have their own defaults; the name of a mode has none.
     has_options = options or isinstance(mode, AMP_TYPE)
     return Precision.parse({**options, "mode": mode} if has_options else mode)
 
@@ -162,8 +162,8 @@ def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> 
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if isinstance(module, WRAPPERS):
             raise ConfigError(
-                f"model: {name or 'it'} is wrapped in {type(module).__name__}, which would go on with the old "
-                "parameters; convert first, and wrap the model that is returned"
+                f"model: {name or 'it'} is wrapped in {type(module).__name__}, which would keep the old "
+                "parameters; convert first, and wrap the returned model"
             )
         if "FSDPModule" in kinds and precision.weights is not torch.float32:
             raise ConfigError(
@@ -172,4 +172,4 @@ def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> 
             )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ConfigError(f"model: {name!r} is on the meta device; give it values first, or use paramp.initialize")
+            raise ConfigError(f"model: {name!r} is on the meta device; materialize it first, or use paramp.initialize")

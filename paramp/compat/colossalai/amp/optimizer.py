@@ -1,4 +1,4 @@
-"""The optimizer that ``convert_to_amp`` returns: it scales losses, and skips a step on every rank or on none."""
+"""The optimizer of ``convert_to_amp``: it scales losses, and skips a step on every rank or on none."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ....precision.policy import LossScaling
 
 
 class AmpOptimizer(torch.optim.Optimizer):
-    """An optimizer that scales losses, checks gradients with all ranks, and steps fp32 masters where the mode has them.
+    """An optimizer that scales losses, checks gradients with all ranks, and steps fp32 masters if the mode has them.
 
-    Its attributes are those of the optimizer that was given, :attr:`optim`, so that schedulers take either. Every rank
+    Its attributes are those of the original optimizer, :attr:`optim`, so that schedulers accept either. Every rank
     calls its methods in the same order.
 
     Attributes:
         optim: steps this rank's weights or masters.
-        scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
+        scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes without loss scaling.
         precision: the mode.
-        num_steps, num_skipped: steps made, and skipped for an overflow, so far.
+        num_steps, num_skipped: the numbers of completed steps, and of steps skipped because of an overflow.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, weights: Weights, compute: ComputeContext) -> None:
@@ -51,13 +51,13 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.num_steps = self.num_skipped = 0
         self._weights = weights
         self._compute = compute
-        self._spent = False  # the gradients have been stepped with
-        self._found_inf: torch.Tensor | None = None  # of the gradients, once they are unscaled
+        self._spent = False  # whether the gradients have been used in a step
+        self._found_inf: torch.Tensor | None = None  # set when the gradients are unscaled
         self._norm: float | None = None
         self._guard = StepGuard(
             optim,
-            "optimizer.step(): the optimizer was converted; call step() of what convert_to_amp returned, which first "
-            "unscales and checks the gradients",
+            "optimizer.step(): the optimizer was converted; call step() of the one that convert_to_amp returned, which "
+            "first unscales and checks the gradients",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -66,25 +66,25 @@ class AmpOptimizer(torch.optim.Optimizer):
         return getattr(self.optim, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, which torch's optimizers restore by changing ``step`` of the whole class."""
+        """Raise a TypeError: to restore a copy or pickle, torch's optimizers change ``step`` of the whole class."""
         raise TypeError(
-            "AmpOptimizer: it cannot be copied or pickled, as it belongs to its model's weights and hooks; save its "
-            "state_dict(), and load that into what convert_to_amp returns"
+            "AmpOptimizer: it cannot be copied or pickled, because it is tied to its model's weights and hooks; save "
+            "its state_dict(), and load that into a new optimizer from convert_to_amp"
         )
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 where losses are not scaled."""
+        """The factor for the next loss; 1 in modes without loss scaling."""
         return self.scaler.get_scale()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool | None = None) -> None:
-        """Scale ``loss``, of one element, and run its backward. Gradients add up until :meth:`step`.
+        """Scale ``loss``, of one element, and run its backward. Gradients accumulate until :meth:`step`.
 
-        The gradients of a step that was made are dropped first; :meth:`zero_grad` does it at another time.
+        After a step the old gradients are dropped first; :meth:`zero_grad` drops them earlier.
 
         Raises:
-            ValueError: ``loss`` is not of one element.
-            RuntimeError: the gradients are unscaled already, by :meth:`clip_grad_norm`, and not stepped with.
+            ValueError: ``loss`` has not exactly one element.
+            RuntimeError: :meth:`clip_grad_norm` has unscaled the gradients, and :meth:`step` was not called since.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss: got a tensor of shape {tuple(loss.shape)}, expected one element; take its mean")
@@ -95,9 +95,9 @@ class AmpOptimizer(torch.optim.Optimizer):
             self.scaler.scale(wide).backward(retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: Any, grad: Any) -> None:
-        """The backward of an earlier pipeline stage: from its output and the gradient that the next stage sent.
+        """The backward of an earlier pipeline stage, from its output and the gradient that the next stage sent.
 
-        That gradient carries the scale, which is the same on every rank.
+        That gradient is already scaled; the scale is the same on every rank.
         """
         self._begin()
         with self._compute.enter():
@@ -108,27 +108,27 @@ class AmpOptimizer(torch.optim.Optimizer):
             self.zero_grad()
         if self._found_inf is not None:
             raise RuntimeError(
-                "backward: the gradients are unscaled already, and a scaled one cannot be added; call step() or "
+                "backward: the gradients are unscaled already, so scaled ones cannot be added; call step() or "
                 "zero_grad() after clip_grad_norm, before the next backward"
             )
 
     @torch.no_grad()
     def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Unscale the gradients and scale them down to ``max_norm``: the norm of the logical model, in fp32.
+        """Unscale the gradients and clip them to ``max_norm``, by the norm of the logical model, in fp32.
 
         Args:
-            model: as in Colossal-AI; the norm is over all trained parameters of the model that was converted.
-            max_norm: above 0. Do not call this to leave gradients as they are.
+            model: ignored; the norm is over all trained parameters of the converted model.
+            max_norm: above 0.
             norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude.
 
         Returns:
             The norm before clipping, 0-dim float32, equal on every rank; not finite on an overflow.
 
         Raises:
-            ValueError: ``max_norm`` or ``norm_type`` not above 0, or plain parameters in a world of several ranks where
-                nothing was launched, so that it is not known who holds copies.
+            ValueError: ``max_norm`` or ``norm_type`` is not above 0; or there are plain parameters in a world of
+                several ranks and no context, so that it is not known which ranks hold copies.
         """
-        max_norm = positive("max_norm", max_norm, "a number above 0; leave the call out not to clip")
+        max_norm = positive("max_norm", max_norm, "a number above 0; leave out the call to skip clipping")
         norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
         norm_weights = self._norm_weights()
         gradients = self._unscaled()
@@ -142,15 +142,17 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
-        """Step, or skip the step on every rank if a gradient of any rank is not finite; then move the scale.
+        """Step, or skip the step on every rank if a gradient of any rank is not finite; then update the scale.
 
         Raises:
-            RuntimeError: a closure, nothing to step with since the last step, or in one process no gradient at all.
+            RuntimeError: a closure, no backward since the last step, or in one process no gradient at all.
         """
         if closure is not None:
-            raise RuntimeError("step: a closure would run backwards that are not scaled; leave it out")
+            raise RuntimeError("step: got a closure, whose backwards would not be scaled; leave it out")
         if self._spent:
-            raise RuntimeError("step: no backward since the last one; call backward(loss), or zero_grad() before yours")
+            raise RuntimeError(
+                "step: no backward since the last step; call backward(loss), or zero_grad() before your own backward"
+            )
         if not self.scaler.in_group() and all(parameter.grad is None for parameter in self._weights.parameters):
             raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
         scale = self.scaler.get_scale()
@@ -169,7 +171,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             with self._guard:
                 self.optim.step()
             self._weights.write_back()
-        self.optim._opt_called = True  # type: ignore[attr-defined]  # skipped or not, schedulers come after it
+        self.optim._opt_called = True  # type: ignore[attr-defined]  # else a scheduler warns after a skipped step
         self._weights.drop_master_gradients()
         self.scaler.update_from_flag(found_inf)
         self.num_steps += not overflow
@@ -181,7 +183,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of weights and masters; with ``set_to_none=False`` those of weights become zeros."""
+        """Drop the gradients of weights and masters; with ``set_to_none=False`` the weights' become zeros."""
         gradients = [parameter.grad for parameter in self._weights.parameters]
         self._weights.zero_grad()
         if not set_to_none:
@@ -190,22 +192,22 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._spent, self._found_inf, self._norm = False, None, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the parameters are chosen when the optimizer is converted."""
-        raise RuntimeError("add_param_group: make the groups, frozen parameters included, before convert_to_amp")
+        """Not supported: raises a RuntimeError, because the groups are fixed when the optimizer is converted."""
+        raise RuntimeError("add_param_group: make all groups, with frozen parameters, before convert_to_amp")
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: ``optimizer``, ``scaler``, and ``masters`` by the model's names. Resuming is bit-equal."""
+        """This rank's state: ``optimizer``, ``scaler``, ``masters`` by the model's names. Resuming is exact."""
         scaler = self.scaler.state_dict()
         return {"optimizer": self.optim.state_dict(), "scaler": scaler, "masters": self._weights.masters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned on the same rank of the same layout and mode.
+        """Load a state that :meth:`state_dict` returned on the same rank of the same layout and mode.
 
         Raises:
             ValueError: a part is missing, or belongs to another rank, layout or mode.
         """
         if missing := sorted({"optimizer", "scaler", "masters"} - state_dict.keys()):
-            raise ValueError(f"state_dict: no {missing[0]!r} in it; pass what AmpOptimizer.state_dict() returned")
+            raise ValueError(f"state_dict: no {missing[0]!r} in it; pass a state of AmpOptimizer.state_dict()")
         self._weights.load_masters(state_dict["masters"])
         self.optim.load_state_dict(state_dict["optimizer"])
         self.scaler.load_state_dict(state_dict["scaler"])
@@ -227,7 +229,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         return self._present([stepped.grad for stepped in self._weights.stepped])
 
     def _present(self, values: Sequence[Any]) -> list[Any]:
-        """Of ``values``, one for each stepped tensor, those where there is a gradient."""
+        """Those of ``values``, one for each stepped tensor, whose tensor has a gradient."""
         pairs = zip(values, self._weights.stepped, strict=True)
         return [value for value, stepped in pairs if stepped.grad is not None]
 

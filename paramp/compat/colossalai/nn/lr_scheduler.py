@@ -1,11 +1,11 @@
-"""Colossal-AI's learning-rate schedules, which take the number of all steps first.
+"""Colossal-AI's learning-rate schedules, whose first argument after the optimizer is the total number of steps.
 
-A step is one call of ``step()``: an epoch, or a batch. They are ordinary schedulers of torch, over any optimizer, also
-the one that ``paramp.initialize`` or ``convert_to_amp`` is given. Given to ``initialize`` too, they stand still while
-steps are skipped; else each ``step()`` counts.
+A step is one call of ``step()``: an epoch, or a batch. They are ordinary torch schedulers for any optimizer, also
+one that is passed to ``paramp.initialize`` or ``convert_to_amp``. If the scheduler is passed to ``initialize`` too, it
+does not advance when a step is skipped; otherwise each ``step()`` counts.
 
-:class:`CosineAnnealingLR` and :class:`MultiStepLR` are torch's own. The others are written in closed form: the rate
-follows from the number of steps made, whatever set it in between.
+:class:`CosineAnnealingLR` and :class:`MultiStepLR` are torch's. The others are in closed form: the rate depends only on
+the number of steps, even if it was changed in between.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ....base.errors import ConfigError
 
 
 class CosineAnnealingLR(schedules.CosineAnnealingLR):
-    """From the optimizer's rate down to ``eta_min`` along half a cosine of ``total_steps``."""
+    """Half a cosine over ``total_steps``, from the optimizer's rate down to ``eta_min``."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
 
 
 class MultiStepLR(schedules.MultiStepLR):
-    """The rate times ``gamma`` at each of ``milestones``. ``total_steps`` is for a common signature only."""
+    """The rate is multiplied by ``gamma`` at each of ``milestones``. ``total_steps`` has no effect."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class MultiStepLR(schedules.MultiStepLR):
 
 
 class _Warmup(schedules.LRScheduler):
-    """Rises in a line for ``warmup_steps``, then follows :meth:`after`."""
+    """A linear warm-up over ``warmup_steps``, then :meth:`after`."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         if not 0 <= warmup_steps < total_steps:
-            raise ConfigError(f"warmup_steps: got {warmup_steps}, expected 0 to {total_steps - 1}, fewer than all")
+            raise ConfigError(f"warmup_steps: got {warmup_steps}, expected 0 to {total_steps - 1}, below total_steps")
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)
@@ -67,7 +67,7 @@ class _Warmup(schedules.LRScheduler):
 
 
 class CosineAnnealingWarmupLR(_Warmup):
-    """A warm-up, then half a cosine down to ``eta_min`` over the steps that remain."""
+    """A warm-up, then half a cosine down to ``eta_min`` over the remaining steps."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
@@ -79,12 +79,12 @@ class CosineAnnealingWarmupLR(_Warmup):
         return self.cosine(step / total, base)
 
     def cosine(self, part: float, base: float) -> float:
-        """The rate after ``part`` of the half cosine."""
+        """The rate after the fraction ``part`` of the half cosine."""
         return self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
 
 class FlatAnnealingWarmupLR(CosineAnnealingWarmupLR):
-    """A warm-up, the full rate for the part ``pct_start`` of what remains, then half a cosine to ``eta_min``."""
+    """A warm-up, the full rate for the fraction ``pct_start`` of the rest, then half a cosine to ``eta_min``."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class FlatAnnealingWarmupLR(CosineAnnealingWarmupLR):
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """The full rate for the part ``pct_start`` of all steps, then half a cosine down to 0."""
+    """The full rate for the fraction ``pct_start`` of all steps, then half a cosine down to 0."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, 0, pct_start, 0.0, last_epoch)
 
 
 class LinearWarmupLR(_Warmup):
-    """A warm-up, then a line down to 0 at ``total_steps``."""
+    """A warm-up, then a linear decay to 0 at ``total_steps``."""
 
     def rise(self, step: int) -> float:
         return (step + 1) / (self.warmup_steps + 1)
@@ -123,7 +123,7 @@ class LinearWarmupLR(_Warmup):
 
 
 class MultiStepWarmupLR(_Warmup):
-    """A warm-up, then the rate times ``gamma`` at each of ``milestones``, which count all steps."""
+    """A warm-up; then the rate is multiplied by ``gamma`` at each of ``milestones``, counted from the first step."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class MultiStepWarmupLR(_Warmup):
         last_epoch: int = -1,
     ) -> None:
         if not milestones:
-            raise ConfigError("milestones: got none, expected the steps at which the rate falls")
+            raise ConfigError("milestones: got none, expected the steps at which the rate changes")
         self.milestones = tuple(milestones)
         self.gamma = gamma
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
@@ -146,7 +146,7 @@ class MultiStepWarmupLR(_Warmup):
 
 
 class PolynomialWarmupLR(_Warmup):
-    """A warm-up, then ``end_lr + (rate - end_lr) * (1 - part) ** power`` over the steps that remain."""
+    """A warm-up, then ``end_lr + (rate - end_lr) * (1 - part) ** power`` over the remaining steps."""
 
     def __init__(
         self,
