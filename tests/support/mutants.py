@@ -50,11 +50,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "norm": (
         ["optim/grad_norm.py"],
-        ["tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py"],
+        ["tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py", ENGINE],
     ),
     "step": (
         ["optim/fused_step.py", "engine/step_decision.py", "engine/step_result.py", "engine/loss_window.py"],
-        [SEQUENCES, ENGINE, "tests/optim/test_flat_params.py", "tests/engine/test_loss_window.py"],
+        [
+            *(SEQUENCES, ENGINE, "tests/optim/test_flat_params.py", "tests/engine/test_loss_window.py"),
+            "tests/precision/test_float8.py",
+        ],
     ),
     "flat buffers": (
         [
@@ -74,14 +77,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["parallel/tensor_styles.py", "parallel/tensor_plan.py"],
         [
             *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
-            *("tests/parallel/test_huggingface.py", ENGINE),
+            *("tests/engine/test_model_setup.py", "tests/parallel/test_huggingface.py", ENGINE),
         ],
     ),
     "ties": (
         ["optim/grad_reduce.py", "parallel/stage.py", "distributed/axes.py"],
         [
             *(SEQUENCES, "tests/optim/test_grad_norm.py", "tests/optim/test_loss_scaler.py"),
-            *("tests/parallel/test_pipeline.py", ENGINE),
+            *("tests/parallel/test_pipeline.py", "tests/parallel/test_tensor_plan.py", ENGINE),
         ],
     ),
     "checkpoint state": (
