@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ..base.dtensor import full_tensor, is_dtensor, wrap
 from ..base.errors import ConfigError
@@ -25,7 +26,8 @@ def vocab_parallel_loss(enabled: bool = True, *, smoothing: bool = False) -> Ite
     """Compute cross-entropy of DTensor logits with a sharded vocabulary, forward and backward, without gathering them.
 
     torch's ``loss_parallel``, made to nest: torch's own switches itself off at the end of the innermost. With
-    ``smoothing`` labels can be smoothed, which torch's cannot; every function of torch inside is then looked at first.
+    ``smoothing`` labels can be smoothed, which torch's cannot, and what is not sharded is plain, so that losses can be
+    masked and added to others; every function of torch inside is then looked at first.
     """
     global _loss_depth
     with ExitStack() as stack:
@@ -46,7 +48,12 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class _Smoothing(TorchFunctionMode):
-    """Inside, cross-entropy over a sharded vocabulary takes ``label_smoothing``."""
+    """Inside, cross-entropy over a sharded vocabulary takes ``label_smoothing``.
+
+    Functions of torch return plain tensors in place of DTensors that are not sharded: DTensors mix with none.
+    ``log_softmax`` and ``nll_loss`` gather the vocabulary, as ``softmax`` does: the gradients of ``loss_parallel`` for
+    them are right for the two together only, as in ``cross_entropy``.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +71,17 @@ class _Smoothing(TorchFunctionMode):
                 if given["label_smoothing"]:
                     names = ("weight", "ignore_index", "reduction", "label_smoothing")
                     return _smoothed(logits, given["target"], **{name: given[name] for name in names})
-        return func(*args, **kwargs)
+        elif func in GATHERED:
+            args, kwargs = tree_map_only(torch.Tensor, full_tensor, (args, kwargs))
+        return tree_map_only(torch.Tensor, _plain_unless_sharded, func(*args, **kwargs))
+
+
+GATHERED = (F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, F.nll_loss)
+
+
+def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    sharded = is_dtensor(tensor) and any(kind.is_shard() for kind in tensor.placements)
+    return tensor if sharded else full_tensor(tensor)
 
 
 def _class_dim(logits: torch.Tensor) -> int:

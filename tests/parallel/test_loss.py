@@ -43,6 +43,35 @@ def test_labels_are_smoothed_as_torch_does(world):
 
 
 @on_ranks(2)
+def test_losses_are_masked_and_added_to_others(world):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(3)
+    target, mask = torch.tensor([0, 6, 3, 3]), torch.tensor([True, False, True, True])
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        for smoothing in (0.0, 0.1):
+
+            def criterion(logits):
+                losses = F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)  # noqa: B023
+                mean = F.cross_entropy(logits, target)
+                right = logits.max(-1).indices == target
+                masked = (losses * (mask & ~right)).sum() / mask.sum() + logits.logsumexp(-1).square().mean()
+                entropy = (F.softmax(logits, -1) * logits.log_softmax(-1)).sum(-1).mean()
+                halved = F.nll_loss(F.log_softmax(logits, -1) / 2, target)
+                return mean + masked + entropy + halved
+
+            logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+            expected = criterion(logits)
+            expected.backward()
+            shards = distribute_tensor(logits.detach(), context.mesh["tp"], [Shard(1)]).requires_grad_()
+            with vocab_parallel_loss(smoothing=True):
+                loss = criterion(shards)
+                loss.backward()
+            torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
+            torch.testing.assert_close(shards.grad.full_tensor(), logits.grad, atol=1e-12, rtol=0)
+
+
+@on_ranks(2)
 def test_a_criterion_smooths_labels_of_a_plan_that_keeps_logits_sharded(world):
     losses = []
     for tensor in (1, 2):
