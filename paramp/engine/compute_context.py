@@ -2,8 +2,8 @@
 
 A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
 (:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax in fp32
-on the CPU as on CUDA (:mod:`paramp.precision.autocast`). Cross-entropy takes logits whose vocabulary is sharded
-(:mod:`paramp.parallel.loss`).
+on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose vocabulary
+is sharded (:mod:`paramp.parallel.loss`).
 """
 
 from __future__ import annotations
@@ -66,16 +66,13 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
-        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.sharded_loss():
+        with emulate_fp16(self.emulate), compute(self.precision, self.device.type):
             yield
 
-    def sharded_loss(self, *, smoothing: bool = False) -> AbstractContextManager[None]:
-        """The part of :meth:`enter` that a criterion of fp32 outputs needs: cross-entropy over a sharded vocabulary.
-
-        With ``smoothing``, the cross-entropy may smooth labels.
-        """
+    def sharded_loss(self) -> AbstractContextManager[None]:
+        """The context for a criterion: cross-entropy over a sharded vocabulary."""
         if not self.sharded:
             return nullcontext()
         from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do not need
 
-        return vocab_parallel_loss(smoothing=smoothing)
+        return vocab_parallel_loss()

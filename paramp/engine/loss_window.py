@@ -54,7 +54,7 @@ class CheckedCriterion:
         """
         criterion = self.require()
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._compute.device), (args, kwargs))
-        with self._compute.sharded_loss(smoothing=True):
+        with self._compute.sharded_loss():
             loss = criterion(*args, **kwargs)
         parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
         if len(parts) == 2:

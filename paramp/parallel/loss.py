@@ -1,15 +1,22 @@
-"""Cross-entropy over a vocabulary that is sharded over the tensor axis."""
+"""Cross-entropy over a vocabulary that is sharded over the tensor axis.
+
+Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ..base.dtensor import full_tensor, is_dtensor, wrap
 from ..base.errors import ConfigError
@@ -17,95 +24,142 @@ from ..base.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_loss_depth = 0
-
 
 @contextmanager
-def vocab_parallel_loss(enabled: bool = True, *, smoothing: bool = False) -> Iterator[None]:
+def vocab_parallel_loss() -> Iterator[None]:
     """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
-    torch's ``loss_parallel``, but it can be nested: torch's is disabled at the end of the innermost context. With
-    ``smoothing`` it supports label smoothing, which torch's does not; this intercepts every torch function inside.
+    Other functions of torch gather the vocabulary where they need to. What they return is plain if it is not sharded,
+    because DTensors do not mix with plain tensors: so losses can be masked and added to others.
     """
-    global _loss_depth
-    with ExitStack() as stack:
-        if enabled and _loss_depth == 0:
-            from torch.distributed.tensor.parallel import loss_parallel
-
-            stack.enter_context(loss_parallel())
-        if enabled and smoothing:
-            stack.enter_context(_Smoothing())
-        _loss_depth += 1
-        try:
-            yield
-        finally:
-            _loss_depth -= 1
+    with _ShardedVocabulary():
+        yield
 
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
-class _Smoothing(TorchFunctionMode):
-    """A mode in which cross-entropy over a sharded vocabulary supports ``label_smoothing``."""
-
+class _ShardedVocabulary(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             bound = _SIGNATURE.bind(*args, **kwargs)
             bound.apply_defaults()
-            given = bound.arguments
-            logits = given["input"]
-            if is_dtensor(logits) and any(kind.is_shard(_class_dim(logits)) for kind in logits.placements):
-                if given["target"].is_floating_point():
-                    raise ConfigError(
-                        "criterion: cross_entropy got probabilities as target, expected classes because the vocabulary "
-                        "is sharded; give the logits' module the style 'colwise_gather' in the plan"
-                    )
-                if given["label_smoothing"]:
-                    names = ("weight", "ignore_index", "reduction", "label_smoothing")
-                    return _smoothed(logits, given["target"], **{name: given[name] for name in names})
-        return func(*args, **kwargs)
+            if _has_sharded_classes(bound.arguments["input"]):
+                return _cross_entropy(*bound.arguments.values())
+        return tree_map_only(torch.Tensor, _plain_unless_sharded, func(*args, **kwargs))
+
+
+def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    sharded = is_dtensor(tensor) and any(kind.is_shard() for kind in tensor.placements)
+    return tensor if sharded else full_tensor(tensor)
 
 
 def _class_dim(logits: torch.Tensor) -> int:
     return 1 if logits.ndim > 1 else 0
 
 
-def _smoothed(
+def _has_sharded_classes(logits: torch.Tensor) -> bool:
+    """Whether the classes of ``logits`` are sharded, over one axis, and nothing else is."""
+    if not is_dtensor(logits):
+        return False
+    others = [kind for kind in logits.placements if not kind.is_replicate()]
+    return len(others) == 1 and others[0].is_shard(_class_dim(logits))
+
+
+def _cross_entropy(
     logits: DTensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
+    size_average: bool | None,
     ignore_index: int,
+    reduce: bool | None,
     reduction: str,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """``cross_entropy`` of logits whose classes are sharded, with label smoothing; a plain tensor.
-
-    With logits z and nll = -log p_y, each -log p_c is nll + z_y - z_c, so that only nll and sums of logits are needed:
-    sum_c w_c (-log p_c) = W nll + (W z_y - sum_c w_c z_c), with W = sum_c w_c.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    dim, values = _class_dim(logits), logits.to_local()
-    axis = next(axis for axis, kind in enumerate(logits.placements) if kind.is_shard(dim))
+    """:func:`torch.nn.functional.cross_entropy` of logits whose classes are sharded; a plain tensor, on every rank."""
+    if target.is_floating_point():
+        raise ConfigError(
+            "criterion: cross_entropy got probabilities as target, expected classes because the vocabulary is sharded; "
+            "give the logits' module the style 'colwise_gather' in the plan"
+        )
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    dim, mesh, target = _class_dim(logits), logits.device_mesh, full_tensor(target).long()
+    axis = next(axis for axis, kind in enumerate(logits.placements) if kind.is_shard())
+    num_classes = logits.shape[dim]
+    first = mesh.get_local_rank(axis) * -(-num_classes // mesh.size(axis))  # DTensor shards as torch.chunk does
+    rows = logits.to_local().movedim(dim, -1)
+    rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
     counted = target != ignore_index
     classes = torch.where(counted, target, 0)
-    nll = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
-    weights = values.new_ones(logits.shape[dim]) if weight is None else weight
-    first = logits.device_mesh.get_local_rank(axis) * -(-logits.shape[dim] // logits.device_mesh.size(axis))
-    size = values.shape[dim]
-    own = (classes >= first) & (classes < first + size)
-    at_target = values.gather(dim, (classes - first).clamp(0, size - 1).unsqueeze(dim)).squeeze(dim) * own
-    weighted = torch.tensordot(values.movedim(dim, -1), weights[first : first + size], 1)
-    placements = [Partial() if index == axis else Replicate() for index in range(len(logits.placements))]
-    rest = DTensor.from_local(weights.sum() * at_target - weighted, logits.device_mesh, placements, run_check=False)
-    nll = full_tensor(nll)
-    smooth = (weights.sum() * nll + rest.full_tensor()) / logits.shape[dim]
-    losses = (1 - label_smoothing) * weights[classes] * nll + label_smoothing * smooth
+    weights = rows.new_ones(num_classes) if weight is None else full_tensor(weight).to(rows.dtype)
+    own_weight = weights.gather(0, classes.reshape(-1)).view_as(classes)  # out of range: an error, as in torch
+    losses = _SmoothedLoss.apply(
+        rows, classes - first, own_weight, weights, first, label_smoothing, mesh.get_group(axis)
+    )
     losses = torch.where(counted, losses, 0.0)
     if reduction == "none":
         return losses
-    return losses.sum() / (weights[classes] * counted).sum() if reduction == "mean" else losses.sum()
+    return losses.sum() / (own_weight * counted).sum() if reduction == "mean" else losses.sum()
+
+
+class _SmoothedLoss(torch.autograd.Function):
+    """The weighted cross-entropy of each row, without a collective in the backward.
+
+    With logits z, L = log sum_c exp z_c, class weights w, smoothing s and C classes, the loss of the class y is
+
+        (1 - s) w_y (L - z_y) + s / C sum_c w_c (L - z_c) = a L - b,
+
+    where a = (1 - s) w_y + s / C sum_c w_c. Its gradient for z_c is a softmax(z)_c - (1 - s) w_y [c = y] - s / C w_c.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        own_weight: torch.Tensor,
+        weights: torch.Tensor,
+        first: int,
+        smoothing: float,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """The losses, (...), of ``logits``, (..., this rank's classes), whose class is ``index`` in this rank's part.
+
+        Args:
+            index: (...), int64; negative, or beyond the part, if the class is another rank's.
+            own_weight: (...), the weight of the class.
+            weights: (classes), those of all.
+            first: the first class of this rank's part.
+        """
+        size, num_classes = logits.shape[-1], len(weights)
+        part = weights[first : first + size] * (smoothing / num_classes)
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        exponentials = (logits - largest.unsqueeze(-1)).exp_()  # of NaN: NaN, whatever the maximum has made of it
+        mine = (index >= 0) & (index < size)
+        place = index.clamp(0, size - 1).unsqueeze(-1)
+        scale = (1 - smoothing) * own_weight
+        subtracted = torch.where(mine, scale * logits.gather(-1, place).squeeze(-1), 0.0)
+        if smoothing:
+            subtracted += (logits * part).sum(-1)  # no matmul, which autocast computes in half precision
+        sums = torch.stack([exponentials.sum(-1), subtracted])
+        dist.all_reduce(sums, group=group)
+        factor = scale + smoothing / num_classes * weights.sum()
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale * mine, part)
+        ctx.smoothed = smoothing > 0
+        return factor * (largest + sums[0].log()) - sums[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        softmax, factor, place, scale, part = ctx.saved_tensors
+        result = softmax * (factor * gradient).unsqueeze(-1)
+        result.scatter_add_(-1, place, -(scale * gradient).unsqueeze(-1))
+        if ctx.smoothed:
+            result.sub_(part * gradient.unsqueeze(-1))
+        return result, *[None] * 6
 
 
 def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ class AmpCriterion(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's loss."""
-        with self._compute.enter(autocast=self._compute.precision.autocast):
+        with self._compute.enter(autocast=self._compute.precision.autocast), self._compute.sharded_loss():
             return self.loss(*args, **kwargs)
 
 
