@@ -168,6 +168,18 @@ def test_num_zeros_are_counted_when_asked_for():
         assert engine.step().num_zeros == expected
 
 
+@on_ranks(2)
+def test_zeros_of_replicated_gradients_are_counted_once(world):
+    fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "log_num_zeros_in_grad": True}
+    with paramp.launch_from_torch({"fp16": fp16, "parallel": {"tensor": 2}}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        plan = {"1": "colwise", "2": "rowwise"}
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters()), F.mse_loss, plan=plan)
+        engine.forward_backward(torch.tensor([1, 5]), torch.ones(2, 4))
+        assert engine.step().num_zeros == 6 * 4  # of the embeddings that were not used
+
+
 def test_mistakes_are_named():
     with paramp.launch_from_torch() as context:
         model = small_gpt()

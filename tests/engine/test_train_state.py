@@ -183,3 +183,30 @@ def test_the_folder_of_a_run_may_be_given_as_text(tmp_path, monkeypatch):
         assert newest is not None
         engine.load(newest)
     assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["step-00000002"]
+
+
+class Tied(torch.nn.Module):
+    """Two layers of one weight, registered in either order, so that it is first found under one name or the other."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Linear(4, 4, bias=False))
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
+    weights = []
+    with paramp.launch_from_torch({}):
+        for names in ("ab", "ba"):
+            engine, *_ = start(make=lambda *_, names=names: Tied(names))
+            if names == "ba":
+                engine.load(tmp_path / "saved", weights_only=True)
+            else:
+                step(engine)
+                engine.save(tmp_path / "saved")
+            weights.append(engine.module.a.weight.detach().clone())
+    assert torch.equal(*weights)

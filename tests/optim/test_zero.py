@@ -197,6 +197,33 @@ def test_the_collectives_of_a_step(world, bucket):
     assert within.counts == {"allreduce": 1, "allgather": num_buckets}
 
 
+@on_ranks(2)
+def test_no_reduction_runs_when_the_call_returns(world):
+    """Else a gradient that is changed by hand before the step would be overwritten."""
+    running, start = [], paramp.optim.zero.start_reduce_scatter
+
+    def start_and_note(*arguments):
+        end = start(*arguments)
+        running.append(end)
+
+        def end_and_note():
+            running.remove(end)
+            end()
+
+        return end_and_note
+
+    paramp.optim.zero.start_reduce_scatter = start_and_note
+    try:
+        with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+            model = nn.Linear(4, 4)
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), F.mse_loss)
+            engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4), return_loss=False)
+            assert not running
+            assert engine.step().stepped
+    finally:
+        paramp.optim.zero.start_reduce_scatter = start
+
+
 class Reentrant(nn.Module):
     """Its layer is used twice, and the second time in a backward within the backward."""
 

@@ -171,6 +171,8 @@ def test_hooks_whose_meaning_would_be_lost_are_an_error_on_every_rank(world):
         model[0].weight.register_post_accumulate_grad_hook(print)
         with pytest.raises(paramp.ConfigError, match=r"'0\.weight' has a hook that runs after the accumulation"):
             start(model, CHAIN_PLAN)
+        with pytest.raises(paramp.ConfigError, match="'3' is a LayerNorm, expected a Linear or a Conv1D"):
+            start(chain(), {"3": PackedColwise(2)})
     for schedule, split in (("1f1b", ["1"]), ("zbv", ["1", "2", "3"])):
         with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule, "split": split}}}):
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))

@@ -46,7 +46,10 @@ ENGINE = "tests/engine/test_engine.py"
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "scaler": (
         ["optim/loss_scaler.py"],
-        ["tests/optim/test_loss_scaler.py", SEQUENCES, "tests/observe/test_replica_check.py", ENGINE],
+        [
+            *("tests/optim/test_loss_scaler.py", SEQUENCES, "tests/observe/test_replica_check.py", ENGINE),
+            "tests/observe/test_overflow_trace.py",
+        ],
     ),
     "norm": (
         ["optim/grad_norm.py"],
