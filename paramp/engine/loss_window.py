@@ -165,7 +165,8 @@ class LossWindow:
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
         if self._num_calls == 0 or self.failed:
-            self.gradients.drop()
+            # After a step, an overflow is that of a forward since then, whose backward is still to come.
+            self.gradients.drop(overflow=not self._ended)
             self.totals.zero_()
             self.batches.drop()
             self._num_calls = 0

@@ -61,12 +61,13 @@ class StepGradients:
         self._gradients.reduce()
         return found_inf
 
-    def drop(self) -> None:
-        """Make all gradients zero."""
+    def drop(self, *, overflow: bool = True) -> None:
+        """Make all gradients zero, and forget an ``overflow`` that they hide."""
         self._gradients.zero_grad()
         for tie in self._ties:
             tie.summed = None
-        self._overflow.zero_()
+        if overflow:
+            self._overflow.zero_()
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,20 @@ def linear():
     return nn.Linear(4, 4)
 
 
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("refused")
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-naive", "16-mixed"])
 @pytest.mark.parametrize("place", ["forward", "criterion", "backward", "forward_backward"])
 def test_a_window_that_failed_is_dropped(precision, place):
     """Elsewhere gradients that wait for the rest of their window outlive zero_grad."""
-
-    class Refusing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("refused")
 
     broken = ""
 
@@ -67,6 +68,36 @@ def test_a_window_that_failed_is_dropped(precision, place):
                 result = engine.step()
             results.append((result.grad_norm, result.loss, engine.num_steps))
     assert results[0] == results[1]
+
+
+def test_after_a_failure_within_a_window_a_call_is_refused_until_the_window_is_dropped():
+    """A window that begins with the failure has nothing to lose: the next call begins it again."""
+    broken = False
+
+    def criterion(output, target):
+        return F.mse_loss(Refusing.apply(output) if broken else output, target)
+
+    x, y = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(2))
+    norms = []
+    for fails in (False, True):
+        with paramp.launch_from_torch({"gradient_accumulation": 2}):
+            engine = engine_for(linear(), criterion)
+            for index in (0, 1):
+                if fails:
+                    broken = True
+                    with pytest.raises(ArithmeticError):
+                        engine.forward_backward(x[2], y[2])
+                    broken = False
+                if fails and index == 1:
+                    with pytest.raises(RuntimeError, match="failed and left a part of its gradients"):
+                        engine.forward_backward(x[1], y[1])
+                    engine.zero_grad()
+                    engine.forward_backward(x[0], y[0])
+                    engine.step()
+                engine.forward_backward(x[index], y[index])
+                result = engine.step()
+            norms.append(result.grad_norm)
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"pipeline": 2}], ids=["tp2", "dp2", "pp2"])

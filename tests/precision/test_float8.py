@@ -596,6 +596,12 @@ def test_an_engine_on_transformer_engine_keeps_its_state_out_of_the_model(stand_
         x[0, 0] = torch.inf
         engine.forward_backward(x, torch.zeros(16, 32))
         assert engine.step().overflow
+        for zeroes in (False, True):  # in a loop of one's own, where the forward comes before gradients are dropped
+            loss = engine.criterion(engine(x), torch.zeros(16, 32))
+            if zeroes:
+                engine.zero_grad()
+            engine.backward(loss)
+            assert engine.step().overflow
 
 
 def test_under_tensor_parallelism_torchao_takes_its_place(stand_in):
