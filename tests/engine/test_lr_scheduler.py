@@ -1,5 +1,7 @@
 """The learning-rate scheduler across a checkpoint."""
 
+import copy
+
 import pytest
 import torch
 
@@ -54,3 +56,9 @@ def test_the_state_of_a_plain_scheduler_is_loaded_too():
         train_step(engine)
         scheduler.step()
         assert scheduler.last_epoch == 8
+
+
+def test_a_copy_has_the_attributes_of_the_wrapped_scheduler():
+    with paramp.launch_from_torch():
+        _, scheduler = start()
+        assert copy.copy(scheduler).get_last_lr() == [1.0]

@@ -210,3 +210,20 @@ def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
                 engine.save(tmp_path / "saved")
             weights.append(engine.module.a.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+def test_a_load_drops_the_gradients_of_a_window_that_was_begun(tmp_path):
+    norms = []
+    for begins in (False, True):
+        with paramp.launch_from_torch({"gradient_accumulation": 2}):
+            engine, *_ = start()
+            engine.save(tmp_path / "saved")
+            if begins:
+                engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+                engine.step()
+            engine.load(tmp_path / "saved")
+            for value in (2.0, 3.0):
+                engine.forward_backward(torch.full((2, 4), value), torch.zeros(2, 4))
+                result = engine.step()
+            norms.append(result.grad_norm)
+    assert norms[0] == norms[1]

@@ -53,7 +53,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "norm": (
         ["optim/grad_norm.py"],
-        ["tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py", ENGINE],
+        [
+            *("tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py", ENGINE),
+            "tests/compat/test_colossalai_amp.py",
+        ],
     ),
     "step": (
         ["optim/fused_step.py", "engine/step_decision.py", "engine/step_result.py", "engine/loss_window.py"],
@@ -70,6 +73,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             *(SEQUENCES, "tests/optim/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE),
             *("tests/optim/test_replaced_parameters.py", "tests/compat/test_colossalai_amp.py"),
+            "tests/optim/test_zero.py",
         ],
     ),
     "zero": (
