@@ -20,6 +20,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters, unfrozen
 from ..precision.policy import Precision
+from .replaced_parameters import ModelParameters
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
@@ -107,6 +108,21 @@ class Weights:
             MasterWeight(parameter, _stepped_for(parameter, originals.pop(name, None))) for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
+        self._model_parameters = ModelParameters(module)
+
+    def check_replaced(self) -> None:
+        """Put parameters of the model that were replaced back into it, with the values of their replacements.
+
+        Raises:
+            RuntimeError: there were some. A forward since then used the replacements.
+        """
+        if replaced := set(self._model_parameters.put_back()):
+            names = [repr(name) for name, own in zip(self.names, self.parameters, strict=True) if own in replaced]
+            raise RuntimeError(
+                f"{', '.join(names) or 'a frozen parameter'} was replaced after convert_to_amp, as by "
+                "load_state_dict(assign=True), so this loss has no gradient for it; its value is in the model's own "
+                "parameter now: run the batch again"
+            )
 
     def by_name(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the optimizer steps, by the model's names."""

@@ -288,6 +288,21 @@ def test_masters_follow_weights_that_are_loaded():
     assert (model.module[0].weight - 0.25).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("name", ["32-true", AMP_TYPE.NAIVE])
+def test_replaced_parameters_are_put_back_and_refuse_the_loss_that_missed_them(name):
+    model, optimizer, criterion = converted(name, {"initial_scale": SCALE} if name is AMP_TYPE.NAIVE else None)
+    own = model.module[0].weight
+    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert model.module[0].weight is not own
+    (batch,) = data(1)
+    with pytest.raises(RuntimeError, match=r"'0\.weight', .* was replaced after convert_to_amp"):
+        optimizer.backward(criterion(model(batch[0]), batch[1]))
+    train(model, optimizer, criterion, [batch])
+    assert model.module[0].weight is own
+    assert 0 < (own - 0.25).abs().max() < 0.05
+
+
 def test_masters_follow_weights_of_a_part_that_is_loaded():
     model, optimizer, criterion = converted(AMP_TYPE.NAIVE, {"initial_scale": SCALE})
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model.module)))  # its hooks are of no master

@@ -84,7 +84,8 @@ class AmpOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``loss`` has not exactly one element.
-            RuntimeError: :meth:`clip_grad_norm` has unscaled the gradients, and :meth:`step` was not called since.
+            RuntimeError: :meth:`clip_grad_norm` has unscaled the gradients, and :meth:`step` was not called since; or a
+                parameter was replaced before the forward.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss: got a tensor of shape {tuple(loss.shape)}, expected one element; take its mean")
@@ -104,6 +105,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             torch.autograd.backward(tensor, grad)
 
     def _begin(self) -> None:
+        self._weights.check_replaced()
         if self._spent:
             self.zero_grad()
         if self._found_inf is not None:
