@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
@@ -131,7 +131,7 @@ class BatchRunner:
         losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
-            value = losses.scaled(loss)
+            value = losses.scaled(tree_map_only(torch.Tensor, full_tensor, loss))
             begin_reductions()
             value.backward()
 
