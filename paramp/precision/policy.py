@@ -180,8 +180,10 @@ class Precision:
         return changed
 
     @staticmethod
-    def parse(value: Precision | str | int | AMP_TYPE | Mapping[str, Any]) -> Precision:
+    def parse(value: Precision | str | int | AMP_TYPE | torch.dtype | Mapping[str, Any]) -> Precision:
         """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.
+
+        ``"fp16"`` and ``torch.float16`` are ``16-mixed``, ``"bfloat16"`` and ``torch.bfloat16`` ``bf16-mixed``.
 
         The options in ``{"mode": "16-mixed", "init_scale": 1024.0}`` are the fields of the mode's :class:`LossScaling`
         and :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as the mode, they are those of
@@ -194,7 +196,7 @@ class Precision:
             return value
         if isinstance(value, Mapping):
             return _parse_options(value)
-        key = ALIASES.get(value, value) if isinstance(value, (str, int, AMP_TYPE)) else value
+        key = ALIASES.get(value, value) if isinstance(value, (str, int, AMP_TYPE, torch.dtype)) else value
         if isinstance(key, str) and key in PRESETS:
             return PRESETS[key]
         if value is AMP_TYPE.APEX:
@@ -237,11 +239,11 @@ PRESETS: dict[str, Precision] = {
     )
 }
 
-ALIASES: dict[str | int | AMP_TYPE, str] = {
-    **dict.fromkeys((32, "32", "fp32", "O0"), "32-true"),
+ALIASES: dict[str | int | AMP_TYPE | torch.dtype, str] = {
+    **dict.fromkeys((32, "32", "fp32", "O0", FP32), "32-true"),
     **dict.fromkeys((64, "64"), "64-true"),
-    **dict.fromkeys((16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH), "16-mixed"),
-    **dict.fromkeys(("bf16", "amp_bf16"), "bf16-mixed"),
+    **dict.fromkeys((16, "16", "amp", "amp_fp16", "O1", "fp16", "float16", FP16, AMP_TYPE.TORCH), "16-mixed"),
+    **dict.fromkeys(("bf16", "amp_bf16", "bfloat16", BF16), "bf16-mixed"),
     AMP_TYPE.NAIVE: "16-naive",
     "amp_fp8": "fp8-mixed",
 }
