@@ -133,7 +133,11 @@ class BatchRunner:
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
             value = losses.scaled(tree_map_only(torch.Tensor, full_tensor, loss))
             begin_reductions()
-            value.backward()
+            losses.in_backward = True
+            try:
+                value.backward()
+            finally:
+                losses.in_backward = False
 
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
@@ -143,7 +147,10 @@ class BatchRunner:
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             with failing, self._context.phase("forward"), self._compute.enter():
                 output = self._stages(*args, **kwargs)
-            return output if training else tree_map(full_tensor, output)
+            if not training:
+                return tree_map(full_tensor, output)
+            tree_map_only(torch.Tensor, self._losses.watch, output)
+            return output
         if training:
             raise RuntimeError(
                 "engine(x) cannot train under pipeline > 1, where forward and backward of several microbatches "

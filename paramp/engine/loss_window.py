@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
@@ -99,6 +100,9 @@ class LossWindow:
         self._has_backward = False  # True after a backward since the last call of step()
         self.failed = False
         self._incomplete = False  # True if a failed batch left a part of its gradients
+        self.in_backward = False  # True in a backward of the engine's
+        self._handles: list[RemovableHandle] = []  # during a backward of the user's, and until the next call
+        self._has_other = False  # True if it accumulated gradients
         self.gradients, self.batches = gradients, batches
         num_microbatches = context.config.parallel.pipeline.num_microbatches
         self.size = num_microbatches * self._accumulation * context.batch_axis.size
@@ -116,6 +120,7 @@ class LossWindow:
 
         ``count`` is the number of elements of a microbatch's target; ``batch`` is None if it is not known.
         """
+        self._check_source()
         if self._num_calls:
             self._check_complete()
         if self._ended or self._incomplete:
@@ -142,6 +147,7 @@ class LossWindow:
         """
         with self.failing():
             self._failure.check()
+            self._check_source()
         self._check_complete()
         if not self._has_backward:
             self._check_changed()
@@ -153,6 +159,30 @@ class LossWindow:
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)
         return True
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Notice a backward through ``output``, the model's, that is not the engine's."""
+        if output.requires_grad:
+            output.register_hook(self._notice)
+
+    def _notice(self, _: torch.Tensor) -> None:
+        if not self.in_backward and not self._handles:
+            self._handles = self.gradients.on_accumulation(self._notice_gradient)
+
+    def _notice_gradient(self, _: torch.Tensor) -> None:
+        self._has_other = True
+
+    def _check_source(self) -> None:
+        """Raise if a backward of the user's has accumulated gradients; ``torch.autograd.grad`` does not."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._has_other:
+            self.failed = True
+            raise RuntimeError(
+                "loss.backward() was called on an output of the engine: its gradients are neither scaled nor averaged "
+                "over the accumulation window and the data ranks; call engine.zero_grad(), and engine.backward(loss) "
+                "in its place"
+            )
 
     def _check_changed(self) -> None:
         """Raise on every rank unless gradients were changed by hand on all ranks since the last call; a collective."""
@@ -170,7 +200,7 @@ class LossWindow:
             self.totals.zero_()
             self.batches.drop()
             self._num_calls = 0
-            self._ended = self._has_backward = self.failed = self._incomplete = False
+            self._ended = self._has_backward = self.failed = self._incomplete = self._has_other = False
 
     def restart(self) -> None:
         """Drop losses and gradients, also of an unfinished window."""

@@ -6,11 +6,12 @@ computed from it stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_gradients import FlatGradients
@@ -42,6 +43,9 @@ class StepGradients:
     def are_unchanged(self) -> bool:
         """Whether no gradient was added to, changed or replaced since the last step, or :meth:`snapshot`."""
         return self._gradients.are_unchanged()
+
+    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+        return self._gradients.on_accumulation(call)
 
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import is_dtensor, local
 from ..distributed.collectives import sum_
@@ -181,6 +182,10 @@ class FlatGradients:
             or (param.version == noted and (param.parameter.grad is None or param.parameter.grad is param.gradient))
             for param, noted in zip(self._params, self._noted, strict=True)
         )
+
+    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+        """Call ``call`` with each parameter that a backward gives a gradient, until the handles are removed."""
+        return [param.parameter.register_post_accumulate_grad_hook(call) for param in self._params]
 
     def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""

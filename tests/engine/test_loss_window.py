@@ -277,3 +277,36 @@ def test_a_dropped_backward_is_none():
         before = model.bias.detach().clone()
         assert engine.step().stepped
         torch.testing.assert_close(model.bias.detach(), before - 0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-naive"])
+@pytest.mark.parametrize("another", [False, True])
+def test_a_backward_past_the_engine_is_an_error(precision, another):
+    """Its gradients lack the loss scale, and are not divided by the size of the window."""
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2))
+    results = []
+    for mistaken in (False, True):
+        with paramp.launch_from_torch({"precision": precision}):
+            engine = engine_for(linear(), F.mse_loss)
+            if mistaken:
+                engine.criterion(engine(x), y).backward()
+                with pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called on an output of the engine"):
+                    engine.backward(engine.criterion(engine(x), y)) if another else engine.step()
+                engine.zero_grad()
+            engine.backward(engine.criterion(engine(x), y))
+            results.append(engine.step().grad_norm)
+    assert results[0] == results[1]
+
+
+def test_gradients_of_autograd_grad_may_be_set_by_hand():
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2))
+    x.requires_grad_()
+    with paramp.launch_from_torch():
+        engine = engine_for(linear(), F.mse_loss)
+        parameters = [parameter for _, parameter in engine.named_parameters()]
+        of_x, *gradients = torch.autograd.grad(engine.criterion(engine(x), y), [x, *parameters])
+        assert of_x.norm() > 0
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        expected = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        assert engine.step().grad_norm == pytest.approx(float(expected), rel=1e-6)
