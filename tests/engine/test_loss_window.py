@@ -310,3 +310,18 @@ def test_gradients_of_autograd_grad_may_be_set_by_hand():
             parameter.grad = gradient
         expected = torch.stack([gradient.norm() for gradient in gradients]).norm()
         assert engine.step().grad_norm == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_sum_and_its_count_are_their_mean_to_the_bit():
+    """Where the count is a power of two, so that no division rounds."""
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2))
+    criteria = F.mse_loss, lambda output, target: (F.mse_loss(output, target, reduction="sum"), target.numel())
+    weights = []
+    for criterion in criteria:
+        with paramp.launch_from_torch({"gradient_accumulation": 2}):
+            engine = engine_for(linear(), criterion)
+            for part in (slice(4), slice(4, 8)):
+                engine.forward_backward(x[part], y[part])
+                engine.step()
+            weights.append(engine.full_state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -60,6 +60,8 @@ def test_each_element_is_counted_once_over_ranks(world, parallel):
         engine.step()  # shows where gradients lie
         engine.zero_grad()
         engine.forward_backward(x, y)
+        replaced = next(engine.module.parameters())
+        replaced.grad = replaced.grad.clone()  # then every data rank has all of it, under ZeRO too
         histogram = engine.gradient_histogram()
         whole = []
         for param in engine._weights.params:

@@ -73,7 +73,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             *(SEQUENCES, "tests/optim/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE),
             *("tests/optim/test_replaced_parameters.py", "tests/compat/test_colossalai_amp.py"),
-            "tests/optim/test_zero.py",
+            *("tests/optim/test_zero.py", "tests/observe/test_grad_histogram.py"),
         ],
     ),
     "zero": (
