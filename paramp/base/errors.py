@@ -53,8 +53,8 @@ def shown(value: object) -> str:
 
 
 def key_name(key: object) -> str:
-    """A key for a message; quoted if it is empty, long, not a string, or has spaces or unprintable characters."""
-    plain = isinstance(key, str) and key.isprintable() and key and " " not in key and len(key) <= LONGEST
+    """A key for a message; quoted if empty, long, not a string, or with spaces, colons or unprintable characters."""
+    plain = isinstance(key, str) and key.isprintable() and key and not set(" :") & set(key) and len(key) <= LONGEST
     return str(key) if plain else shown(key)
 
 

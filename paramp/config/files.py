@@ -40,7 +40,8 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
         if "precision" in known:
             raise ConfigError("fp16: given together with precision; keep one of the two")
         fp16 = known.pop("fp16")
-        if fp16 not in (None, {"mode": None}):  # as Colossal-AI spells that nothing is in half precision
+        # Colossal-AI's dict(mode=None): nothing is in half precision.
+        if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
             known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
     return build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
 
