@@ -209,7 +209,7 @@ def test_the_table_of_modes_has_the_documented_rows():
         ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
         ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
         ({"precision": True}, r"precision: got True"),
-        ({"fp16": np.zeros(3)}, r"fp16: got array\(\[0\., 0\., 0\.\]\), expected"),
+        ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
         ({"a:b": 1}, r"'a:b': no such key"),
         ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
         ({"fp16": {"mode": AMP_TYPE.TORCH, "hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),

@@ -243,7 +243,7 @@ def check_complaint(error, names):
     assert message.isprintable(), message
     assert len(message) < 1500, message
     named = re.match(
-        r"(argument )?(-?-?[\w.\-/\[\]]+|'.*?'|\".*?\"|[^\s:]+)( KEY=VALUE| \(\d+ characters\))?: ", message
+        r"(argument )?(-?-?[\w.\-/\[\]]+(?:'.*?')?|'.*?'|\".*?\"|[^\s:]+)( KEY=VALUE| \(\d+ characters\))?: ", message
     )
     assert named or re.search(r"(ambiguous option|expected one argument|no file)", message), message
     if named:
