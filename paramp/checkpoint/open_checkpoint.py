@@ -58,6 +58,7 @@ class OpenCheckpoint:
         self.files: dict[str, Written] = {}
         self.damage: dict[str, str] = {}
         self.digest = ""
+        _allow_open(2)
         self._descriptors[""] = _open_folder(self.path)
         self._open_file(MANIFEST)
         if MANIFEST not in self.damage:
@@ -175,7 +176,11 @@ def _open_folder(path: Path) -> int:
 def _allow_open(num_files: int) -> None:
     """Raise the process's soft limit on open files if necessary, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/dev/fd")) + num_files + SPARE_FILES
+    try:
+        num_open = len(os.listdir("/dev/fd"))
+    except OSError:  # no file can be opened
+        num_open = soft
+    wanted = num_open + num_files + SPARE_FILES
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
