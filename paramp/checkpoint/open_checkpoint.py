@@ -177,10 +177,9 @@ def _allow_open(num_files: int) -> None:
     """Raise the process's soft limit on open files if necessary, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        num_open = len(os.listdir("/dev/fd"))
-    except OSError:  # no file can be opened
-        num_open = soft
-    wanted = num_open + num_files + SPARE_FILES
+        wanted = max(map(int, os.listdir("/dev/fd"))) + num_files + SPARE_FILES
+    except OSError:  # not one more file can be opened
+        wanted = soft + 2**16
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
