@@ -196,9 +196,11 @@ class Engine:
         may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
         for prepare in self.before_step:
             prepare()
-        losses, gradients, names = self._losses, self._weights.gradients, self._params.first_names
+        losses, names = self._losses, self._params.first_names
         found_inf = losses.gradients.complete()
-        decision = decide_step(found_inf, scale, gradients, losses.findings(), losses.size, names, self.context)
+        decision = decide_step(
+            found_inf, scale, losses.gradients.flat, losses.findings(), losses.size, names, self.context
+        )
         self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)

@@ -127,7 +127,7 @@ class LossWindow:
             self.drop()
         self._has_backward = True
         self.batches.add(batch)
-        self.gradients.begin()
+        self.gradients.flat.begin_window()
         if self.count_unit is None:
             # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
             largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self._device)
@@ -154,7 +154,7 @@ class LossWindow:
         self._has_backward = False
         self._num_calls += 1
         if self._num_calls < self._accumulation:
-            self.gradients.snapshot()
+            self.gradients.flat.snapshot()
             return False
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)
@@ -167,7 +167,7 @@ class LossWindow:
 
     def _notice(self, _: torch.Tensor) -> None:
         if not self.in_backward and not self._handles:
-            self._handles = self.gradients.on_accumulation(self._notice_gradient)
+            self._handles = self.gradients.flat.on_accumulation(self._notice_gradient)
 
     def _notice_gradient(self, _: torch.Tensor) -> None:
         self._has_other = True
@@ -190,7 +190,7 @@ class LossWindow:
             "step(): no backward since the last step, so there are no gradients to step with; call "
             "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
         )
-        self._failure.agree(error if self.gradients.are_unchanged() else None)
+        self._failure.agree(error if self.gradients.flat.are_unchanged() else None)
 
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""

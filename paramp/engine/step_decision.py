@@ -6,12 +6,11 @@ computed from it stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_gradients import FlatGradients
@@ -21,7 +20,7 @@ from .shared_failure import SharedFailure
 
 
 class StepGradients:
-    """The gradients of this rank's weights, from their backward to the step.
+    """The gradients of this rank's weights, from their backward to the step; :attr:`flat` are their buffers.
 
     ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
     """
@@ -29,23 +28,10 @@ class StepGradients:
     def __init__(
         self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
     ) -> None:
-        self._gradients = gradients
+        self.flat = gradients
         self._ties = ties
         self._overflow = overflow
         self._failure = failure
-
-    def begin(self) -> None:
-        self._gradients.begin_window()
-
-    def snapshot(self) -> None:
-        self._gradients.snapshot()
-
-    def are_unchanged(self) -> bool:
-        """Whether no gradient was added to, changed or replaced since the last step, or :meth:`snapshot`."""
-        return self._gradients.are_unchanged()
-
-    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-        return self._gradients.on_accumulation(call)
 
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
@@ -58,16 +44,16 @@ class StepGradients:
         found_inf = self._overflow.clone()
         self._overflow.zero_()
         try:
-            self._gradients.check()
+            self.flat.check()
         except RuntimeError as error:
             self._failure.record(error)
-        self._gradients.collect(found_inf)
-        self._gradients.reduce()
+        self.flat.collect(found_inf)
+        self.flat.reduce()
         return found_inf
 
     def drop(self, *, overflow: bool = True) -> None:
         """Make all gradients zero, and forget an ``overflow`` that they hide."""
-        self._gradients.zero_grad()
+        self.flat.zero_grad()
         for tie in self._ties:
             tie.summed = None
         if overflow:

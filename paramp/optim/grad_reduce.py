@@ -88,7 +88,7 @@ def sum_tied_gradients(
     if no copy has one, all keep None.
 
     Args:
-        reduce_dtype: what sums are made in. None: the gradients' own dtype.
+        reduce_dtype: the dtype of the sums. None: the gradients' own.
         complete: every copy has a gradient. Else the ranks ask each other, and the host waits for it.
     """
     wanted = {id(parameter) for parameter in parameters}

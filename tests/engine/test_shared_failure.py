@@ -88,6 +88,30 @@ def my_part(context, *tensors):
     return [tensor.chunk(context.dp.size)[context.dp.rank] for tensor in tensors]
 
 
+def run_window(context, engine, *seeds):
+    for seed in seeds:
+        engine.forward_backward(*my_part(context, *batch(seed)))
+        result = engine.step()
+    return result
+
+
+def start_window(context, engine):
+    engine.zero_grad()
+    run_window(context, engine, 3)
+
+
+def end_window(context, engine, return_loss):
+    """Run the second batch and step, where one rank fails; a step after a failure that was raised is refused."""
+    try:
+        engine.forward_backward(*my_part(context, *batch(4)), return_loss=return_loss)
+    except Exception:
+        with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+            engine.step()
+        raise
+    assert not return_loss
+    engine.step()
+
+
 CASES = {
     "dp2": {"data": 2},
     "dp2-zero1": {"data": 2, "zero": 1},
@@ -103,31 +127,18 @@ def test_a_batch_that_fails_on_one_rank(world, layout):
     context, engine, loss = build(CASES[layout], gradient_accumulation=2)
     with context:
         pipelined = context.pp.size > 1
-
-        def run(seed, **kwargs):
-            return engine.forward_backward(*my_part(context, *batch(seed)), **kwargs)
-
-        run(1), engine.step(), run(2), engine.step()
+        run_window(context, engine, 1, 2)
         for what, rank in (("loss", 1), ("layer", 0), ("layer", 1)):
             mine = world.rank == rank
             failing = loss if what == "loss" else getattr(engine.module, str(rank), None)
             message = f"{what} is broken" + ("" if mine else rf"; on rank {rank} \(pp")
             raised = ArithmeticError if mine and not pipelined else (RuntimeError, ValueError)
             for return_loss in (True, False):
-                engine.zero_grad()
-                run(3)
-                engine.step()
+                start_window(context, engine)
                 if mine:
                     failing.fails = True
-                if return_loss:
-                    with pytest.raises(raised, match=message):
-                        run(4)
-                    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
-                        engine.step()
-                else:
-                    assert run(4, return_loss=False) is None
-                    with pytest.raises(raised, match=message):
-                        engine.step()
+                with pytest.raises(raised, match=message):
+                    end_window(context, engine, return_loss)
                 if mine:
                     failing.fails = False
             engine.zero_grad()
@@ -142,8 +153,7 @@ def test_a_batch_that_fails_on_one_rank(world, layout):
                 engine.train()
             if mine:
                 failing.fails = False
-        run(5), engine.step(), run(6)
-        assert engine.step().stepped
+        assert run_window(context, engine, 5, 6).stepped
         check_weights(engine, reference([[batch(1), batch(2)], [batch(5), batch(6)]]))
 
 
@@ -161,37 +171,23 @@ def test_a_backward_that_fails_on_one_rank(world, layout):
         layers = {name: layer for name, layer in engine.module.named_children() if isinstance(layer, Fragile)}
         for layer in layers.values():
             layer.linear.weight.register_hook(lambda _, layer=layer: layer.check("weight"))
-
-        def run(seed, **kwargs):
-            return engine.forward_backward(*my_part(context, *batch(seed)), **kwargs)
-
-        run(1), engine.step(), run(2), engine.step()
+        run_window(context, engine, 1, 2)
         for index in range(4):
             rank = pipeline.rank_of(index * pipeline.num_stages // 4) if pipeline.size > 1 else index % 2
             mine = world.rank == rank
             raised = ArithmeticError if mine and pipeline.size == 1 else RuntimeError
             message = "ArithmeticError: the backward is broken; on rank" if not mine else "the backward is broken$"
             for return_loss, refused in enumerate(("activation", "weight")):
-                engine.zero_grad()
-                run(3)
-                engine.step()
+                start_window(context, engine)
                 if mine:
                     layers[str(index)].refuses = refused
                     layers[str(index)].good_backwards = int(pipeline.size > 1)
-                if return_loss:
-                    with pytest.raises(raised, match=message):
-                        run(4)
-                    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
-                        engine.step()
-                else:
-                    assert run(4, return_loss=False) is None
-                    with pytest.raises(raised, match=message):
-                        engine.step()
+                with pytest.raises(raised, match=message):
+                    end_window(context, engine, return_loss)
                 if mine:
                     layers[str(index)].refuses = ""
         engine.zero_grad()
-        run(5), engine.step(), run(6)
-        assert engine.step().stepped
+        assert run_window(context, engine, 5, 6).stepped
         check_weights(engine, reference([[batch(1), batch(2)], [batch(5), batch(6)]], num_layers=4))
 
 
