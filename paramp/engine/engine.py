@@ -183,7 +183,8 @@ class Engine:
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
-        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate.
+        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate. :meth:`flush`
+        ends a window with fewer calls.
 
         Raises:
             RuntimeError: there was no backward since the last call, and no gradient was set by hand.
@@ -198,9 +199,8 @@ class Engine:
             prepare()
         losses, names = self._losses, self._params.first_names
         found_inf = losses.gradients.complete()
-        decision = decide_step(
-            found_inf, scale, losses.gradients.flat, losses.findings(), losses.size, names, self.context
-        )
+        window = losses.findings(), losses.size, losses.mean_factor
+        decision = decide_step(found_inf, scale, losses.gradients.flat, *window, names, self.context)
         self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
@@ -214,6 +214,20 @@ class Engine:
         if may_stop and result.overflow:
             raise divergence(self._counters.read(), self.diagnose_overflow)
         return result
+
+    def flush(self) -> StepResult:
+        """End an accumulation window with the calls that were made, by a step as :meth:`step` makes it.
+
+        The gradient is the mean over these calls, as without ``gradient_accumulation`` over one batch of all their
+        samples. Call it after the last batch of an epoch, and before :meth:`save`. A backward without a call of
+        :meth:`step` counts too. If there was none since the last step, nothing happens, and ``stepped`` is False.
+
+        Raises:
+            Exception: as :meth:`step`.
+        """
+        if self._losses.shorten():
+            return self.step()
+        return StepResult(self.scaler.scale_tensor().double().reshape(1), stepping=False)
 
     @property
     def num_steps(self) -> int:
