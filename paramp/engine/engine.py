@@ -8,7 +8,7 @@ The parts have modules of their own: a batch in microbatches (``batch_runner``),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zer
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner, evaluation_mode, joined, next_batch
+from .evaluation import is_loader, run_loader
 from .loss_window import Criterion, Loss, LossWindow
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict
@@ -171,11 +172,19 @@ class Engine:
         return self._losses.mean()
 
     @torch.no_grad()
-    def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
-        totals = self._losses.no_losses()
+    def evaluate(self, x: torch.Tensor | Iterable[Any], y: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.
+
+        Or that of a loader over all its batches ``(inputs, target)``: the mean over samples, or over the counts of a
+        criterion that returns ``(sum, count)``; each sample of a loader that ``initialize`` sharded counts once. Its
+        batches may have any size, and data ranks different numbers of them (:mod:`paramp.engine.evaluation`).
+        """
+        totals, runner = self._losses.no_losses(), self._runner
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._runner.run(x, y, totals=totals)
+            if y is None and is_loader(x):
+                run_loader(x, runner.run, totals, runner.num_microbatches, self._failure, self.context)
+            else:
+                runner.run(x, y, totals=totals)  # type: ignore[arg-type]  # it reports what is no batch
         return self._losses.mean(totals)
 
     @observed("step")
