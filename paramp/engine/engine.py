@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base.spans import Observer, observed
+from ..config.schema import Config
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
@@ -45,6 +46,7 @@ class Engine:
 
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
+        parameters, named_parameters: those of ``module``, so this rank's; with the whole model's names.
         optimizer: the user's, which steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
@@ -67,6 +69,7 @@ class Engine:
         self.precision = context.config.precision
         self.optimizer = optimizer
         self.module: nn.Module = stages.module
+        self.parameters, self.named_parameters = stages.module.parameters, stages.module.named_parameters
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
@@ -157,6 +160,12 @@ class Engine:
         """
         return self._runner.output(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        mesh = self.context.mesh
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        count, mode = self._params.num_parameters, self.precision.name
+        return f"Engine({type(self.module).__name__}, {count:,} parameters, {mode}, {sizes})"
+
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
         """Call the criterion given to ``initialize``: this rank's loss, not reduced.
 
@@ -239,6 +248,11 @@ class Engine:
         return StepResult(self.scaler.scale_tensor().double().reshape(1), stepping=False)
 
     @property
+    def config(self) -> Config:
+        """The configuration: that of :attr:`context`."""
+        return self.context.config
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps made so far."""
         return self._counters.read()[0]
@@ -266,16 +280,14 @@ class Engine:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, with the whole model's names."""
-        return self.module.named_parameters()
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
         Weights have their masters' values if the mode has masters; buffers are the first data rank's. A collective.
         """
         return full_state_dict(self._params)
+
+    state_dict = full_state_dict
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.

@@ -22,7 +22,7 @@ from .shared_failure import SharedFailure
 
 
 class _SampleTotals:
-    """Adds losses up in ``totals`` (as in :class:`~paramp.engine.loss_window.LossWindow`), means weighted by samples."""
+    """Adds losses up in ``totals``, as a :class:`~paramp.engine.loss_window.LossWindow` has them; means by samples."""
 
     def __init__(self, totals: torch.Tensor) -> None:
         self._totals = totals
@@ -97,8 +97,8 @@ def _agree(
     for rank, number in enumerate(have):
         if number not in (0, num_ranks):
             raise ConfigError(
-                f"loader: {number:g} of the {num_ranks} ranks of data rank {rank}'s model group have a batch {index}, the "
-                "others have not; give all ranks of a model group the same batches"
+                f"loader: {number:g} of the {num_ranks} ranks of data rank {rank}'s model group have a batch {index}, "
+                "the others have not; give all ranks of a model group the same batches"
             )
     if index == 0 and not any(have):
         raise ConfigError("loader: yielded no batch, expected at least one; an iterator can be used up only once")
