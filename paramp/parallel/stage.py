@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
+from ..base.shape_errors import explaining_shapes
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -54,6 +55,7 @@ class Stage(nn.Module):
         """The random stream for dropout, entered for the forward."""
         self.training = module.training
 
+    @explaining_shapes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
             enter = partial(to_compute, precision=self.precision, device=self.device)
