@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds + 1):
             for name, source in sources.items():
-                script = Path(folder) / f"{name.replace(' ', '_')}.py"
+                script = Path(folder) / f"loop_of_{name.replace(' ', '_')}.py"
                 script.write_text(until_first_step(source), encoding="utf-8")
                 times = run(script, f"{folder}/cache")
                 if number:  # the first round fills the caches of the file system and of Python

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from commands import ROOT, python
+from commands import COLD, ROOT, python
 
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
@@ -55,7 +55,7 @@ def test_without_a_command_help_shows_before_torch_loads():
     seen = (
         "import sys; from paramp.tools.cli import main; main([]); print([one for one in sys.modules if 'torch' in one])"
     )
-    result = python("-c", seen, PYTHONPATH=str(ROOT))
+    result = python("-c", seen, PYTHONPATH=str(ROOT), **COLD)
     assert (result.returncode, result.stderr) == (0, "")
     assert "usage: paramp [-h] COMMAND" in result.stdout
     assert result.stdout.endswith("\n[]\n")
