@@ -45,8 +45,9 @@ def check_plain(model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if is_dtensor(parameter):
             raise ConfigError(
-                f"model: {path!r} is a DTensor already, with {parameter.placements}, expected a plain tensor; remove "
-                "parallelize_module and distribute_tensor: initialize shards the model by plan={module name: style}"
+                f"model: {path!r} is a DTensor already, with {parameter.placements}, expected a plain tensor; build "
+                "a new model if initialize has had this one, or remove parallelize_module and distribute_tensor: initialize "
+                "shards the model by plan={module name: style}"
             )
 
 

@@ -47,7 +47,7 @@ class FirstBatches:
         self._left = dict.fromkeys((False, True), NUM_COMPARED if in_group else 0)
 
     def check(self, training: bool, **parts: Any) -> None:
-        """Compare ``parts`` of a batch, trees of tensors by name. For the first batches a collective of the model group.
+        """Compare ``parts`` of a batch, trees of tensors by name; a collective of the model group for first batches.
 
         Raises:
             ConfigError: on every rank of the model group: they differ.
