@@ -46,8 +46,8 @@ def check_plain(model: nn.Module) -> None:
         if is_dtensor(parameter):
             raise ConfigError(
                 f"model: {path!r} is a DTensor already, with {parameter.placements}, expected a plain tensor; build "
-                "a new model if initialize has had this one, or remove parallelize_module and distribute_tensor: initialize "
-                "shards the model by plan={module name: style}"
+                "a new model if initialize has had this one, or remove parallelize_module and distribute_tensor: "
+                "initialize shards the model by plan={module name: style}"
             )
 
 
