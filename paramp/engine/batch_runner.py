@@ -17,6 +17,7 @@ from ..distributed.collectives import broadcast_tree
 from ..distributed.context import ParallelContext
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
+from ..observe.same_data import FirstBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
@@ -64,6 +65,7 @@ class BatchRunner:
         self._losses = losses
         self._failure = failure
         self._context = context
+        self._first_batches = FirstBatches(context)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -83,7 +85,8 @@ class BatchRunner:
             totals: without a backward, add the losses to it; None: compute no losses.
         """
         losses = self._losses
-        batch, microbatches = self._split(inputs, target)
+        self._failure.refuse_if_alone()
+        batch, microbatches = self._split(inputs, target, training=backward)
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
@@ -142,10 +145,11 @@ class BatchRunner:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
         if self.pipeline is None:
+            batch = Batch(args, kwargs).unwrapped()
+            self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             with failing, self._context.phase("forward"), self._computing():
-                batch = Batch(args, kwargs).unwrapped()
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
@@ -161,15 +165,22 @@ class BatchRunner:
 
     # -------------------------------------------------------------------------------------------------- microbatches
 
-    def _split(self, inputs: Any, target: Any) -> tuple[Batch, list[Batch]]:
+    def _split(self, inputs: Any, target: Any, *, training: bool) -> tuple[Batch, list[Batch]]:
         """The batch and its microbatches; none if it cannot be split, which is recorded as a failure."""
-        batch = Batch()
+        batch, problem = Batch(), None
         try:
             batch = Batch.of(inputs, target)
-            return batch, batch.split(self.num_microbatches)
         except ConfigError as error:
-            self._failure.record(error)
-            return batch, []
+            problem = error
+        try:
+            self._first_batches.check(training, batch)
+            if problem is None:
+                return batch, batch.split(self.num_microbatches)
+        except ConfigError as error:
+            problem = error
+        assert problem is not None
+        self._failure.record(problem)
+        return batch, []
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -248,7 +259,9 @@ class BatchRunner:
             ConfigError: the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
-        microbatches = Batch(args, kwargs).split(self.num_microbatches)
+        batch = Batch(args, kwargs)
+        self._first_batches.check(False, batch)
+        microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []
 
         def see(output: Any, microbatch: Batch) -> torch.Tensor:

@@ -89,7 +89,8 @@ class Engine:
         self._update = choose_step(optimizer, weights)
         self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
         replace_zero_grad(optimizer, self._losses.drop)
-        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
+        batches = self._losses.batches
+        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, batches, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
         context.num_engines += 1
 
