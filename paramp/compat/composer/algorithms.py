@@ -57,4 +57,6 @@ class FusedRMSNorm:
         return functional.apply_fused_rmsnorm(model)
 
 
-__getattr__ = missing(__name__, {}, "only Composer's algorithms on norms are here; any object with apply(model, precision) is one")
+__getattr__ = missing(
+    __name__, {}, "only those on norms are here; any object with apply(model, precision) is an algorithm"
+)
