@@ -7,9 +7,6 @@ __all__ = ["algorithms", "functional"]
 
 __getattr__ = missing(
     __name__,
-    {
-        "Trainer": "write the loop, with paramp.initialize(model, optimizer, criterion, algorithms=[...])",
-        "ComposerModel": "pass any torch.nn.Module, and its loss as the criterion of paramp.initialize",
-        "optim": "use torch.optim; DecoupledAdamW(weight_decay=w) is AdamW(weight_decay=w / lr)",
-    },
+    {"Trainer": "write the loop, with paramp.initialize(model, optimizer, criterion, algorithms=[...])"},
+    "only functional and algorithms are here; the page docs/from-composer.md names what to use instead",
 )
