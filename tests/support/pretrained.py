@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "t5",
         "T5ForConditionalGeneration",
         {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0},
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "feed_forward_proj": "gated-gelu"},
     ),
     "Whisper": (
         "whisper",
