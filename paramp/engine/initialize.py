@@ -76,7 +76,7 @@ def initialize(
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
     to_float8 = setup.float8_conversion(model, styles, overflow, context)
-    fill = adapter.filler()
+    fill, own_loss = adapter.filler(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
     own = Joined(all_stages[index] for index in context.local_stages)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
@@ -86,7 +86,7 @@ def initialize(
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes)
-    engine = Engine(stages, params, optimizer, criterion, overflow)
+    engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

@@ -20,7 +20,7 @@ from .replay import Call, Window
 
 NOT_RECORDED = (
     "the module, microbatch and data rank are not known, because the engine was not given the batch: call "
-    "forward_backward(x, y)"
+    "forward_backward(inputs, target)"
 )
 FINITE_AGAIN = (
     "a rerun of the batch gave finite values: the gradients or weights were changed by hand, the batch was "
@@ -65,7 +65,7 @@ def diagnose_overflow(
         gradients.drop()
         with torch.enable_grad(), window.again() as calls, tracer:
             for call in calls:
-                tracer.see_batch(call.x)
+                tracer.see_batch(call.batch)
                 rerun(call, scale, tracer)
         return tracer
 

@@ -5,12 +5,13 @@ A family's modules are imported in the methods, so that only the modules that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..base.errors import ConfigError
+from .batches import Batch
 from .materialize import check_materializable, is_on_meta, reset_parameters
 from .partition import Partition, SequentialPartition, is_sequential
 
@@ -58,10 +59,19 @@ class ModelAdapter:
         """The module to run if there is only one stage."""
         return self.model
 
+    def own_loss(self) -> Callable[[Any, Batch], Any]:
+        """A function that finds the loss in the model's output for a microbatch; it returns None if there is none."""
+        return loss_in
+
     def filler(self) -> Callable[[nn.Module], None]:
         """A function that fills the tensors of one module of the model, which are on ``meta``."""
         check_materializable(self.model)
         return reset_parameters
+
+
+def loss_in(output: Any, microbatch: Batch) -> Any:
+    """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 class SequentialAdapter(ModelAdapter):
@@ -76,7 +86,7 @@ class SequentialAdapter(ModelAdapter):
 
 
 class HuggingFaceAdapter(ModelAdapter):
-    """A model of the transformers library, with its own plans; its output is its logits."""
+    """A model of the transformers library, with its own plans."""
 
     @staticmethod
     def accepts(model: nn.Module) -> bool:
@@ -94,9 +104,14 @@ class HuggingFaceAdapter(ModelAdapter):
         return PretrainedPartition(self.model)
 
     def single_stage(self) -> nn.Module:
-        from .huggingface.output import returning_logits
+        from .huggingface.output import without_cache
 
-        return returning_logits(self.model)
+        return without_cache(self.model)
+
+    def own_loss(self) -> Callable[[Any, Batch], Any]:
+        from .huggingface.output import token_loss
+
+        return token_loss(self.model)
 
     def filler(self) -> Callable[[nn.Module], None]:
         from .huggingface.initial_weights import pretrained_filler
@@ -106,7 +121,7 @@ class HuggingFaceAdapter(ModelAdapter):
 
 
 class TracedAdapter(ModelAdapter):
-    """Any other model. For a pipeline its forward is traced, and has to take one input."""
+    """Any other model. For a pipeline its forward is traced."""
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .partition_fx import TracedPartition
