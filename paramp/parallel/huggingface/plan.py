@@ -96,10 +96,9 @@ def _replicate_ties(model: nn.Module, plan: Plan) -> None:
     sharing: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sharing.setdefault(parameter, []).append(name.rpartition(".")[0])
-    replicated = True
-    while replicated:  # a module that is removed may share another weight
-        found = [names for names in sharing.values() if len({name in plan for name in names}) > 1]
-        replicated = any([plan.pop(name, None) for names in found for name in names])
+    while mixed := [names for names in sharing.values() if len({name in plan for name in names}) > 1]:
+        for name in {name for names in mixed for name in names}:  # it may share another weight
+            plan.pop(name, None)
 
 
 def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
