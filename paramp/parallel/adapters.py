@@ -108,9 +108,15 @@ class HuggingFaceAdapter(ModelAdapter):
         return pretrained_plan(self.model, tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.missing_plans import find_architecture
         from .huggingface.partition import PretrainedPartition
 
-        return PretrainedPartition(self.model)
+        known, _ = find_architecture(self.model)
+        if known is None or known.is_chain:
+            return PretrainedPartition(self.model)
+        from .huggingface.called_units import CalledUnitsPartition
+
+        return CalledUnitsPartition(self.model)
 
     def single_stage(self) -> nn.Module:
         from .huggingface.output import without_cache

@@ -19,7 +19,10 @@ class Architecture:
     tensor: Mapping[str, str | ParallelStyle]
     """The tensor-parallel plan, in transformers' styles or ours."""
     units: tuple[str, ...]
-    """The modules that pipeline stages consist of; each layer of a list is one."""
+    """The modules that pipeline stages consist of, in the order of their calls; each layer of a list is one. Those that
+    a variant of the model lacks are left out, and its heads come last."""
+    is_chain: bool = False
+    """Whether hidden states are all that one unit passes to the next, and the model takes them as inputs_embeds."""
 
 
 def _feed_forward(block: str, up: str, down: str) -> dict[str, str | ParallelStyle]:
@@ -27,7 +30,7 @@ def _feed_forward(block: str, up: str, down: str) -> dict[str, str | ParallelSty
 
 
 def _attention(block: str, inputs: tuple[str, ...], output: str) -> dict[str, str | ParallelStyle]:
-    return {f"{block}.{name}": "colwise" for name in inputs} | {f"{block}.{output}": "rowwise"}
+    return {**{f"{block}.{name}": "colwise" for name in inputs}, f"{block}.{output}": "rowwise"}
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -43,7 +46,9 @@ ARCHITECTURES = {
             "h.*.mlp.c_proj": PackedRowwise(),
         },
         units=("wte", "wpe", "drop", "h", "ln_f"),
+        is_chain=True,
     ),
+    "gemma2": Architecture(tensor={}, units=("embed_tokens", "layers", "norm")),  # it caps logits behind its head
     "bert": Architecture(
         tensor={
             **_attention("encoder.layer.*.attention", ("self.query", "self.key", "self.value"), "output.dense"),
@@ -71,7 +76,11 @@ ARCHITECTURES = {
             **_feed_forward("block.*.layer.*.DenseReluDense", "wi*", "wo"),
             "block.*.layer.*.DenseReluDense.dropout": "sharded_random",
         },
-        units=("embed_tokens", "block", "final_layer_norm"),
+        units=tuple(
+            f"{stack}.{name}"
+            for stack in ("encoder", "decoder")
+            for name in ("embed_tokens", "block", "final_layer_norm")
+        ),
     ),
     # Of the encoder and of the decoder.
     "whisper": Architecture(
@@ -82,7 +91,18 @@ ARCHITECTURES = {
             **_feed_forward("layers.*", "fc1", "fc2"),
             "layers.*.*_layer_norm": "replicate",
         },
-        units=("conv1", "conv2", "embed_positions", "layers", "layer_norm"),
+        units=(
+            *(f"encoder.{name}" for name in ("conv1", "conv2", "embed_positions", "layers", "layer_norm")),
+            *(f"decoder.{name}" for name in ("embed_tokens", "embed_positions", "layers", "layer_norm")),
+        ),
+    ),
+    "llava": Architecture(
+        tensor={},
+        units=(
+            *(f"vision_tower.{name}" for name in ("embeddings", "pre_layrnorm", "encoder.layers", "post_layernorm")),
+            "multi_modal_projector",
+            *(f"language_model.{name}" for name in ("embed_tokens", "layers", "norm")),
+        ),
     ),
 }
 """By ``config.model_type``."""
