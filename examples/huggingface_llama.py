@@ -8,6 +8,7 @@ It learns the bytes of this file. Needs pip install "paramp[hf]".
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F

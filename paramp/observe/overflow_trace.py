@@ -20,7 +20,7 @@ from .replay import Call, Window
 
 NOT_RECORDED = (
     "the module, microbatch and data rank are not known, because the engine was not given the batch: call "
-    "forward_backward(inputs, target)"
+    "forward_backward(x, y)"
 )
 FINITE_AGAIN = (
     "a rerun of the batch gave finite values: the gradients or weights were changed by hand, the batch was "

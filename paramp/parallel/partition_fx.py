@@ -187,7 +187,7 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             output = interpreter.run(*values, *(kwargs[name] for name in keywords))
         finally:
             interpreter.env = {}
-        return output if is_last else (call, output)
+        return _plain(output) if is_last else (call, output)
 
     is_last = index == graphs.num_stages - 1
     part = with_forward(keep_only(model, kept), forward)
@@ -195,6 +195,15 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         (name, module) for name, module in part.named_modules(remove_duplicate=False) if name in graphs.opened
     ]
     return part
+
+
+def _plain(output: Any) -> Any:
+    """``output`` with dicts and lists in place of those of a graph, which cannot be changed."""
+    if isinstance(output, fx.immutable_collections.immutable_dict):
+        return {name: _plain(value) for name, value in output.items()}
+    if isinstance(output, fx.immutable_collections.immutable_list):
+        return [_plain(value) for value in output]
+    return tuple(map(_plain, output)) if type(output) is tuple else output
 
 
 def _with_tensors(args: tuple[Any, ...]) -> list[Any]:

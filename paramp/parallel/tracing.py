@@ -6,7 +6,6 @@ code that a graph would not repeat: random numbers from other generators, ``torc
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import random
@@ -22,7 +21,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import ConfigError
-from ..base.trees import tensors
+from ..base.module_surgery import named_tensors
+from ..base.trees import map_leaves, tensors
+from .materialize import outline
 from .partition import is_sequential
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
@@ -62,16 +63,33 @@ def likely_calls(model: nn.Module) -> list[Call]:
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of ``model`` to trace: each parameter and buffer is one number in memory, whatever its shape."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not nn.parameter.is_lazy(tensor):
-            thin = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(thin, tensor.requires_grad) if is_parameter else thin
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception:  # it has something that cannot be copied; then its weights stay in memory
-        return model
+    copied = outline(model)
+    copies = dict(zip(model.modules(), copied.modules(), strict=True))
+    thin = {tensor: _thin(tensor) for _, tensor in named_tensors(model)}
+
+    def replaced(_: str, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return copies.get(value, value)
+        return thin.get(value, value) if isinstance(value, torch.Tensor) else value
+
+    for module in copies.values():
+        for name, value in vars(module).items():  # a list of submodules, say
+            if name not in TABLES:
+                vars(module)[name] = map_leaves(replaced, value)
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                table[name] = None if tensor is None else thin[tensor]  # type: ignore[assignment]
+    return copied
+
+
+TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _thin(tensor: torch.Tensor) -> torch.Tensor:
+    if nn.parameter.is_lazy(tensor):
+        return tensor
+    thin = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return nn.Parameter(thin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else thin
 
 
 def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx.Graph]:
