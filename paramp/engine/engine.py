@@ -34,7 +34,7 @@ from .batch_runner import BatchRunner, Seen, evaluation_mode, joined, next_batch
 from .evaluation import is_loader, run_loader
 from .loss_window import Criterion, Loss, LossWindow, OwnLoss
 from .shared_failure import SharedFailure
-from .state.full_state import full_state_dict
+from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
 from .step_decision import StepGradients, decide_step
 from .step_result import StepCounters, StepResult
@@ -297,6 +297,19 @@ class Engine:
         return full_state_dict(self._params)
 
     state_dict = full_state_dict
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = torch.float32) -> None:
+        """Write a Hugging Face model to a folder that ``from_pretrained`` reads. A collective, in every layout.
+
+        Args:
+            folder: rank 0 writes it. Other files in it stay.
+            dtype: of floating-point tensors. None: fp32, and fp64 where weights are.
+
+        Raises:
+            ConfigError: the model is not of the transformers library; on every rank.
+            Exception: rank 0 could not write; on every rank.
+        """
+        save_pretrained(self._params, self._failure, folder, dtype)
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.

@@ -11,11 +11,12 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..base.wrapped_models import check_plain, without_compilation
@@ -284,6 +285,21 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
             for index, part in zip(context.local_stages, stages.parts, strict=True)
         ],
     )
+
+
+def redirect_saving(module: nn.Module, context: ParallelContext) -> None:
+    """Make ``module.save_pretrained`` an error where this rank has a part of the model only."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "engine.module.save_pretrained: this rank has a part of the model only; call "
+            "engine.save_pretrained(folder) on every rank"
+        )
+
+    if hasattr(module, "save_pretrained") and (
+        context.stage_axis.size > 1 or any(map(is_dtensor, module.parameters()))
+    ):
+        module.__dict__["save_pretrained"] = refuse
 
 
 def track(engine: Engine, **parts: Any) -> None:

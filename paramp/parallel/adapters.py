@@ -6,8 +6,10 @@ A family's modules are imported in the methods, so that only the modules that a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..base.errors import ConfigError
@@ -68,6 +70,13 @@ class ModelAdapter:
         check_materializable(self.model)
         return reset_parameters
 
+    def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
+        """A function that writes full weights by name to a folder; the module is the model, or a stage of it."""
+        raise ConfigError(
+            f"save_pretrained: got {type(self.model).__name__}, expected a Hugging Face model; use engine.save(), and "
+            "paramp export for one file of weights"
+        )
+
 
 def loss_in(output: Any, microbatch: Batch) -> Any:
     """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
@@ -99,9 +108,15 @@ class HuggingFaceAdapter(ModelAdapter):
         return pretrained_plan(self.model, tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.missing_plans import find_architecture
         from .huggingface.partition import PretrainedPartition
 
-        return PretrainedPartition(self.model)
+        known, _ = find_architecture(self.model)
+        if known is None or known.is_chain:
+            return PretrainedPartition(self.model)
+        from .huggingface.called_units import CalledUnitsPartition
+
+        return CalledUnitsPartition(self.model)
 
     def single_stage(self) -> nn.Module:
         from .huggingface.output import without_cache
@@ -118,6 +133,11 @@ class HuggingFaceAdapter(ModelAdapter):
 
         on_meta = any(is_on_meta(module) for module in self.model.modules())
         return pretrained_filler(self.model) if on_meta else super().filler()
+
+    def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
+        from .huggingface.pretrained_folder import write_folder
+
+        return write_folder
 
 
 class TracedAdapter(ModelAdapter):

@@ -26,7 +26,7 @@ from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
 from ..base.module_surgery import PassThrough, carry_over, keeping_ties
 from ..base.shape_errors import PLAN_ENTRY
-from .tensor_styles import STYLES, PackedColwise, sharded_dim
+from .tensor_styles import STYLES, ExpertSlices, PackedColwise, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -68,7 +68,7 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
     """Check, the same on every rank, that styles support their layers and that sizes divide over ``size`` ranks."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
-        if isinstance(style, PackedColwise):
+        if isinstance(style, (PackedColwise, ExpertSlices)):
             style.check(name, layer, size)
             _check_packed_hooks(name, layer)
         for kind in (ColwiseParallel, RowwiseParallel):
