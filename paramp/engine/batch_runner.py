@@ -23,6 +23,7 @@ from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
+from .evaluation import is_loader, run_loader
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss
 from .shared_failure import SharedFailure
 
@@ -105,6 +106,34 @@ class BatchRunner:
         losses.begin_backward(batch.num_targets / self.num_microbatches, batch)
         with losses.failing():
             self._run(microbatches, loss, backward=True, overlap=losses.in_last_call)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:
+        """The loss of a batch, or of a loader, as :meth:`Engine.evaluate` returns it."""
+        totals = self._losses.no_losses()
+        with self._context.phase("evaluation"), evaluation_mode(self._stages):
+            if target is None and is_loader(inputs):
+                run_loader(inputs, self.run, totals, self.num_microbatches, self._failure, self._context)
+            else:
+                self.run(inputs, target, totals=totals)
+        return self._losses.mean(totals)
+
+    def run_next(
+        self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Run the next batch of ``data_iter``, as :meth:`Engine.execute_schedule` does."""
+        losses = self._losses
+        inputs, target = next_batch(data_iter, self._failure)
+        if not forward_only and not return_loss:
+            raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
+        totals = losses.no_losses() if forward_only and return_loss else None
+        seen: Seen | None = [] if return_output_label else None
+        with torch.set_grad_enabled(not forward_only):
+            self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
+        if not return_loss:
+            self._failure.agree(self._failure.take())
+        mean = losses.mean(totals) if return_loss else None
+        return *(joined(seen) if seen else (None, None)), mean
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.

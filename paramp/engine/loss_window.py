@@ -9,7 +9,7 @@ count: gradient = sum of gradients / sum of counts, whatever the counts of the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
 from ..base.trees import map_tensors
-from ..distributed.context import ParallelContext
+from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.replay import Window
+from ..optim.flat_gradients import FlatGradients
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
-from .step_decision import StepGradients
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
@@ -89,6 +89,47 @@ def _checked(loss: Any) -> Loss:
     return (plain[0], plain[1]) if expected == 2 else plain[0]
 
 
+class StepGradients:
+    """The gradients of this rank's weights, from their backward to the step; :attr:`flat` are their buffers.
+
+    ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
+    """
+
+    def __init__(
+        self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
+    ) -> None:
+        self.flat = gradients
+        self._ties = ties
+        self._overflow = overflow
+        self._failure = failure
+
+    def complete(self) -> torch.Tensor:
+        """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
+
+        A gradient that a step cannot use is recorded as a failure of this rank.
+
+        Returns this rank's flag, 0-dim float32: 1 if a non-finite gradient was then sharded, or cast to float8, so
+        that the finite check would not find it.
+        """
+        found_inf = self._overflow.clone()
+        self._overflow.zero_()
+        try:
+            self.flat.check()
+        except RuntimeError as error:
+            self._failure.record(error)
+        self.flat.collect(found_inf)
+        self.flat.reduce()
+        return found_inf
+
+    def drop(self, *, overflow: bool = True) -> None:
+        """Make all gradients zero, and forget an ``overflow`` that they hide."""
+        self.flat.zero_grad()
+        for tie in self._ties:
+            tie.summed = None
+        if overflow:
+            self._overflow.zero_()
+
+
 class LossWindow:
     """The current accumulation window on this rank.
 
@@ -101,6 +142,7 @@ class LossWindow:
         count_unit: the divisor of sums and counts. None before the first backward.
         gradients: the gradients of the window's losses.
         batches: the batches of the window, for a diagnosis of a skipped step.
+        failure: what failed on this rank or another.
         failed: whether a batch of the window failed, so that :meth:`drop` drops it.
     """
 
@@ -114,7 +156,7 @@ class LossWindow:
     ) -> None:
         self._accumulation = context.config.gradient_accumulation
         self._scaler = scaler
-        self._failure = failure
+        self.failure = failure
         self._context = context
         self._device = context.device
         self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
@@ -182,7 +224,7 @@ class LossWindow:
             RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
         """
         with self.failing():
-            self._failure.check()
+            self.failure.check()
             self._check_source()
         self._check_complete()
         if not self._has_backward:
@@ -227,7 +269,7 @@ class LossWindow:
             "step(): no backward since the last step, so there are no gradients to step with; call "
             "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
         )
-        self._failure.agree(error if self.gradients.flat.are_unchanged() else None)
+        self.failure.agree(error if self.gradients.flat.are_unchanged() else None)
 
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
@@ -303,7 +345,7 @@ class LossWindow:
         """
         totals = self.totals if totals is None else totals
         counted = totals if self._context.counts_loss else torch.zeros_like(totals)
-        return torch.cat([counted, self._failure.flag()])
+        return torch.cat([counted, self.failure.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
         """The mean loss over the ``totals`` of all ranks (None: of the window so far), 0-dim float32.
@@ -314,5 +356,5 @@ class LossWindow:
         summed = self.findings(totals)
         dist.all_reduce(summed)
         with self.failing() if totals is None else nullcontext():
-            self._failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
+            self.failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
         return (summed[0] / summed[1]).float()

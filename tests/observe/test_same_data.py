@@ -35,10 +35,10 @@ def test_different_batches_are_an_error_on_every_rank(world, axis):
     first, second = RANKS[axis]
     x, y = torch.ones(4, 4), torch.zeros(4, 4)
     wrong = {
-        "other values": (x + world.rank, y, f"inputs: {first} has float32 (4, 4), but {second} has other values"),
+        "other values": (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
         "sizes": (
             *(x[: 4 - 2 * world.rank], y[: 4 - 2 * world.rank]),
-            f"inputs: {first} has float32 (4, 4), but {second} has float32 (2, 4)",
+            f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)",
         ),
         "dtype": (x, y.to((torch.float32, torch.int64)[world.rank]), f"{second} has int64 (4, 4)"),
     }
