@@ -206,7 +206,7 @@ def _detect_mpi_quietly() -> None:
     ``Fabric()`` asks mpi4py whether mpirun started the process. Lightning expects an ImportError if there is no MPI,
     but mpi4py raises a RuntimeError. Under mpirun that error stays: there each process would train alone.
     """
-    from lightning.fabric.plugins.environments import MPIEnvironment
+    from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 
     detect = MPIEnvironment.detect
 

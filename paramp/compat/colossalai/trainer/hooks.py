@@ -23,7 +23,6 @@ from ..timer import MultiTimer
 
 if TYPE_CHECKING:
     from ....engine.lr_scheduler import Scheduler
-    from .trainer import Trainer
 
 __all__ = [
     "AccuracyHook",
@@ -43,25 +42,27 @@ __all__ = [
 class BaseHook:
     """A hook that does nothing. Those with a smaller ``priority`` are called first.
 
+    ``trainer`` is the :class:`~paramp.compat.colossalai.trainer.Trainer` with ``engine``, ``states``, ``cur_epoch`` and
+    ``cur_step``.
     ``output`` and ``label`` are those of ``engine.execute_schedule``: None but on the last pipeline stage.
     """
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
 
-    def after_hook_is_attached(self, trainer: Trainer) -> None: ...
-    def before_train(self, trainer: Trainer) -> None: ...
-    def after_train(self, trainer: Trainer) -> None: ...
-    def before_train_epoch(self, trainer: Trainer) -> None: ...
-    def after_train_epoch(self, trainer: Trainer) -> None: ...
-    def before_train_iter(self, trainer: Trainer) -> None: ...
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None: ...
-    def before_test(self, trainer: Trainer) -> None: ...
-    def after_test(self, trainer: Trainer) -> None: ...
-    def before_test_epoch(self, trainer: Trainer) -> None: ...
-    def after_test_epoch(self, trainer: Trainer) -> None: ...
-    def before_test_iter(self, trainer: Trainer) -> None: ...
-    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None: ...
+    def after_hook_is_attached(self, trainer: Any) -> None: ...
+    def before_train(self, trainer: Any) -> None: ...
+    def after_train(self, trainer: Any) -> None: ...
+    def before_train_epoch(self, trainer: Any) -> None: ...
+    def after_train_epoch(self, trainer: Any) -> None: ...
+    def before_train_iter(self, trainer: Any) -> None: ...
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None: ...
+    def before_test(self, trainer: Any) -> None: ...
+    def after_test(self, trainer: Any) -> None: ...
+    def before_test_epoch(self, trainer: Any) -> None: ...
+    def after_test_epoch(self, trainer: Any) -> None: ...
+    def before_test_iter(self, trainer: Any) -> None: ...
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None: ...
 
 
 class LossHook(BaseHook):
@@ -74,22 +75,22 @@ class LossHook(BaseHook):
         super().__init__(priority)
         self._losses: list[torch.Tensor] = []
 
-    def before_train_epoch(self, trainer: Trainer) -> None:
+    def before_train_epoch(self, trainer: Any) -> None:
         self._losses = []
 
     before_test_epoch = before_train_epoch
 
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if (trainer.cur_step + 1) % trainer.engine.context.config.gradient_accumulation == 0:
             self._losses.append(loss)  # of the whole window
 
-    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         self._losses.append(loss)
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
+    def after_train_epoch(self, trainer: Any) -> None:
         trainer.states["metrics"]["train"]["Loss"] = self._mean()
 
-    def after_test_epoch(self, trainer: Trainer) -> None:
+    def after_test_epoch(self, trainer: Any) -> None:
         trainer.states["metrics"]["test"]["Loss"] = self._mean()
 
     def _mean(self) -> float:
@@ -109,15 +110,15 @@ class AccuracyHook(BaseHook):
         self.accuracy_func = accuracy_func
         self._counts = [0.0, 0.0]  # correct, all
 
-    def before_test_epoch(self, trainer: Trainer) -> None:
+    def before_test_epoch(self, trainer: Any) -> None:
         self._counts = [0.0, 0.0]
 
-    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if output is not None and trainer.engine.context.tensor_axis.rank == 0:  # once for each data rank
             self._counts[0] += float(self.accuracy_func(output, label))
             self._counts[1] += len(label)
 
-    def after_test_epoch(self, trainer: Trainer) -> None:
+    def after_test_epoch(self, trainer: Any) -> None:
         counts = torch.tensor(self._counts, dtype=torch.float64, device=trainer.engine.context.device)
         dist.all_reduce(counts)
         correct, count = counts.tolist()
@@ -135,17 +136,17 @@ class LRSchedulerHook(BaseHook):
         self.by_epoch = by_epoch
         self.store_lr_in_state = store_lr_in_state
 
-    def after_hook_is_attached(self, trainer: Trainer) -> None:
+    def after_hook_is_attached(self, trainer: Any) -> None:
         if isinstance(self.lr_scheduler, LRScheduler):  # not one of initialize's, which the engine tracks already
             trainer.engine.track("trainer_lr_scheduler", self.lr_scheduler)
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
+    def after_train_epoch(self, trainer: Any) -> None:
         if self.store_lr_in_state:
             trainer.states["metrics"]["train"]["LR"] = self.lr_scheduler.get_last_lr()[0]
         if self.by_epoch:
             self.lr_scheduler.step()
 
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if not self.by_epoch:
             self.lr_scheduler.step()
 
@@ -158,17 +159,17 @@ class _LogHook(BaseHook):
         self.logger = logger
         self.interval = interval
 
-    def text(self, trainer: Trainer, phase: str) -> str:
+    def text(self, trainer: Any, phase: str) -> str:
         """What to write after an epoch of ``phase``, ``train`` or ``test``; "" for nothing."""
         raise NotImplementedError
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
+    def after_train_epoch(self, trainer: Any) -> None:
         self._log(trainer, "train")
 
-    def after_test_epoch(self, trainer: Trainer) -> None:
+    def after_test_epoch(self, trainer: Any) -> None:
         self._log(trainer, "test")
 
-    def _log(self, trainer: Trainer, phase: str) -> None:
+    def _log(self, trainer: Any, phase: str) -> None:
         text = self.text(trainer, phase) if trainer.cur_epoch % self.interval == 0 else ""
         if text:
             self.logger.info(f"[Epoch {trainer.cur_epoch} / {phase.capitalize()}]: {text}", ranks=[0])
@@ -177,7 +178,7 @@ class _LogHook(BaseHook):
 class LogMetricByEpochHook(_LogHook):
     """Writes the metrics of an epoch."""
 
-    def text(self, trainer: Trainer, phase: str) -> str:
+    def text(self, trainer: Any, phase: str) -> str:
         return " | ".join(f"{name} = {value:.5g}" for name, value in trainer.states["metrics"][phase].items())
 
 
@@ -203,7 +204,7 @@ class LogTimingByEpochHook(_LogHook):
         self.log_eval = log_eval
         self.ignored = ignore_num_train_steps
 
-    def text(self, trainer: Trainer, phase: str) -> str:
+    def text(self, trainer: Any, phase: str) -> str:
         if phase == "test" and not self.log_eval:
             return ""
         name = phase.capitalize()
@@ -232,7 +233,7 @@ class LogMemoryByEpochHook(_LogHook):
         super().__init__(logger, interval, priority)
         self.log_eval = log_eval
 
-    def text(self, trainer: Trainer, phase: str) -> str:
+    def text(self, trainer: Any, phase: str) -> str:
         device = trainer.engine.context.device
         if device.type != "cuda" or (phase == "test" and not self.log_eval):
             return ""
@@ -247,7 +248,7 @@ class LogMetricByStepHook(BaseHook):
     def __init__(self, priority: int = 10) -> None:
         super().__init__(priority)
 
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         trainer.states["step_metrics"] = {"loss": f"{float(loss):.5g}"}
 
     after_test_iter = after_train_iter
@@ -281,21 +282,21 @@ class TensorboardHook(BaseHook):
             folder = Path(log_dir) / f"rank_{global_context.get_global_rank()}"
             self.writer = SummaryWriter(str(folder))
 
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if self.writer is not None:
             self.writer.add_scalar("Loss/train", float(loss), trainer.cur_step)
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
+    def after_train_epoch(self, trainer: Any) -> None:
         self._write(trainer, "train")
 
-    def after_test_epoch(self, trainer: Trainer) -> None:
+    def after_test_epoch(self, trainer: Any) -> None:
         self._write(trainer, "test")
 
-    def after_train(self, trainer: Trainer) -> None:
+    def after_train(self, trainer: Any) -> None:
         if self.writer is not None:
             self.writer.close()
 
-    def _write(self, trainer: Trainer, phase: str) -> None:
+    def _write(self, trainer: Any, phase: str) -> None:
         if self.writer is not None:
             for name, value in trainer.states["metrics"][phase].items():
                 self.writer.add_scalar(f"{name}/{phase}/epoch", value, trainer.cur_step)
@@ -313,7 +314,7 @@ class SaveCheckpointHook(BaseHook):
         self.checkpoint_dir = Path(checkpoint_dir)
         self.suffix = suffix
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
+    def after_train_epoch(self, trainer: Any) -> None:
         if trainer.cur_epoch % self.interval == 0:
             trainer.engine.save(self.checkpoint_dir / f"epoch{trainer.cur_epoch}{self.suffix}")
 
@@ -345,7 +346,7 @@ class LoadCheckpointHook(BaseHook):
         self.finetune = finetune
         self.suffix = suffix
 
-    def before_train(self, trainer: Trainer) -> None:
+    def before_train(self, trainer: Any) -> None:
         pattern = re.compile(r"epoch(\d+)" + re.escape(self.suffix))
         found = (pattern.fullmatch(path.name) for path in self.checkpoint_dir.glob("epoch*"))
         epochs = {int(match.group(1)) for match in found if match}
