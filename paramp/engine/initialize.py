@@ -78,11 +78,11 @@ def initialize(
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
     to_float8 = setup.float8_conversion(model, styles, overflow, context)
-    fill, own_loss = adapter.filler(), adapter.own_loss()
+    fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
     own = Joined(all_stages[index] for index in context.local_stages)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
-    setup.shard(own, styles, fill, to_float8, context)
+    setup.shard(own, styles, fill, stored, to_float8, context)
     ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)

@@ -217,6 +217,7 @@ def shard(
     stages: Joined,
     styles: Mapping[str, ParallelStyle],
     fill: Callable[[nn.Module], None],
+    stored: Callable[[str], torch.Tensor | None],
     to_float8: Callable[[nn.Module], nn.Module],
     context: ParallelContext,
 ) -> None:
@@ -249,6 +250,7 @@ def shard(
         context.device,
         whole=whole,
         fill=fill,
+        stored=stored,
         dtype=None if precision.masters else precision.weights,  # masters start from the full-precision values
         keep_batchnorm_fp32=precision.keep_batchnorm_fp32,
     )

@@ -5,6 +5,7 @@ A family's modules are imported in the methods, so that only the modules that a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .materialize import check_materializable, is_on_meta, reset_parameters
 from .partition import Partition, SequentialPartition, is_sequential
 
 if TYPE_CHECKING:
+    from .huggingface.pretrained_folder import PretrainedFiles
     from .tensor_plan import Plan
 
 
@@ -70,6 +72,10 @@ class ModelAdapter:
         check_materializable(self.model)
         return reset_parameters
 
+    def stored(self) -> Callable[[str], torch.Tensor | None]:
+        """A function that returns the full value of a tensor on ``meta`` by name; None if the filler makes it."""
+        return lambda _: None
+
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         """A function that writes full weights by name to a folder; the module is the model, or a stage of it."""
         raise ConfigError(
@@ -112,7 +118,7 @@ class HuggingFaceAdapter(ModelAdapter):
         from .huggingface.partition import PretrainedPartition
 
         known, _ = find_architecture(self.model)
-        if known is None or known.is_chain:
+        if (known is None or known.is_chain) and not self._is_on_meta:
             return PretrainedPartition(self.model)
         from .huggingface.called_units import CalledUnitsPartition
 
@@ -131,8 +137,21 @@ class HuggingFaceAdapter(ModelAdapter):
     def filler(self) -> Callable[[nn.Module], None]:
         from .huggingface.initial_weights import pretrained_filler
 
-        on_meta = any(is_on_meta(module) for module in self.model.modules())
-        return pretrained_filler(self.model) if on_meta else super().filler()
+        return pretrained_filler(self.model, self._files or ()) if self._is_on_meta else super().filler()
+
+    def stored(self) -> Callable[[str], torch.Tensor | None]:
+        return self._files or super().stored()
+
+    @functools.cached_property
+    def _files(self) -> PretrainedFiles | None:
+        """The files of a model that ``from_pretrained`` has put on ``meta``."""
+        from .huggingface.pretrained_folder import PretrainedFiles, is_from_folder
+
+        return PretrainedFiles(self.model) if self._is_on_meta and is_from_folder(self.model) else None
+
+    @property
+    def _is_on_meta(self) -> bool:
+        return any(is_on_meta(module) for module in self.model.modules())
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         from .huggingface.pretrained_folder import write_folder

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from ..base.dtensor import is_dtensor, own_part, wrap
+from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, carry_over, resolved, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import derive_seed
@@ -121,6 +122,7 @@ def materialize(
     *,
     whole: nn.Module | None = None,
     fill: Callable[[nn.Module], None] = reset_parameters,
+    stored: Callable[[str], torch.Tensor | None] = lambda _: None,
     dtype: torch.dtype | None = None,
     keep_batchnorm_fp32: bool = False,
 ) -> None:
@@ -132,6 +134,7 @@ def materialize(
     Args:
         whole: the :func:`outline` of ``module``, made before it was sharded. None: it is not sharded.
         fill: fills the tensors of one module itself, without its submodules.
+        stored: the full value of the tensor of a name, which may be a view of a file; None: ``fill`` makes it.
         dtype: the dtype of floating-point tensors. None: their dtype on ``meta``.
         keep_batchnorm_fp32: tensors of batch norms are in fp32, whatever ``dtype`` is.
 
@@ -144,32 +147,54 @@ def materialize(
 
     def keep(child: nn.Module, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if like not in filled:  # a tied tensor is filled once
-            stored = dtype and stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-            filled[like] = _shard(value, like, stored or value.dtype, device)
+            in_dtype = dtype and stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+            filled[like] = _shard(value, like, in_dtype or like.dtype, device)
         return filled[like]
 
     with torch.random.fork_rng(devices=[]):
         for name, original in (whole or outline(module)).named_modules():
             if is_on_meta(original):
                 torch.manual_seed(derive_seed(seed, name))
-                _fill(module.get_submodule(name), original, fill, keep)
+                values = _stored_values(name, original, stored)
+                _fill(module.get_submodule(name), original, values, fill, keep)
+
+
+def _stored_values(
+    name: str, original: nn.Module, stored: Callable[[str], torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The stored values of the tensors of the module ``original``."""
+    values: dict[str, torch.Tensor] = {}
+    for table in TENSORS:
+        for own, tensor in getattr(original, table).items():
+            value = None if tensor is None else stored(f"{name}.{own}".lstrip("."))
+            if value is not None and value.shape != tensor.shape:
+                raise ConfigError(
+                    f"model: {f'{name}.{own}'!r} is {tuple(value.shape)} in its file, expected {tuple(tensor.shape)}"
+                )
+            if value is not None:
+                values[own] = value
+    return values
 
 
 def _fill(
     child: nn.Module,
     original: nn.Module,
+    values: dict[str, torch.Tensor],
     fill: Callable[[nn.Module], None],
     keep: Callable[[nn.Module, str, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draw the full values of the module ``original`` on the CPU, and put this rank's shards into ``child``."""
+    """Put this rank's shards of ``values`` into ``child``; other full values are drawn on the CPU, in ``original``."""
     drawn = _copy(original)
+    own = {name: tensor for table in TENSORS for name, tensor in getattr(original, table).items() if tensor is not None}
+    if own.keys() - values.keys():
+        for table in TENSORS:
+            tensors = getattr(drawn, table)
+            tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
+        fill(drawn)
+        _check_filled(drawn)
+        values = {**drawn._parameters, **drawn._buffers, **values}  # type: ignore[dict-item]
     for table in TENSORS:
-        tensors = getattr(drawn, table)
-        tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
-    fill(drawn)
-    _check_filled(drawn)
-    for table in TENSORS:
-        tensors, values = getattr(child, table), getattr(drawn, table)
+        tensors = getattr(child, table)
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)

@@ -25,13 +25,13 @@ from ...base.module_surgery import PassThrough, keep_only, names_outside, shallo
 from ...base.trees import leaves, map_tensors, tensors
 from .missing_plans import find_architecture
 from .output import call_options, check_output, label_count, with_count
-from .partition import _replace
+from .partition import no_plan, put_at
 
 
 class CalledUnitsPartition:
-    """The partition of a model at the calls of its units, which its row of ``ARCHITECTURES`` names.
+    """The partition of a model at the calls of its units, which its row of ``ARCHITECTURES`` or its plan names.
 
-    ConfigError if the model has parameters outside of its units.
+    It runs nothing, so the model may be on ``meta``. ConfigError if the model has parameters outside of its units.
     """
 
     opened: frozenset[str] = frozenset()
@@ -40,10 +40,11 @@ class CalledUnitsPartition:
         self._model = model
         check_output(model)
         known, prefix = find_architecture(model)
-        assert known is not None
-        self.units: list[tuple[str, nn.Module]] = []
-        for name in (f"{prefix}{name}" for name in known.units):
-            self.units += _modules_at(model, name)
+        planned = [name for name in getattr(model, "_pp_plan", None) or () if name.startswith(prefix)]
+        names = [f"{prefix}{name}" for name in known.units] if known else planned
+        if not names:
+            raise no_plan(model)
+        self.units: list[tuple[str, nn.Module]] = [unit for name in names for unit in _modules_at(model, name)]
         bodies = {name.partition(".")[0] for name, _ in self.units}
         heads = [(name, module) for name, module in model.named_children() if name not in bodies]
         self._companions = _tied_to(dict(self.units), heads)
@@ -76,7 +77,7 @@ class CalledUnitsPartition:
             for name, unit in self.units:
                 if name not in names:
                     role = forward.skip if name in earlier else forward.end
-                    _replace(part, model, name, _substitute(unit, name, role))
+                    put_at(part, model, name, _substitute(unit, name, role))
             forward.stage = with_forward(part, forward.run)
             stages.append(forward.stage)
         return stages
@@ -95,7 +96,9 @@ def _modules_at(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 def _tied_to(units: Mapping[str, nn.Module], heads: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """The embeddings among ``heads`` that only name a weight of a unit, such as T5's ``shared``, by that unit."""
-    owners = {parameter: name for name, unit in reversed(units.items()) for parameter in unit.parameters()}
+    owners: dict[torch.Tensor, str] = {
+        parameter: name for name in reversed(list(units)) for parameter in units[name].parameters()
+    }
     return {
         name: owners[module.weight]
         for name, module in heads
@@ -197,7 +200,7 @@ class _StageForward:
         if not missing:
             raise _Ended(name, (args, kwargs))
         if isinstance(unit, nn.Embedding):  # of tokens, which a model may look up before it runs another tower
-            (ids,) = (*args, *kwargs.values())
+            ids = [*args, *kwargs.values()][0]
             return torch.zeros(*ids.shape, unit.embedding_dim, device=ids.device)
         raise ConfigError(
             f"parallel.pipeline.split: {self._kind.__name__} calls {name} before {missing[0]}, which is on an earlier "

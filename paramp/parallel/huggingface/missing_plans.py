@@ -106,7 +106,7 @@ ARCHITECTURES = {
     ),
 }
 """By ``config.model_type``."""
-HEADS = {"lm_head": "colwise_gather_output", "shared": "embedding_rowwise"}
+HEADS: Mapping[str, str | ParallelStyle] = {"lm_head": "colwise_gather_output", "shared": "embedding_rowwise"}
 """The styles of a model's own modules, beside the base model."""
 HEAD = "lm_head"
 
@@ -126,5 +126,5 @@ def tensor_entries(model: nn.Module) -> dict[str, str | ParallelStyle]:
         if row is not None and hasattr(module, "tp_plan"):  # a model, not one of its layers
             prefix = name and f"{name}."
             entries |= {f"{prefix}{pattern}": style for pattern, style in row.tensor.items()}
-            entries = HEADS | entries
+            entries = {**HEADS, **entries}
     return entries

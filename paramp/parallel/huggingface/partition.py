@@ -48,10 +48,7 @@ class PretrainedPartition:
             {f"{prefix}{name}" for name in known.units} | {HEAD} if known else set(getattr(model, "_pp_plan", ()) or ())
         )
         if not names:
-            raise ConfigError(
-                f"parallel.pipeline.size: {type(model).__name__} has no pipeline plan (_pp_plan); set the size to 1, "
-                "or add its units to paramp.parallel.huggingface.missing_plans.ARCHITECTURES"
-            )
+            raise no_plan(model)
         self.units: list[tuple[str, nn.Module]] = []
         for name, module in model.named_modules():
             if name in names and isinstance(module, nn.ModuleList):
@@ -84,7 +81,7 @@ class PretrainedPartition:
         part = keep_only(model, [*names, *everywhere, *inside])
         for name, _ in self.units:
             if name not in names:
-                _replace(part, model, name, _Nothing() if name in self._positions else PassThrough())
+                put_at(part, model, name, _Nothing() if name in self._positions else PassThrough())
         kind, options, count = type(model), call_options(model), label_count(model)
 
         def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
@@ -162,7 +159,15 @@ class _Nothing(PassThrough):
         return torch.zeros((), device=x.device)
 
 
-def _replace(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
+def no_plan(model: nn.Module) -> ConfigError:
+    """The error for a model without a pipeline plan."""
+    return ConfigError(
+        f"parallel.pipeline.size: {type(model).__name__} has no pipeline plan (_pp_plan); set the size to 1, "
+        "or add its units to paramp.parallel.huggingface.missing_plans.ARCHITECTURES"
+    )
+
+
+def put_at(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
     """Put ``substitute`` at ``name`` of ``part``, keeping the order of its siblings in ``model``."""
     *owners, leaf = name.split(".")
     for owner in owners:

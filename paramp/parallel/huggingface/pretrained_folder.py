@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class PretrainedFiles:
             if stored is not None:
                 self._sources |= dict.fromkeys(names, self._sources[stored])
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._sources
 
     def __call__(self, name: str) -> torch.Tensor | None:
@@ -124,21 +124,25 @@ class PretrainedFiles:
 def _files(model: Any) -> Mapping[str, Path]:
     """The safetensors file that has each stored tensor."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     source = model.config._name_or_path
-    commit = getattr(model.config, "_commit_hash", None)
-    find: Callable[[str], Any] = lambda name: cached_file(  # noqa: E731
-        source, name, local_files_only=True, revision=commit, _raise_exceptions_for_missing_entries=False
-    )
-    index, single = (source and find(name) for name in FILES)
-    if single:
+
+    def find(name: str) -> str | None:
+        commit = getattr(model.config, "_commit_hash", None)
+        try:  # in the folder, or in the cache of downloads
+            return cached_file(source, name, local_files_only=True, revision=commit)
+        except OSError:
+            return None
+
+    index, single = (find(name) if source else None for name in FILES)
+    if index is not None:
+        found: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        return {name: Path(find(file) or file) for name, file in found.items()}
+    if single is not None:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), Path(single))
-    if index:
-        found = json.loads(Path(index).read_text())["weight_map"]
-        return {name: Path(find(file)) for name, file in found.items()}
     raise ConfigError(
         f"model: {type(model).__name__} is on the meta device, and was loaded from {source!r}, where there is neither "
-        f"{' nor '.join(FILES)}; load it on the CPU, or save it there with save_pretrained"
+        f"{' nor '.join(FILES)}; load it on the CPU, or write its weights there with save_pretrained"
     )

@@ -1,0 +1,150 @@
+"""Families of Hugging Face models over tensor and pipeline ranks, against the model itself in one plain fp32 loop.
+
+Each cell trains a small random model for three steps on padded batches, with the loss of its own forward. Losses and
+the way of every weight are compared. The optimizer is SGD, because Adam hides a gradient of half the size. What comes
+out is the table in ``docs/models.md``.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from families import WHOLE, family
+from families import cases as chosen
+from matrix import from_small_scale, marks_of, replace_table, table
+from pool import on_ranks, run_on_ranks
+from reference import UNITS_WEIGHTS, rounding
+
+import paramp
+
+pytest.importorskip("transformers")
+
+from pretrained import FAMILIES, batches, build
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+STEPS = 3
+UNITS_LOSS = 2
+"""Allowed relative distance of a loss from that in fp32, in rounding errors of the mode's dtype; up to 0.7 is measured.
+Of a weight's way up to 17 are, of 32 allowed."""
+LAYOUTS = {
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": {"size": 2, "microbatches": 2}}),
+    "tp2·pp2": (4, {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}),
+}
+MODES = ("16-mixed", "16-naive")
+EVERYTHING = [(name, layout, mode) for layout in LAYOUTS for mode in MODES for name in FAMILIES]
+PART = {
+    ("Mixtral", "tp2", "16-mixed"),
+    ("T5", "tp2", "16-naive"),
+    ("BERT", "pp2", "16-naive"),
+    ("LLaVA", "pp2", "16-mixed"),
+    ("Qwen3", "tp2·pp2", "16-mixed"),
+}
+CELLS = chosen("huggingface", EVERYTHING, PART, 6)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+@functools.cache
+def plain_training(name):
+    """Losses, and how far each trained weight has gone, in a plain loop."""
+    model = build(name)
+    optimizer = sgd(model.parameters())
+    start = {key: value.detach().clone() for key, value in model.named_parameters() if value.requires_grad}
+    losses = []
+    for batch in batches(name, STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: model.get_parameter(key).detach() - value for key, value in start.items()}
+
+
+def train(name, plan=None):
+    model = build(name)
+    start = {key: value.detach().clone() for key, value in model.named_parameters()}
+    engine, *_ = paramp.initialize(model, sgd, plan=plan)
+    losses = []
+    for batch in batches(name, STEPS):
+        losses.append(engine.forward_backward(batch).item())
+        assert engine.step().stepped
+        engine.zero_grad()
+    return losses, {key: value - start[key] for key, value in engine.full_state_dict().items() if key in start}
+
+
+@on_ranks(2)
+def train_all(world, parallel, mode, names):
+    """The cells of one layout and mode: one launch serves all of them."""
+    with paramp.launch_from_torch({"parallel": parallel, "precision": from_small_scale(mode)}):
+        cells = {name: train(name) for name in names}
+    return cells if world.rank == 0 else None
+
+
+def apart(actual, expected, mode):
+    """The largest relative distances of a loss and of a weight's way, in rounding errors of the mode's dtype."""
+    losses = max(abs(a - b) / b for a, b in zip(actual[0], expected[0], strict=True))
+    # Some gradients are zero but for rounding, as those of keys' biases: they count as 2 % of the largest.
+    least = 0.02 * max(way.square().mean().sqrt() for way in expected[1].values())
+    ways = max(
+        ((actual[1][key] - way).norm() / (way.norm() + least * way.numel() ** 0.5)).item()
+        for key, way in expected[1].items()
+    )
+    return losses / rounding(mode), ways / rounding(mode)
+
+
+@pytest.fixture(scope="module")
+def cells():
+    """``cells(name, layout, mode)``: what it came to; those of one layout and mode are run together."""
+
+    @functools.cache
+    def compute(layout, mode):
+        size, parallel = LAYOUTS[layout]
+        names = [name for name, *place in CELLS if place == [layout, mode]]
+        return run_on_ranks(size, __name__, "train_all", {"parallel": parallel, "mode": mode, "names": names})[0]
+
+    return lambda name, layout, mode: compute(layout, mode)[name]
+
+
+@pytest.fixture(scope="module")
+def green():
+    """The cells whose test has passed, as row and column of the table."""
+    return set()
+
+
+@family
+@pytest.mark.parametrize(("name", "layout", "mode"), CELLS)
+def test_a_family_follows_plain_torch(name, layout, mode, cells, green):
+    losses, ways = apart(cells(name, layout, mode), plain_training(name), mode)
+    assert losses <= UNITS_LOSS, f"losses {losses:.2f} units apart"
+    assert ways <= UNITS_WEIGHTS, f"weights {ways:.2f} units apart"
+    green.add((name, f"{layout} {mode}"))
+
+
+@on_ranks(2)
+def test_the_tolerance_rejects_a_gradient_of_one_ranks_heads(world):
+    """Without its style the norm of queries gets the gradient of each rank's own heads."""
+    from paramp.parallel.huggingface.plan import pretrained_plan
+
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "precision": from_small_scale("16-naive")}):
+        plan = pretrained_plan(build("Qwen3"), 2, False)
+        halved = train("Qwen3", {key: style for key, style in plan.items() if not key.endswith("0.self_attn.q_norm")})
+    assert apart(halved, plain_training("Qwen3"), "16-naive")[1] > 2 * UNITS_WEIGHTS
+
+
+@family
+def test_the_documents_table_is_what_came_out(green, request):
+    """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    columns = [f"{layout} {mode}" for layout in LAYOUTS for mode in MODES]
+    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
+        expected = replace_table(text, "families", table("family", FAMILIES, columns, green))
+        if request.config.getoption("--write-matrix"):
+            DOCUMENT.write_text(expected, encoding="utf-8")
+        assert expected == DOCUMENT.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+    marks = marks_of(text, "families")
+    assert list(marks) == [(name, column) for name in FAMILIES for column in columns]
+    assert all(marks[cell] == "✓" for cell in green)
