@@ -148,5 +148,11 @@ def test_the_readme_has_the_code_of_own_model():
     assert code in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_readme_has_the_table_of_modes():
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("## All modes")[2].splitlines() if line.startswith("|")]
+    assert "\n".join(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_version_is_the_changelogs():
     assert paramp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
