@@ -1,5 +1,6 @@
 """Every code block and every command of README and docs runs."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import ROOT, run
 from pool import on_ranks, run_on_ranks
 
@@ -110,6 +112,52 @@ def run_blocks(world, sources, page):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
 
 
+@on_ranks(2)
+def test_the_loops_of_fsdp2_are_plain_torchs(world):
+    """Weights, norms and skipped steps, against one process that trains on the whole batch with torch's scaler and clip."""
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for source in blocks("docs/fsdp2.md", "python")[:2]:
+            exec(compile(source, "docs/fsdp2.md", "exec"), names)
+    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)]
+    for prefix, norms in (("", []), ("wide_", [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)])):
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(*norms[:1], *layers, *norms[1:])
+        for layer in filter(lambda layer: hasattr(layer, "reset_parameters"), plain):
+            layer.reset_parameters()
+        model = names["wide" if prefix else "model"]
+        norm = train_in_one_process(plain)
+        scaler, optimizer = names[prefix + "scaler"], names[prefix + "optimizer"]
+        trained = [parameter.full_tensor() for parameter in model.parameters()]
+        torch.testing.assert_close(trained, list(plain.parameters()), atol=2e-4, rtol=2e-3)
+        if not prefix:
+            torch.testing.assert_close(names["grad_norm"], norm, atol=1e-4, rtol=2e-3)
+        if world.rank == 1:  # an overflow in this rank's shard alone
+            shard = list(model.parameters())[2 if prefix else 0]
+            shard.register_post_accumulate_grad_hook(lambda shard: shard.grad.to_local().fill_(torch.inf))
+        scale, x = scaler.get_scale(), torch.randn(8, 8)
+        names["train_step"](model, optimizer, scaler, x, x)
+        assert scaler.get_scale() == scale / 2
+        torch.testing.assert_close([p.full_tensor() for p in model.parameters()], trained, atol=0, rtol=0)
+
+
+def train_in_one_process(model):
+    """The page's three steps in plain torch; the last norm."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu")
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(16, 8)
+        half = {name: parameter.half() for name, parameter in model.named_parameters()}
+        loss = torch.nn.functional.mse_loss(torch.func.functional_call(model, half, x.half()).float(), x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return norm
+
+
 def test_commands_run_by_other_tests_exist():
     for command, name in RUN_BY.items():
         module, _, function = name.partition(".")
@@ -152,6 +200,23 @@ def test_the_readme_has_the_table_of_modes():
     page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
     rows = [line for line in page.partition("## All modes")[2].splitlines() if line.startswith("|")]
     assert "\n".join(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_messages_to_look_up_are_messages_of_the_code():
+    """``...`` stands for values, as in the page's tables. Messages of torch and gloo are left out."""
+    texts = set()
+    for path in (ROOT / "paramp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts.add("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = set(re.findall(r"^\| a? ?`([^`]* [^`]*)`", page, re.MULTILINE)) - {
+        "terminate called without an active exception"
+    }
+    assert len(messages) > 25
+    for message in messages:
+        pattern = ".*".join(map(re.escape, message.strip(". ").split("...")))
+        assert any(re.search(pattern, text) for text in texts), message
 
 
 def test_the_version_is_the_changelogs():
