@@ -8,7 +8,7 @@ The parts have modules of their own: a batch in microbatches (``batch_runner``),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base.spans import Observer, observed
+from ..config.schema import Config
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
@@ -30,6 +31,7 @@ from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zer
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner, evaluation_mode, joined, next_batch
+from .evaluation import is_loader, run_loader
 from .loss_window import Criterion, Loss, LossWindow
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict
@@ -44,6 +46,7 @@ class Engine:
 
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
+        parameters, named_parameters: those of ``module``, so this rank's; with the whole model's names.
         optimizer: the user's, which steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
@@ -66,6 +69,7 @@ class Engine:
         self.precision = context.config.precision
         self.optimizer = optimizer
         self.module: nn.Module = stages.module
+        self.parameters, self.named_parameters = stages.module.parameters, stages.module.named_parameters
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
@@ -156,6 +160,12 @@ class Engine:
         """
         return self._runner.output(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        mesh = self.context.mesh
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        count, mode = self._params.num_parameters, self.precision.name
+        return f"Engine({type(self.module).__name__}, {count:,} parameters, {mode}, {sizes})"
+
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
         """Call the criterion given to ``initialize``: this rank's loss, not reduced.
 
@@ -171,11 +181,19 @@ class Engine:
         return self._losses.mean()
 
     @torch.no_grad()
-    def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
-        totals = self._losses.no_losses()
+    def evaluate(self, x: torch.Tensor | Iterable[Any], y: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.
+
+        Or that of a loader over all its batches ``(inputs, target)``: the mean over samples, or over the counts of a
+        criterion that returns ``(sum, count)``; each sample of a loader that ``initialize`` sharded counts once. Its
+        batches may have any size, and data ranks different numbers of them (:mod:`paramp.engine.evaluation`).
+        """
+        totals, runner = self._losses.no_losses(), self._runner
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._runner.run(x, y, totals=totals)
+            if y is None and is_loader(x):
+                run_loader(x, runner.run, totals, runner.num_microbatches, self._failure, self.context)
+            else:
+                runner.run(x, y, totals=totals)  # type: ignore[arg-type]  # it reports what is no batch
         return self._losses.mean(totals)
 
     @observed("step")
@@ -183,7 +201,8 @@ class Engine:
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
-        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate.
+        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate. :meth:`flush`
+        ends a window with fewer calls.
 
         Raises:
             RuntimeError: there was no backward since the last call, and no gradient was set by hand.
@@ -198,9 +217,8 @@ class Engine:
             prepare()
         losses, names = self._losses, self._params.first_names
         found_inf = losses.gradients.complete()
-        decision = decide_step(
-            found_inf, scale, losses.gradients.flat, losses.findings(), losses.size, names, self.context
-        )
+        window = losses.findings(), losses.size, losses.mean_factor
+        decision = decide_step(found_inf, scale, losses.gradients.flat, *window, names, self.context)
         self._failure.publish(decision.num_failed)
         with self._guard:
             self._update(decision.divisor, decision.skip.float(), decision.absent)
@@ -214,6 +232,25 @@ class Engine:
         if may_stop and result.overflow:
             raise divergence(self._counters.read(), self.diagnose_overflow)
         return result
+
+    def flush(self) -> StepResult:
+        """End an accumulation window with the calls that were made, by a step as :meth:`step` makes it.
+
+        The gradient is the mean over these calls, as without ``gradient_accumulation`` over one batch of all their
+        samples. Call it after the last batch of an epoch, and before :meth:`save`. A backward without a call of
+        :meth:`step` counts too. If there was none since the last step, nothing happens, and ``stepped`` is False.
+
+        Raises:
+            Exception: as :meth:`step`.
+        """
+        if self._losses.shorten():
+            return self.step()
+        return StepResult(self.scaler.scale_tensor().double().reshape(1), stepping=False)
+
+    @property
+    def config(self) -> Config:
+        """The configuration: that of :attr:`context`."""
+        return self.context.config
 
     @property
     def num_steps(self) -> int:
@@ -243,16 +280,14 @@ class Engine:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, with the whole model's names."""
-        return self.module.named_parameters()
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
         Weights have their masters' values if the mode has masters; buffers are the first data rank's. A collective.
         """
         return full_state_dict(self._params)
+
+    state_dict = full_state_dict
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.

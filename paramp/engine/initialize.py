@@ -72,6 +72,7 @@ def initialize(
     setup.prepare_criterion(criterion, context.device)
     scheduler = build_scheduler(lr_scheduler, optimizer)
     names_of = setup.read_names(model, optimizer, context)
+    num_parameters = sum(parameter.numel() for parameter in names_of)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
@@ -85,7 +86,7 @@ def initialize(
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
-    params = ParamChunks(own.module, weights, ties, context, first_names, shapes)
+    params = ParamChunks(own.module, weights, ties, context, first_names, shapes, num_parameters)
     engine = Engine(stages, params, optimizer, criterion, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)

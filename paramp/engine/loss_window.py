@@ -74,6 +74,8 @@ class LossWindow:
 
     Attributes:
         size: microbatches in a window, over all data ranks.
+        mean_factor: the factor from gradients of means, which are divided by ``size``, to those of the window that has
+            ended; more than 1 after :meth:`shorten`.
         totals: 1-dim float64, on the device: the sum of the losses, of their weights, of those weights that are counts,
             and the number of losses. A mean over a microbatch has weight 1.
         count_unit: the divisor of sums and counts. None before the first backward.
@@ -95,7 +97,9 @@ class LossWindow:
         self._failure = failure
         self._context = context
         self._device = context.device
-        self._num_calls = 0  # calls of step() in this window
+        self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
+        self.mean_factor = 1.0
+        self._num_calls = 0  # those that were made
         self._ended = False  # True if the gradients belong to a past step
         self._has_backward = False  # True after a backward since the last call of step()
         self.failed = False
@@ -139,6 +143,18 @@ class LossWindow:
         """Whether the next call of ``step()`` ends the window."""
         return self._num_calls == self._accumulation - 1
 
+    def shorten(self) -> bool:
+        """Let the window end at the next :meth:`end_call`, with the calls that were made. False if there were none.
+
+        A backward since the last call counts as a call.
+        """
+        if not self._has_backward and self._num_calls:
+            self._num_calls -= 1  # the last call is made again, as the window's last
+            self._has_backward = True
+        if self._has_backward:
+            self._length = self._num_calls + 1
+        return self._has_backward
+
     def end_call(self, scale: torch.Tensor) -> bool:
         """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
@@ -153,9 +169,10 @@ class LossWindow:
             self._check_changed()
         self._has_backward = False
         self._num_calls += 1
-        if self._num_calls < self._accumulation:
+        if self._num_calls < self._length:
             self.gradients.flat.snapshot()
             return False
+        self.mean_factor, self._length = self._accumulation / self._length, self._accumulation
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)
         return True
@@ -199,7 +216,7 @@ class LossWindow:
             self.gradients.drop(overflow=not self._ended)
             self.totals.zero_()
             self.batches.drop()
-            self._num_calls = 0
+            self._num_calls, self._length = 0, self._accumulation
             self._ended = self._has_backward = self.failed = self._incomplete = self._has_other = False
 
     def restart(self) -> None:

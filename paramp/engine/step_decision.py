@@ -84,6 +84,7 @@ def decide_step(
     gradients: FlatGradients,
     losses: torch.Tensor,
     window_size: int,
+    mean_factor: float,
     first_names: Mapping[str, str],
     context: ParallelContext,
 ) -> StepDecision:
@@ -94,6 +95,7 @@ def decide_step(
         scale: 0-dim float32, the loss scale that the gradients carry.
         losses: 1-dim float64, from :meth:`~paramp.engine.loss_window.LossWindow.findings`.
         window_size: microbatches in the accumulation window, over all data ranks.
+        mean_factor: of the gradients of means, because the window was shortened; 1 if it was not.
         first_names: any name of a parameter of the whole model -> its first name.
     """
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
@@ -107,8 +109,8 @@ def decide_step(
     overflow = (found_any > 0) | ~squares.isfinite()
     uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
     skip = overflow | uncounted | (num_failed > 0)
-    # Means are already divided by their number; sums are divided by their counts here.
-    factor = torch.where(count > 0, window_size / count, 1.0)
+    # Means are already divided by their number in a whole window; sums are divided by their counts here.
+    factor = torch.where(count > 0, window_size / count, mean_factor)
     norm = squares.sqrt() / scale * factor
     if context.config.clip_grad_norm is not None:
         factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
