@@ -114,7 +114,7 @@ def run_blocks(world, sources, page):
 
 @on_ranks(2)
 def test_the_loops_of_fsdp2_are_plain_torchs(world):
-    """Weights, norms and skipped steps, against one process that trains on the whole batch with torch's scaler and clip."""
+    """Weights, norms and skipped steps, against one process with torch's scaler and clip."""
     names = {}
     with contextlib.redirect_stdout(io.StringIO()):
         for source in blocks("docs/fsdp2.md", "python")[:2]:
@@ -194,6 +194,14 @@ def test_the_readme_has_the_code_of_own_model():
     example = (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
     code = example.partition('"""\n\n')[2]
     assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_tutorial_has_the_code_of_its_examples():
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    for name in ("tutorial_model", "tutorial"):
+        example = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        assert f"```python\n{example.partition(chr(34) * 3 + chr(10) * 2)[2]}```" in page
+    assert len(example.splitlines()) <= 60
 
 
 def test_the_readme_has_the_table_of_modes():
