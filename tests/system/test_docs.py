@@ -44,6 +44,9 @@ RUN_BY = {
     "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
         "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
     ),
+    "torchrun --standalone --nproc-per-node 4 examples/tutorial.py 2 2": (
+        "test_docs.test_the_python_of_a_page_runs_on_four_ranks"
+    ),
     "python examples/apex_migration.py": "test_examples.test_the_apex_script_learns_at_every_level",
     "python examples/huggingface_llama.py": (
         "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four"
@@ -98,16 +101,16 @@ def test_every_block_is_python_sh_or_text():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs_on_four_ranks(page):
-    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page})
+def test_the_python_of_a_page_runs_on_four_ranks(page, tmp_path):
+    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page, "folder": tmp_path})
 
 
 @on_ranks(4)
-def run_blocks(world, sources, page):
+def run_blocks(world, sources, page, folder):
     """One block after the other, in one namespace: a page may import once."""
     names = {}
     sys.argv = [page]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
         for number, source in enumerate(sources):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
 
