@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import ModuleType
 
 import pytest
 from commands import ROOT
+
+import paramp
 
 pytest.importorskip("mkdocstrings")
 
@@ -42,7 +45,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return folder
@@ -79,6 +82,13 @@ def test_docstrings_link_to_what_they_name(pages, site):
     training = pages[site / "reference" / "training.html"]
     assert "#paramp.Engine.forward_backward" in training.links
     assert "standalone.html#paramp.DistributedGradScaler" in training.links
+
+
+def test_the_reference_has_every_public_name(pages):
+    ids = set().union(*(page.ids for path, page in pages.items() if path.parent.name == "reference"))
+    names = {name for name in paramp.__all__ if not isinstance(getattr(paramp, name), (str, ModuleType))}
+    assert len(names) > 15
+    assert {f"paramp.{name}" for name in names} <= ids
 
 
 def test_code_has_colours(pages, site):
