@@ -8,6 +8,7 @@ It learns the bytes of this file. Needs pip install "paramp[hf]".
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -29,9 +30,9 @@ shape = LlamaConfig(
 text = torch.tensor(list(Path(__file__).read_bytes()))
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte of logits (batch, sequence, 256), the model's output in every layout."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per byte of the logits (batch, sequence, 256) in the model's output."""
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
 with paramp.launch_from_torch(config) as context:

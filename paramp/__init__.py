@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .integrations.fabric import FabricPrecision
     from .optim.grad_norm import clip_grad_norm_
     from .optim.loss_scaler import DistributedGradScaler
+    from .parallel.batches import whole
     from .parallel.materialize import init_module
     from .precision.policy import LossScaling, Precision
 
@@ -62,6 +63,7 @@ __all__ = [
     "launch_from_torch",
     "models",
     "nn",
+    "whole",
 ]
 
 _HOMES = {
@@ -75,6 +77,7 @@ _HOMES = {
     "integrations.fabric": "FabricPrecision",
     "optim.grad_norm": "clip_grad_norm_",
     "optim.loss_scaler": "DistributedGradScaler",
+    "parallel.batches": "whole",
     "parallel.materialize": "init_module",
     "precision.policy": "LossScaling Precision",
 }

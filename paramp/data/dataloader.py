@@ -79,7 +79,8 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     A ``DataLoader``, of any subclass, is copied, and the copy gets another sampler. A custom sampler is sharded by
     index, a custom batch sampler by batch. Both must yield the same on every rank and may draw random numbers from
     torch's default generator. A sampler that already shards over this axis, such as a ``DistributedSampler``, is kept.
-    A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged.
+    A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged, and so is a
+    loader with a true attribute ``is_whole``: every rank reads all of it.
 
     The copy has its own generator, which seeds its worker processes: equally in a model group and differently over the
     data axis. For an iterable dataset the seeds are equal on all ranks, because all ranks read the same items.
@@ -87,7 +88,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     Raises:
         ConfigError: the loader shards over another axis, its order differs between ranks, or a rank has no batch.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or getattr(loader, "is_whole", False):
         return loader
     _check(loader, rank, size)
     if isinstance(loader, WithPosition):

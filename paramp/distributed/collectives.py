@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base import trees
+
 
 @torch.no_grad()
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> None:
@@ -31,6 +33,20 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> 
     dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=src)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
+
+
+def broadcast_tree(tree: Any, device: torch.device, group: dist.ProcessGroup, src: int = 0) -> Any:
+    """The ``tree`` of tensors and other values of the rank ``src`` of ``group``, on every rank of it.
+
+    Other values must pickle. Tensors are plain; on the other ranks they are on ``device``.
+    """
+    shapes = [trees.map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), tree)]
+    dist.broadcast_object_list(shapes, group=group, group_src=src)
+    if dist.get_rank(group) != src:
+        tree = trees.map_tensors(lambda meta: torch.empty_like(meta, device=device), shapes[0])
+    for tensor in trees.tensors(tree):
+        broadcast_(tensor, group, src)
+    return tree
 
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:

@@ -7,26 +7,29 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
 
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
-from ..distributed.collectives import broadcast_
+from ..base.trees import map_tensors, tensors
+from ..distributed.collectives import broadcast_tree
 from ..distributed.context import ParallelContext
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
+from ..observe.same_data import FirstBatches
 from ..optim.flat_params import FlatWeights
+from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
-from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow
+from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss
 from .shared_failure import SharedFailure
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps a microbatch's output and target to the 0-dim tensor that its backward starts from."""
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+"""Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
+Seen = list[tuple[Any, Any]]
+"""The detached output and the target of each microbatch."""
 
 
 class BatchRunner:
@@ -43,6 +46,7 @@ class BatchRunner:
         stages: Stages,
         weights: FlatWeights,
         criterion: Criterion | None,
+        own_loss: OwnLoss,
         losses: LossWindow,
         failure: SharedFailure,
         observers: list[Observer],
@@ -53,7 +57,7 @@ class BatchRunner:
         pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone) if config.size > 1 else None
         self.pipeline = pipeline
         self._compute = ComputeContext.in_layout(context)
-        self.criterion = CheckedCriterion(criterion, self._compute)
+        self.criterion = CheckedCriterion(criterion, own_loss, self._compute)
         self._observers = observers
         self._stages = stages
         self._weights = weights
@@ -61,48 +65,46 @@ class BatchRunner:
         self._losses = losses
         self._failure = failure
         self._context = context
+        self._first_batches = FirstBatches(context)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
     def run(
         self,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        inputs: Any,
+        target: Any,
         *,
         backward: bool = False,
         totals: torch.Tensor | None = None,
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        seen: Seen | None = None,
     ) -> None:
-        """Run a batch; append outputs and targets to ``seen``. Failures are recorded.
+        """Run a batch (:mod:`paramp.parallel.batches`); append outputs and targets to ``seen``. Failures are recorded.
 
         Args:
             backward: add losses and gradients to the accumulation window.
             totals: without a backward, add the losses to it; None: compute no losses.
         """
         losses = self._losses
-        if backward or totals is not None:
-            self.criterion.require()
-        problem = self._problem_of(x, y)
-        if problem is not None:
-            self._failure.record(problem)
+        self._failure.refuse_if_alone()
+        batch, microbatches = self._split(inputs, target, training=backward)
 
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
-                seen.append((output.detach(), target))
+                seen.append((map_tensors(torch.Tensor.detach, output), microbatch.target))
             if backward:
-                return losses.scaled(self.criterion(output, target))
+                return losses.scaled(self.criterion.of(output, microbatch))
             if totals is None:
-                return _no_loss(output, target)
-            value, added = losses.split(self.criterion(output, target))
+                return _no_loss(output, microbatch)
+            value, added = losses.split(self.criterion.of(output, microbatch))
             totals.add_(added)
             return value
 
         if not backward:
-            self._run(x, y, loss, problem)
+            self._run(microbatches, loss)
             return
-        losses.begin_backward(y.numel() / self.num_microbatches if isinstance(y, torch.Tensor) else 1.0, (x, y))
+        losses.begin_backward(batch.num_targets / self.num_microbatches, batch)
         with losses.failing():
-            self._run(x, y, loss, problem, backward=True, overlap=losses.in_last_call)
+            self._run(microbatches, loss, backward=True, overlap=losses.in_last_call)
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
@@ -110,16 +112,16 @@ class BatchRunner:
         It adds gradients to the buffers and nothing to the window.
         """
 
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            value, _ = self._losses.split(self.criterion(output, target))
-            tracer.see_loss(output, target, value)
+        def loss(output: Any, microbatch: Batch) -> torch.Tensor:
+            value, _ = self._losses.split(self.criterion.of(output, microbatch))
+            tracer.see_loss(output, microbatch.target, value)
             scaled = value * scale / self._losses.size
             tracer.see_scaled(scaled)
             return scaled
 
         self._observers.append(tracer)
         try:
-            self._run(call.x, call.y, loss, self._problem_of(call.x, call.y), backward=True)
+            self._run(call.batch.split(self.num_microbatches), loss, backward=True)
         finally:
             self._observers.remove(tracer)
         if (failure := self._failure.take()) is not None:
@@ -131,7 +133,7 @@ class BatchRunner:
         losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
-            value = losses.scaled(tree_map_only(torch.Tensor, full_tensor, loss))
+            value = losses.scaled(map_tensors(full_tensor, loss))
             begin_reductions()
             losses.in_backward = True
             try:
@@ -143,13 +145,16 @@ class BatchRunner:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
         if self.pipeline is None:
+            batch = Batch(args, kwargs).unwrapped()
+            self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
-            with failing, self._context.phase("forward"), self._compute.enter():
-                output = self._stages(*args, **kwargs)
+            with failing, self._context.phase("forward"), self._computing():
+                output = self._stages(*batch.args, **batch.kwargs)
             if not training:
-                return tree_map(full_tensor, output)
-            tree_map_only(torch.Tensor, self._losses.watch, output)
+                return map_tensors(full_tensor, output)
+            for tensor in tensors(output):
+                self._losses.watch(tensor)
             return output
         if training:
             raise RuntimeError(
@@ -160,48 +165,51 @@ class BatchRunner:
 
     # -------------------------------------------------------------------------------------------------- microbatches
 
-    def _problem_of(self, x: torch.Tensor, y: torch.Tensor) -> ValueError | None:
-        """Why a batch cannot be split into microbatches along dim 0; None if it can."""
-        for name, value in (("x", x), ("y", y)):
-            if not isinstance(value, torch.Tensor) or value.ndim == 0:
-                return ValueError(f"{name}: got {type(value).__name__}, expected a tensor with the batch in dim 0")
-        if x.shape[0] != y.shape[0]:
-            return ConfigError(f"batch: got {x.shape[0]} samples in x and {y.shape[0]} in y, expected equal numbers")
-        if x.shape[0] % self.num_microbatches or x.shape[0] == 0:
-            return ConfigError(
-                f"batch: got {x.shape[0]} samples on each data rank, expected a multiple of the "
-                f"{self.num_microbatches} microbatches (parallel.pipeline.microbatches)"
-            )
-        return None
+    def _split(self, inputs: Any, target: Any, *, training: bool) -> tuple[Batch, list[Batch]]:
+        """The batch and its microbatches; none if it cannot be split, which is recorded as a failure."""
+        batch, problem = Batch(), None
+        try:
+            batch = Batch.of(inputs, target)
+        except ConfigError as error:
+            problem = error
+        try:
+            self._first_batches.check(training, batch)
+            if problem is None:
+                return batch, batch.split(self.num_microbatches)
+        except ConfigError as error:
+            problem = error
+        assert problem is not None
+        self._failure.record(problem)
+        return batch, []
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The context of forwards; without a criterion the model computes its loss there too."""
+        own_loss = nullcontext() if self.criterion.is_given else self._compute.sharded_loss(in_model=True)
+        with self._compute.enter(), own_loss:
+            yield
 
     def _run(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        loss: LossFunction,
-        problem: Exception | None,
-        *,
-        backward: bool = False,
-        overlap: bool = False,
+        self, microbatches: list[Batch], loss: LossFunction, *, backward: bool = False, overlap: bool = False
     ) -> None:
         """Run each microbatch forward, through ``loss`` on the last stage and, if asked, backward.
 
-        Args:
-            problem: why the batch cannot be run. Then this rank only takes part in the reductions.
-            overlap: start the reductions over data ranks during the last backward.
+        Without ``microbatches``, after a failure, this rank only takes part in the reductions. With ``overlap`` the
+        reductions over data ranks start during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
-        with self._taking_part(overlap) as before_last_backward, self._compute.enter():
-            if problem is not None:
-                raise problem
+        with self._taking_part(overlap) as before_last_backward, self._computing():
+            if not microbatches:
+                before_last_backward()
+                return
             try:
                 self._gradients.before_batch()
             except RuntimeError as error:  # on this stage only: the others wait for it in the schedule
                 self._failure.record(error)
             if self.pipeline is None:
-                self._run_plain(x, y, loss, before_last_backward if backward else None)
+                self._run_plain(microbatches, loss, before_last_backward if backward else None)
             else:
-                self.pipeline.run(x, y, loss, backward=backward, before_last_backward=before_last_backward)
+                self.pipeline.run(microbatches, loss, backward=backward, before_last_backward=before_last_backward)
 
     @contextmanager
     def _taking_part(self, overlap: bool) -> Iterator[Callable[[], None]]:
@@ -228,16 +236,15 @@ class BatchRunner:
         self._gradients.end_last_backward()
 
     def _run_plain(
-        self, x: torch.Tensor, y: torch.Tensor, loss: LossFunction, before_last_backward: Callable[[], None] | None
+        self, microbatches: list[Batch], loss: LossFunction, before_last_backward: Callable[[], None] | None
     ) -> None:
         """Run without a pipeline; no backward if ``before_last_backward`` is None."""
         begin_call(self._observers)
-        microbatches = zip(x.chunk(self.num_microbatches), y.chunk(self.num_microbatches), strict=True)
-        for index, (inputs, target) in enumerate(microbatches):
+        for index, microbatch in enumerate(microbatches):
             with span(self._observers, "forward", 0, index):
-                output = self._stages(inputs)
+                output = self._stages(*microbatch.args, **microbatch.kwargs)
             with span(self._observers, "loss", 0, index):
-                value = loss(output, target.to(self._context.device))
+                value = loss(output, microbatch)
             if before_last_backward is not None:
                 if index == self.num_microbatches - 1:
                     before_last_backward()
@@ -245,43 +252,34 @@ class BatchRunner:
                     value.backward()
 
     @torch.no_grad()
-    def _pipelined_output(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's output for one input, on every rank of the pipeline; gathered if it is sharded.
+    def _pipelined_output(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one batch, on every rank of the pipeline; gathered if it is sharded.
 
         Raises:
-            ConfigError: the arguments are not one tensor, or the batch does not divide into microbatches.
+            ConfigError: the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
-        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or args[0].ndim == 0:
-            given = [type(value).__name__ for value in args] + [f"{name}=" for name in kwargs]
-            raise ConfigError(
-                f"engine(x): got {', '.join(given) or 'nothing'}, expected one tensor with the batch in dim 0: a "
-                "pipeline's first stage takes one input only; compute the others in the model, or set "
-                "parallel.pipeline.size to 1"
-            )
-        (x,) = args
-        labels = torch.zeros(x.shape[0])
-        if (problem := self._problem_of(x, labels)) is not None:
-            raise problem
+        batch = Batch(args, kwargs)
+        self._first_batches.check(False, batch)
+        microbatches = batch.split(self.num_microbatches)
+        outputs: list[Any] = []
+
+        def see(output: Any, microbatch: Batch) -> torch.Tensor:
+            outputs.append(map_tensors(full_tensor, output))
+            return _no_loss(output, microbatch)
+
         self._failure.begin_batch()
-        with self._compute.enter():
-            output, failure = None, None
+        failure = None
+        with self._computing():
             try:
-                output = self.pipeline.run(x, labels, _no_loss, backward=False)
+                self.pipeline.run(microbatches, see, backward=False)
             except Exception as error:
                 if not self.pipeline.in_step:
                     raise
                 failure = error
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
         self._failure.agree(failure, group)
-        output = full_tensor(output)
-        description: list[Any] = [None if output is None else (output.shape, output.dtype)]
-        dist.broadcast_object_list(description, group=group, group_src=last_rank)
-        if output is None:
-            shape, dtype = description[0]
-            output = torch.empty(shape, dtype=dtype, device=self._context.device)
-        broadcast_(output, group, last_rank)
-        return output
+        return broadcast_tree(join(outputs) if outputs else None, self._context.device, group, last_rank)
 
 
 def next_batch(data_iter: Iterator[Any], failure: SharedFailure) -> tuple[Any, Any]:
@@ -311,10 +309,10 @@ def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def joined(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(seen: Seen) -> tuple[Any, Any]:
     """The outputs and targets of all microbatches, concatenated; outputs are gathered if they are sharded."""
     outputs, targets = zip(*seen, strict=True)
-    return torch.cat([full_tensor(output) for output in outputs]), torch.cat(targets)
+    return join([map_tensors(full_tensor, output) for output in outputs]), join(list(targets))
 
 
 @contextmanager
@@ -329,6 +327,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
-def _no_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def _no_loss(output: Any, _: Batch) -> torch.Tensor:
     """The loss function if no loss is computed."""
-    return output.new_zeros(())
+    return torch.zeros(())

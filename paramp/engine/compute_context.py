@@ -69,10 +69,10 @@ class ComputeContext:
         with emulate_fp16(self.emulate), compute(self.precision, self.device.type):
             yield
 
-    def sharded_loss(self) -> AbstractContextManager[None]:
-        """The context for a criterion: cross-entropy over a sharded vocabulary."""
+    def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
+        """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
         if not self.sharded:
             return nullcontext()
         from ..parallel.loss import vocab_parallel_loss  # imports DTensor, which other layouts do not need
 
-        return vocab_parallel_loss()
+        return vocab_parallel_loss(others=not in_model)

@@ -8,7 +8,7 @@ The parts have modules of their own: a batch in microbatches (``batch_runner``),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,11 +30,11 @@ from ..optim.overflow_report import OverflowReport
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
-from .batch_runner import BatchRunner, evaluation_mode, joined, next_batch
+from .batch_runner import BatchRunner, Seen, evaluation_mode, joined, next_batch
 from .evaluation import is_loader, run_loader
-from .loss_window import Criterion, Loss, LossWindow
+from .loss_window import Criterion, Loss, LossWindow, OwnLoss
 from .shared_failure import SharedFailure
-from .state.full_state import full_state_dict
+from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
 from .step_decision import StepGradients, decide_step
 from .step_result import StepCounters, StepResult
@@ -61,9 +61,12 @@ class Engine:
         params: ParamChunks,
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
+        own_loss: OwnLoss,
         overflow: torch.Tensor,
     ) -> None:
-        """``overflow``: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8)."""
+        """``own_loss``: finds the loss in the model's output, where there is no ``criterion``.
+
+        ``overflow``: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8)."""
         context, weights, device = params.context, params.weights, params.context.device
         self.context = context
         self.precision = context.config.precision
@@ -79,28 +82,33 @@ class Engine:
         self._failure = SharedFailure(context)
         gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
         self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
-        self._runner = BatchRunner(stages, weights, criterion, self._losses, self._failure, self.observers, context)
+        self._runner = BatchRunner(
+            stages, weights, criterion, own_loss, self._losses, self._failure, self.observers, context
+        )
         self._counters = StepCounters(device)
         self._update = choose_step(optimizer, weights)
         self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
         replace_zero_grad(optimizer, self._losses.drop)
-        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
+        batches = self._losses.batches
+        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, batches, context)
         self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
         context.num_engines += 1
 
     @overload
     def forward_backward(
-        self, x: torch.Tensor, y: torch.Tensor, *, return_loss: Literal[True] = True
+        self, inputs: Any, target: Any = None, *, return_loss: Literal[True] = True
     ) -> torch.Tensor: ...
 
     @overload
-    def forward_backward(self, x: torch.Tensor, y: torch.Tensor, *, return_loss: Literal[False]) -> None: ...
+    def forward_backward(self, inputs: Any, target: Any = None, *, return_loss: Literal[False]) -> None: ...
 
-    def forward_backward(self, x: torch.Tensor, y: torch.Tensor, *, return_loss: bool = True) -> torch.Tensor | None:
+    def forward_backward(self, inputs: Any, target: Any = None, *, return_loss: bool = True) -> torch.Tensor | None:
         """Run this data rank's part of the batch forward and backward, in microbatches, and accumulate gradients.
 
         Args:
-            x, y: the same on every rank of the model group; split into microbatches along dim 0.
+            inputs: of the model: a tensor, a tuple (positional) or a mapping (keywords) of nested tensors, the same on
+                every rank of the model group; split into microbatches along dim 0 (:mod:`paramp.parallel.batches`).
+            target: any tree of tensors, for the criterion.
             return_loss: False omits the all-reduce that makes the loss equal on every rank. The step's own all-reduce
                 does so anyway: :attr:`StepResult.loss`.
 
@@ -109,20 +117,21 @@ class Engine:
             the calls of this accumulation window so far.
 
         Raises:
-            ValueError: the batch does not divide into the microbatches, or there is no criterion.
+            ValueError: the batch does not divide into the microbatches, or there is neither a criterion nor a ``loss``
+                in the model's output.
             Exception: of the model or the criterion. A failure on one rank is raised on every rank, by this call or,
                 without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
-        self._runner.run(x, y, backward=True)
+        self._runner.run(inputs, target, backward=True)
         return self._losses.mean() if return_loss else None
 
     def execute_schedule(
         self,
-        data_iter: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        data_iter: Iterator[tuple[Any, Any]],
         forward_only: bool = False,
         return_loss: bool = True,
         return_output_label: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Any, Any, torch.Tensor | None]:
         """Run the next batch of ``data_iter`` in any layout, as in Colossal-AI; no step, no switch of modes.
 
         Args:
@@ -140,13 +149,13 @@ class Engine:
             StopIteration: there is no further batch.
             Exception: as :meth:`forward_backward`; on every rank, whatever ``data_iter`` raises on one.
         """
-        x, y = next_batch(data_iter, self._failure)
+        inputs, target = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = self._losses.no_losses() if forward_only and return_loss else None
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if return_output_label else None
+        seen: Seen | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
-            self._runner.run(x, y, backward=not forward_only, totals=totals, seen=seen)
+            self._runner.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
         if not return_loss:
             self._failure.agree(self._failure.take())
         mean = self._losses.mean(totals) if return_loss else None
@@ -181,7 +190,7 @@ class Engine:
         return self._losses.mean()
 
     @torch.no_grad()
-    def evaluate(self, x: torch.Tensor | Iterable[Any], y: torch.Tensor | None = None) -> torch.Tensor:
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.
 
         Or that of a loader over all its batches ``(inputs, target)``: the mean over samples, or over the counts of a
@@ -190,10 +199,10 @@ class Engine:
         """
         totals, runner = self._losses.no_losses(), self._runner
         with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            if y is None and is_loader(x):
-                run_loader(x, runner.run, totals, runner.num_microbatches, self._failure, self.context)
+            if target is None and is_loader(inputs):
+                run_loader(inputs, runner.run, totals, runner.num_microbatches, self._failure, self.context)
             else:
-                runner.run(x, y, totals=totals)  # type: ignore[arg-type]  # it reports what is no batch
+                runner.run(inputs, target, totals=totals)
         return self._losses.mean(totals)
 
     @observed("step")
@@ -288,6 +297,19 @@ class Engine:
         return full_state_dict(self._params)
 
     state_dict = full_state_dict
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = torch.float32) -> None:
+        """Write a Hugging Face model to a folder that ``from_pretrained`` reads. A collective, in every layout.
+
+        Args:
+            folder: rank 0 writes it. Other files in it stay.
+            dtype: of floating-point tensors. None: fp32, and fp64 where weights are.
+
+        Raises:
+            ConfigError: the model is not of the transformers library; on every rank.
+            Exception: rank 0 could not write; on every rank.
+        """
+        save_pretrained(self._params, self._failure, folder, dtype)
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """A context that records the operations of every rank in ``forward_backward`` and ``step``, with their times.

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.errors import ConfigError
 from ..data.dataloader import each_sample_once
 from ..distributed.context import ParallelContext
+from ..parallel.batches import Batch
 from .shared_failure import SharedFailure
 
 
@@ -55,7 +55,7 @@ def run_loader(
     """Run every batch of ``loader`` on this rank, and add up its losses. A collective of the world.
 
     Args:
-        run: called with inputs, target and ``totals=`` an object whose ``add_`` takes what a microbatch's loss adds.
+        run: called with a batch, None and ``totals=`` an object whose ``add_`` takes what a microbatch's loss adds.
         totals: 1-dim float64 of 4 elements, as :attr:`paramp.engine.loss_window.LossWindow.totals`.
 
     Raises:
@@ -70,15 +70,15 @@ def run_loader(
             batch, problem = None, failure.take()
             try:
                 batches = iter(loader) if batches is None else batches
-                batch = next((_inputs_and_target(batch) for batch in batches), None)
+                batch = next(map(_batch, batches), None)
             except Exception as error:
                 problem = problem or error
             if not _agree(batch is not None, problem, index, failure, context):
                 return
             if batch is not None:
-                for inputs, target, samples, microbatches in _parts(*batch, num_microbatches):
+                for part, samples, microbatches in _parts(batch, num_microbatches):
                     counted.expect(samples, microbatches)
-                    run(inputs, target, totals=counted)
+                    run(part, None, totals=counted)
 
 
 def _agree(
@@ -105,49 +105,26 @@ def _agree(
     return any(have)
 
 
-def _inputs_and_target(batch: Any) -> tuple[Any, Any]:
+def _batch(batch: Any) -> Batch:
     if isinstance(batch, Mapping):
-        return batch, None
+        return Batch.of(batch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+        return Batch.of(*batch)
     raise ConfigError(
         f"loader: yielded {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list)) else ''}, "
         "expected a pair (inputs, target), or a mapping of the model's keyword inputs"
     )
 
 
-def _parts(inputs: Any, target: Any, num_microbatches: int) -> Iterator[tuple[Any, Any, int, int]]:
-    """The batch in parts that divide into microbatches: inputs, target, samples of a microbatch, microbatches to count.
-
-    Tensors with as many elements in dim 0 as the batch has samples are split.
-    """
-    size = _num_samples(inputs, target)
+def _parts(batch: Batch, num_microbatches: int) -> Iterator[tuple[Batch, int, int]]:
+    """``batch`` in parts that divide into microbatches: the part, samples of a microbatch, microbatches to count."""
+    size = batch.size
     each, rest = divmod(size, num_microbatches)
-    if not rest:
-        yield inputs, target, each, num_microbatches
-        return
-
-    def rows(indices: list[int]) -> tuple[Any, Any]:
-        index = torch.tensor(indices)
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[index.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
-
-        return tree_map_only(torch.Tensor, take, (inputs, target))
-
     whole = size - rest
+    if not rest:
+        yield batch, each, num_microbatches
+        return
     if whole:
-        yield *rows([*range(whole)]), each, num_microbatches
+        yield batch.rows(slice(0, whole)), each, num_microbatches
     copies = itertools.islice(itertools.cycle(range(whole, size)), num_microbatches)
-    yield *rows([*copies]), 1, rest
-
-
-def _num_samples(inputs: Any, target: Any) -> int:
-    """The number of samples: dim 0 of the first positional tensor, else of the target's first, else of a keyword's."""
-    positional, keywords = (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
-    for tree in (positional, target):
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim:
-                return leaf.shape[0]
-    sizes = [leaf.shape[0] for leaf in tree_leaves(keywords) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    return next((size for size in sizes if size != 1), 1)
+    yield batch.rows([*copies]), 1, rest

@@ -66,7 +66,7 @@ def initialize(
     train_dataloader, test_dataloader = shard_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
-    model = setup.build_model(model, optimizer)
+    model = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
     optimizer = setup.build_optimizer(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
@@ -77,7 +77,7 @@ def initialize(
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
     to_float8 = setup.float8_conversion(model, styles, overflow, context)
-    fill = adapter.filler()
+    fill, own_loss = adapter.filler(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
     own = Joined(all_stages[index] for index in context.local_stages)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
@@ -87,7 +87,8 @@ def initialize(
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, num_parameters)
-    engine = Engine(stages, params, optimizer, criterion, overflow)
+    setup.redirect_saving(own.module, context)
+    engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

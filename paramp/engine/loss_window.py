@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
+from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.loss_scaler import DistributedGradScaler
+from ..parallel.batches import Batch
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
 from .step_decision import StepGradients
@@ -30,20 +31,34 @@ from .step_decision import StepGradients
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
 Criterion = Callable[..., Loss]
+OwnLoss = Callable[[Any, Batch], Loss | None]
+"""The loss in a model's output for a microbatch; None if it has none."""
 
 
 class CheckedCriterion:
-    """The user's criterion, if any, with checks of the losses that it returns."""
+    """The user's criterion, else the model's own loss, with checks of the losses."""
 
-    def __init__(self, criterion: Criterion | None, compute: ComputeContext) -> None:
+    def __init__(self, criterion: Criterion | None, own_loss: OwnLoss, compute: ComputeContext) -> None:
         self._criterion = criterion
+        self._own_loss = own_loss
         self._compute = compute
 
-    def require(self) -> Criterion:
-        """The criterion itself, or a ValueError if ``initialize`` got none."""
-        if self._criterion is None:
-            raise ValueError("criterion: initialize got none; pass one as its third argument")
-        return self._criterion
+    @property
+    def is_given(self) -> bool:
+        """Whether ``initialize`` got a criterion."""
+        return self._criterion is not None
+
+    def of(self, output: Any, microbatch: Batch) -> Loss:
+        """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
+        if self._criterion is not None:
+            return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
+        loss = self._own_loss(output, microbatch)
+        if loss is None:
+            raise ValueError(
+                "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
+                "or return a mapping or dataclass with a loss"
+            )
+        return _checked(loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
@@ -53,20 +68,25 @@ class CheckedCriterion:
         Raises:
             ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
         """
-        criterion = self.require()
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._compute.device), (args, kwargs))
+        if self._criterion is None:
+            return self.of(args[0] if args else None, Batch(target=args[1:]))
+        args, kwargs = map_tensors(lambda tensor: tensor.to(self._compute.device), (args, kwargs))
         with self._compute.sharded_loss():
-            loss = criterion(*args, **kwargs)
-        parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
-        if len(parts) == 2:
-            parts[1] = torch.as_tensor(parts[1])  # a count may be a Python number
-        if len(parts) != expected or not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
-            raise ValueError(
-                "criterion: expected a tensor of one element, or (sum, count) of two, got "
-                + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
-            )
-        plain = [full_tensor(part).reshape(()) for part in parts]
-        return (plain[0], plain[1]) if expected == 2 else plain[0]
+            return _checked(self._criterion(*args, **kwargs))
+
+
+def _checked(loss: Any) -> Loss:
+    """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``."""
+    parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
+    if len(parts) == 2:
+        parts[1] = torch.as_tensor(parts[1])  # a count may be a Python number
+    if len(parts) != expected or not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+        raise ValueError(
+            "criterion: expected a tensor of one element, or (sum, count) of two, got "
+            + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
+        )
+    plain = [full_tensor(part).reshape(()) for part in parts]
+    return (plain[0], plain[1]) if expected == 2 else plain[0]
 
 
 class LossWindow:
@@ -119,7 +139,7 @@ class LossWindow:
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
-    def begin_backward(self, count: float, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def begin_backward(self, count: float, batch: Batch | None) -> None:
         """Prepare a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
 
         ``count`` is the number of elements of a microbatch's target; ``batch`` is None if it is not known.

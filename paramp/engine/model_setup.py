@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, num_hooks, resolved
+from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -64,6 +67,18 @@ def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> n
             "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
         )
     return model()
+
+
+def plain(model: nn.Module, context: ParallelContext) -> nn.Module:
+    """``model`` without ``torch.compile``; a ConfigError if DDP, FSDP or DTensors distribute it already."""
+    model, was_compiled = without_compilation(model)
+    check_plain(model)
+    if was_compiled and context.is_main:
+        warnings.warn(
+            "model: it was compiled by torch.compile, but compiled layouts are not supported yet; it runs eagerly",
+            stacklevel=3,
+        )
+    return model
 
 
 def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:
@@ -270,6 +285,21 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
             for index, part in zip(context.local_stages, stages.parts, strict=True)
         ],
     )
+
+
+def redirect_saving(module: nn.Module, context: ParallelContext) -> None:
+    """Make ``module.save_pretrained`` an error where this rank has a part of the model only."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "engine.module.save_pretrained: this rank has a part of the model only; call "
+            "engine.save_pretrained(folder) on every rank"
+        )
+
+    if hasattr(module, "save_pretrained") and (
+        context.stage_axis.size > 1 or any(map(is_dtensor, module.parameters()))
+    ):
+        module.__dict__["save_pretrained"] = refuse
 
 
 def track(engine: Engine, **parts: Any) -> None:

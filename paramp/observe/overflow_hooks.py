@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..base.trees import map_tensors, tensors
 from ..distributed.context import ParallelContext
 from ..optim.overflow_report import flaw
+from ..parallel.batches import Batch
 from ..parallel.stage import Stage, Stages
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
@@ -60,7 +61,7 @@ class Tracer:
         self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span
         self._num_checks = 0
         self._running: list[str] = []  # the stack of running modules
-        self._batch_is_finite = False  # before the cast
+        self._batch = ""  # the name of what a non-finite input comes from
 
     # ---- called by the engine
 
@@ -73,7 +74,7 @@ class Tracer:
         """Check one operation on one microbatch."""
         self._kind, self._at = kind, StagePass(self._at.call, microbatch or 0, stage or 0)
         if kind in FORWARDS:
-            first = (CAST if self._batch_is_finite else BATCH) if not stage else f"what stage {stage} received"
+            first = f"what stage {stage} received" if stage else self._batch
             self._running = [CRITERION if kind == "loss" else first]
             self._graph.begin(self._running[-1])
         yield
@@ -81,11 +82,21 @@ class Tracer:
             self._check_sums()
         self._kind = ""
 
-    def see_batch(self, batch: torch.Tensor) -> None:
-        """Check the inputs of the next call, before the cast to the compute dtype."""
-        self._batch_is_finite = flaw(batch) is None
+    def see_batch(self, batch: Batch) -> None:
+        """Check the inputs of the next call, before and after the cast to the compute dtype."""
+        inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
+        dtype = next(iter(self._stages.values())).precision.compute
+        self._batch = BATCH
+        for name, cast in ((BATCH, None), (CAST, dtype)):
+            for index, (path, tensor) in enumerate(inputs):
+                value = tensor.to(cast) if cast and tensor.is_floating_point() else tensor
+                if _is_bad(value, masks=True) and (
+                    _is_bad(_without_masked(value), masks=True) or (batch.args and not index)
+                ):
+                    self._batch = name if len(inputs) == 1 else name.replace("the batch", f"{path} of the batch")
+                    return
 
-    def see_loss(self, output: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
+    def see_loss(self, output: Any, target: Any, value: torch.Tensor) -> None:
         """Check the criterion's arguments, and its unscaled loss ``value``."""
         if self._check(self._stage_output(), [output], masks=True):
             self.findings.meet(self._at, CRITERION)
@@ -135,11 +146,19 @@ class Tracer:
         """The first hook: a non-finite input was produced by the enclosing module."""
         if self._kind not in FORWARDS:
             return
-        of_batch = len(self._running) == 1 and self._at.stage == 0
-        if self._check(self._running[-1], (args, kwargs), masks=of_batch, received=True):
+        if self._check_inputs(args, kwargs):
             self.findings.meet(self._at, name)
         self._running.append(name)
         self._graph.begin(name)
+
+    def _check_inputs(self, args: Any, kwargs: Any) -> bool:
+        """Check what a module is called with; True if a value is not finite."""
+        if len(self._running) > 1:
+            return self._check(self._running[-1], (args, kwargs), received=True)
+        # The stage itself: the model's inputs, or what the stage before sent and the model's keyword inputs.
+        first = self._check(self._running[-1], args[:1], masks=self._at.stage == 0, received=True)
+        others = map_tensors(_without_masked, (args[1:], kwargs))
+        return self._check(self._batch, others, masks=True, received=True) or first
 
     def _on_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs after the module's other pre-hooks."""
@@ -163,7 +182,7 @@ class Tracer:
 
     def _after_stage(self, stage: nn.Module, inputs: Any, output: Any) -> None:
         if self._kind in FORWARDS and isinstance(stage, Stage) and not stage.is_last:  # the last stage: from the loss
-            self._graph.follow(tree_leaves(output), self._at)
+            self._graph.follow(list(tensors(output)), self._at)
 
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """The hook of a parameter: checks what is added to its gradient."""
@@ -184,7 +203,7 @@ class Tracer:
         Infinities in tensors that do not require grad are often masks, so they count only with ``masks``.
         """
         self._num_checks += 1
-        bad = next((value for value in tree_leaves(values) if _is_bad(value, masks)), None)
+        bad = next((value for value in tensors(values) if _is_bad(value, masks)), None)
         if bad is not None:
             self.findings.meet(self._at, name)
             position = (self._num_checks, 0, 0)
@@ -207,6 +226,11 @@ class Tracer:
 def _is_bad(value: Any, masks: bool) -> bool:
     kind = flaw(value)
     return kind == "NaN" or (kind == "inf" and (masks or value.requires_grad))
+
+
+def _without_masked(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the infinities of a mask that is added to scores."""
+    return tensor.masked_fill(tensor == -torch.inf, 0.0) if tensor.is_floating_point() else tensor
 
 
 def owner_of(parameter: str) -> str:

@@ -65,7 +65,7 @@ def diagnose_overflow(
         gradients.drop()
         with torch.enable_grad(), window.again() as calls, tracer:
             for call in calls:
-                tracer.see_batch(call.x)
+                tracer.see_batch(call.batch)
                 rerun(call, scale, tracer)
         return tracer
 

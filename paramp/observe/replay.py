@@ -10,6 +10,7 @@ import torch
 
 from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
+from ..parallel.batches import Batch
 from ..parallel.stage import Stages
 
 RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
@@ -17,10 +18,9 @@ RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 
 class Call(NamedTuple):
-    """One call of ``forward_backward``: references to its batch, and the random states before it."""
+    """One call of ``forward_backward``: a reference to its batch, and the random states before it."""
 
-    x: torch.Tensor
-    y: torch.Tensor
+    batch: Batch
     random: RandomStates
 
 
@@ -36,14 +36,14 @@ class Window:
         self.scale: torch.Tensor | None = None
         """The loss scale of the window's step, 0-dim; None before that step."""
 
-    def add(self, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Record that a backward begins, of ``batch``: inputs and targets; None if they are not known."""
+    def add(self, batch: Batch | None) -> None:
+        """Record that a backward begins, of ``batch``; None if it is not known."""
         if self.scale is not None:
             self.calls, self.scale = [], None
         if batch is None:
             self.calls = None
         elif self.calls is not None:
-            self.calls.append(Call(*batch, self._random_states()))
+            self.calls.append(Call(batch, self._random_states()))
 
     @property
     def is_open(self) -> bool:

@@ -5,12 +5,15 @@ A family's modules are imported in the methods, so that only the modules that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from .batches import Batch
 from .materialize import check_materializable, is_on_meta, reset_parameters
 from .partition import Partition, SequentialPartition, is_sequential
 
@@ -58,10 +61,26 @@ class ModelAdapter:
         """The module to run if there is only one stage."""
         return self.model
 
+    def own_loss(self) -> Callable[[Any, Batch], Any]:
+        """A function that finds the loss in the model's output for a microbatch; it returns None if there is none."""
+        return loss_in
+
     def filler(self) -> Callable[[nn.Module], None]:
         """A function that fills the tensors of one module of the model, which are on ``meta``."""
         check_materializable(self.model)
         return reset_parameters
+
+    def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
+        """A function that writes full weights by name to a folder; the module is the model, or a stage of it."""
+        raise ConfigError(
+            f"save_pretrained: got {type(self.model).__name__}, expected a Hugging Face model; use engine.save(), and "
+            "paramp export for one file of weights"
+        )
+
+
+def loss_in(output: Any, microbatch: Batch) -> Any:
+    """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 class SequentialAdapter(ModelAdapter):
@@ -76,7 +95,7 @@ class SequentialAdapter(ModelAdapter):
 
 
 class HuggingFaceAdapter(ModelAdapter):
-    """A model of the transformers library, with its own plans; its output is its logits."""
+    """A model of the transformers library, with its own plans."""
 
     @staticmethod
     def accepts(model: nn.Module) -> bool:
@@ -89,14 +108,25 @@ class HuggingFaceAdapter(ModelAdapter):
         return pretrained_plan(self.model, tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.missing_plans import find_architecture
         from .huggingface.partition import PretrainedPartition
 
-        return PretrainedPartition(self.model)
+        known, _ = find_architecture(self.model)
+        if known is None or known.is_chain:
+            return PretrainedPartition(self.model)
+        from .huggingface.called_units import CalledUnitsPartition
+
+        return CalledUnitsPartition(self.model)
 
     def single_stage(self) -> nn.Module:
-        from .huggingface.output import returning_logits
+        from .huggingface.output import without_cache
 
-        return returning_logits(self.model)
+        return without_cache(self.model)
+
+    def own_loss(self) -> Callable[[Any, Batch], Any]:
+        from .huggingface.output import token_loss
+
+        return token_loss(self.model)
 
     def filler(self) -> Callable[[nn.Module], None]:
         from .huggingface.initial_weights import pretrained_filler
@@ -104,9 +134,14 @@ class HuggingFaceAdapter(ModelAdapter):
         on_meta = any(is_on_meta(module) for module in self.model.modules())
         return pretrained_filler(self.model) if on_meta else super().filler()
 
+    def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
+        from .huggingface.pretrained_folder import write_folder
+
+        return write_folder
+
 
 class TracedAdapter(ModelAdapter):
-    """Any other model. For a pipeline its forward is traced, and has to take one input."""
+    """Any other model. For a pipeline its forward is traced."""
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .partition_fx import TracedPartition

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def vocab_parallel_loss() -> Iterator[None]:
+def vocab_parallel_loss(*, others: bool = True) -> Iterator[None]:
     """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
-    Other functions of torch gather the vocabulary where they need to. What they return is plain if it is not sharded,
-    because DTensors do not mix with plain tensors: so losses can be masked and added to others.
+    With ``others``, what other functions of torch return is plain if it is not sharded, because DTensors do not mix
+    with plain tensors: so losses can be masked and added to others. They gather the vocabulary where they need to.
     """
-    with _ShardedVocabulary():
+    with _ShardedVocabulary(others):
         yield
 
 
@@ -40,6 +40,10 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class _ShardedVocabulary(TorchFunctionMode):
+    def __init__(self, others: bool) -> None:
+        super().__init__()
+        self._others = others
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
@@ -47,7 +51,8 @@ class _ShardedVocabulary(TorchFunctionMode):
             bound.apply_defaults()
             if _has_sharded_classes(bound.arguments["input"]):
                 return _cross_entropy(*bound.arguments.values())
-        return tree_map_only(torch.Tensor, _plain_unless_sharded, func(*args, **kwargs))
+        output = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if self._others else output
 
 
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,16 @@ them unchanged; only the code between them, the glue, is traced::
            └───────────────────────────────────┘
                              ▲ a stage ends after middle: middle's output and both skips are sent
 
-A stage is a range of the graph's calls. A value that a later stage needs is sent through each stage between.
-Parameters that the glue uses directly are on every stage that uses them, and are tied.
+A stage is a range of the graph's calls. A value that a later stage needs is sent through each stage between; keyword
+inputs are not sent, because every rank of a model group has the batch. Parameters that the glue uses directly are on
+every stage that uses them, and are tied. The forward is traced for each set of inputs that it is called with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -23,14 +25,14 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..precision import norms
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
-from .tracing import check_mode, trace
+from .tracing import Call, call_of, check_mode, likely_calls, skeleton, trace
 
 UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this multiple of the average number of parameters."""
 
 
 class TracedPartition:
-    """The partition of any model with one input, between any two of the modules that its forward calls.
+    """The partition of any model, between any two of the modules that its forward calls.
 
     A module that contains a name in ``split`` is opened: its forward is traced too. Without ``split``, modules that are
     too large for a stage are opened, except those of ``torch.nn`` and paramp's norms.
@@ -44,7 +46,8 @@ class TracedPartition:
             check_names(split, [name for name in self._modules if name])
             parts = [name.split(".") for name in split]
             self.opened = frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
-        self._graphs = trace(model, self.opened)
+        self._skeleton = skeleton(model)
+        self._called = self._calls(self.opened)
         if split is None:
             self._open_heavy(num_stages)
             return
@@ -58,8 +61,29 @@ class TracedPartition:
 
     @property
     def units(self) -> list[tuple[str, nn.Module]]:
-        called = [str(node.target) for node in self._graphs[True].nodes if node.op == "call_module"]
-        return [(name, self._modules[name]) for name in dict.fromkeys(called)]
+        return [(name, self._modules[name]) for name in self._called]
+
+    def _calls(self, opened: frozenset[str]) -> list[str]:
+        """The modules that the forward calls, in order; with optional inputs too, if it can be traced with them all."""
+        few, *more = likely_calls(self._skeleton)
+        try:
+            found = [_modules_called(trace(self._skeleton, opened, few))]
+        except ConfigError:
+            if not more:
+                raise
+            found = []
+        try:
+            found += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
+        except ConfigError:
+            if not found:
+                raise
+        merged = found[0]
+        place = 0
+        for name in found[-1]:
+            if name not in merged:
+                merged.insert(place, name)
+            place = merged.index(name) + 1
+        return merged
 
     def _open_heavy(self, num_stages: int) -> None:
         closed: set[str] = set()
@@ -78,58 +102,140 @@ class TracedPartition:
             name = max(heavy, key=lambda name: weights[name])
             closed.add(name)
             try:
-                graphs = trace(self._model, self.opened | {name})
+                self._called = self._calls(self.opened | {name})
             except ConfigError:
                 continue  # it stays closed
-            self._graphs, self.opened = graphs, self.opened | {name}
+            self.opened |= {name}
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
-        stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
-        by_mode = {mode: _partition_graph(graph, stage_of, len(plan)) for mode, graph in self._graphs.items()}
-        stage_graphs = [{mode: graphs[stage] for mode, graphs in by_mode.items()} for stage in range(len(plan))]
+        graphs = _Graphs(self._skeleton, self.opened, plan)
         names_of: dict[nn.Module, list[str]] = {}
         for name, module in self._modules.items():
             names_of.setdefault(module, []).append(name)
-        kept: list[set[str]] = []
-        for graphs in stage_graphs:
-            used = [node for graph in graphs.values() for node in graph.nodes]
-            called = [str(node.target) for node in used if node.op == "call_module"]
-            got = [str(node.target) for node in used if node.op == "get_attr"]
-            kept.append({*got, *(alias for name in called for alias in names_of[self._modules[name]])})
+        kept: list[set[str]] = [{*names} for names in plan]
+        for call in likely_calls(self._skeleton):
+            for index, used in enumerate(graphs.names_used(call)):
+                kept[index] |= used
+        for names in kept:
+            names.update([alias for name in names & self._modules.keys() for alias in names_of[self._modules[name]]])
         kept[0].update(names_outside(self._model, set().union(*kept)))  # parameters that no stage uses are kept too
-        parts = zip(kept, stage_graphs, strict=True)
-        return [_stage_module(self._model, *part, index == 0, self.opened) for index, part in enumerate(parts)]
+        return [_stage_module(self._model, names, graphs, index) for index, names in enumerate(kept)]
+
+
+def _modules_called(graphs: Mapping[bool, fx.Graph]) -> list[str]:
+    return list(dict.fromkeys(str(node.target) for node in graphs[True].nodes if node.op == "call_module"))
+
+
+class _StageGraph(NamedTuple):
+    graph: fx.Graph
+    keywords: list[str]
+    """The names of the placeholders after those for what the stage receives."""
+
+
+class _Graphs:
+    """The graphs of every stage, for each call that the model is made with."""
+
+    def __init__(self, model: nn.Module, opened: frozenset[str], plan: Sequence[Sequence[str]]) -> None:
+        self.model = model
+        self.opened = opened
+        self._stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
+        self.num_stages = len(plan)
+        self._cache: dict[str, dict[bool, list[_StageGraph]]] = {}
+
+    def of(self, call: Call) -> dict[bool, list[_StageGraph]]:
+        """The graphs of all stages in both modes."""
+        key = repr(call)
+        if key not in self._cache:
+            graphs = trace(self.model, self.opened, call)
+            self._cache[key] = {
+                mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()
+            }
+        return self._cache[key]
+
+    def names_used(self, call: Call) -> list[set[str]]:
+        """The modules that each stage calls, and what the code between them uses; nothing if it cannot be traced."""
+        try:
+            stages = zip(*self.of(call).values(), strict=True)
+        except ConfigError:
+            return []
+        return [
+            {str(node.target) for one in modes for node in one.graph.nodes if node.op in ("get_attr", "call_module")}
+            for modes in stages
+        ]
 
 
 def _may_open(module: nn.Module) -> bool:
     return is_sequential(module) or not type(module).__module__.startswith(("torch.nn.", norms.__name__))
 
 
-def _stage_module(
-    model: nn.Module, kept: set[str], graphs: dict[bool, fx.Graph], is_first: bool, opened: frozenset[str]
-) -> nn.Module:
-    interpreters: dict[bool, fx.Interpreter] = {}
+def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
+    """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
+    interpreters: dict[tuple[bool, str], tuple[fx.Interpreter, list[str]]] = {}
 
-    def forward(received: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call, values = (call_of(args, kwargs), _with_tensors(args)) if index == 0 else args[0]
         mode = part.training
         for name, module in opened_modules:
             check_mode(name, module, part)
-        if mode not in interpreters:  # at the first call: a plan may have changed modules
-            interpreters[mode] = fx.Interpreter(part, graph=graphs[mode])
-        values = (received,) if is_first else received
+        key = mode, repr(call)
+        if key not in interpreters:  # at the first call: a plan may have changed modules
+            graph, keywords = graphs.of(call)[mode][index]
+            _check_names(part, graph, graphs.model, call)
+            interpreters[key] = fx.Interpreter(part, graph=graph), keywords
+        interpreter, keywords = interpreters[key]
         try:
-            return interpreters[mode].run(*values)
+            output = interpreter.run(*values, *(kwargs[name] for name in keywords))
         finally:
-            interpreters[mode].env = {}
+            interpreter.env = {}
+        return _plain(output) if is_last else (call, output)
 
+    is_last = index == graphs.num_stages - 1
     part = with_forward(keep_only(model, kept), forward)
-    opened_modules = [(name, module) for name, module in part.named_modules(remove_duplicate=False) if name in opened]
+    opened_modules = [
+        (name, module) for name, module in part.named_modules(remove_duplicate=False) if name in graphs.opened
+    ]
     return part
 
 
-def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[fx.Graph]:
-    """``graph`` as ``num_stages`` graphs; the input of each is the output of the one before, a tuple of values."""
-    nodes = [node for node in graph.nodes if node.op != "get_attr"]  # each graph reads attributes itself
+def _plain(output: Any) -> Any:
+    """``output`` with dicts and lists in place of those of a graph, which cannot be changed."""
+    if isinstance(output, fx.immutable_collections.immutable_dict):
+        return {name: _plain(value) for name, value in output.items()}
+    if isinstance(output, fx.immutable_collections.immutable_list):
+        return [_plain(value) for value in output]
+    return tuple(map(_plain, output)) if type(output) is tuple else output
+
+
+def _with_tensors(args: tuple[Any, ...]) -> list[Any]:
+    """Those of ``args`` that are inputs of the graph."""
+    return [value for value, kind in zip(args, call_of(args, {})[0], strict=True) if kind is ...]
+
+
+def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call) -> None:
+    """Check that the stage ``part`` has what ``graph`` uses; give it the constants that the trace has made."""
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.op == "get_attr" and "." not in name and name.startswith("_tensor_constant"):
+            setattr(part, name, getattr(model, name))
+        elif node.op in ("get_attr", "call_module") and not _has(part, name):
+            given = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
+            raise ConfigError(
+                f"parallel.pipeline.split: {name!r} of {type(model).__name__} is used on another stage with these "
+                f"inputs ({given}) than with those without a default; split elsewhere, or give the input a default"
+            )
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        return False
+    return True
+
+
+def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[_StageGraph]:
+    """``graph`` as one graph for each stage, whose input is the output of the one before, a tuple of values."""
+    nodes = [node for node in graph.nodes if not _is_local(node)]
     reached = 0
     stage_at: dict[fx.Node, int] = {}
     for node in nodes:
@@ -146,14 +252,22 @@ def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int)
     return stage_graphs
 
 
-def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> fx.Graph:
+def _is_local(node: fx.Node) -> bool:
+    """Whether every stage has the value itself: attributes, and keyword inputs."""
+    return node.op == "get_attr" or ("keyword" in node.meta and node.op == "placeholder")
+
+
+def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> _StageGraph:
     stage_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: stage_graph.placeholder(node.name) for node in received}
+    keywords: list[str] = []
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            assert node.op == "get_attr"
+            assert _is_local(node)
             copies[node] = stage_graph.node_copy(node)
+            if node.op == "placeholder":
+                keywords.append(node.meta["keyword"])
         return copies[node]
 
     for node in own:
@@ -162,4 +276,4 @@ def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequ
         copies[node] = stage_graph.node_copy(node, copied)
     if sent is not None:
         stage_graph.output(tuple(copies[node] for node in sent))
-    return stage_graph
+    return _StageGraph(stage_graph, keywords)

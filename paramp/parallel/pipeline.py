@@ -5,34 +5,35 @@ torch's schedules take seconds to import, so they are imported only when a :clas
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.dtensor import is_dtensor, local, wrap
+from ..base import trees
 from ..base.errors import ConfigError
 from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
 from ..distributed.failures import is_lost_connection
+from .batches import Batch
 from .stage import Stage, Stages
-from .stage_io import StageOutput
+from .stage_io import StageOutput, plain
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from .stage_recorder import RecordedStage
 
 
 class _LinkedStage(nn.Module):
-    """A stage for torch's schedules: its inputs and outputs are plain tensors.
+    """A stage for torch's schedules, which give it the tensors that it receives; it takes the model's inputs itself.
 
+    The last stage keeps its output, any tree, in :attr:`output` for the loss, and returns a stand-in of one element.
     If the forward fails, it calls ``failed`` and returns zeros, so that the schedule continues and no rank waits.
     """
 
@@ -41,10 +42,12 @@ class _LinkedStage(nn.Module):
         self.failed = failed
         self.stage = stage
         self.received: StageOutput | None = None
-        self.sent: StageOutput | torch.Tensor | None = None
-        """The stage's input and output; None for the model's input, a tensor on ``meta`` for the model's output."""
-        self.layout: DTensor | None = None
-        """A DTensor with the layout of the model's output, if that is one."""
+        """The description of the stage's input; None for the model's inputs."""
+        self.sent: StageOutput | None = None
+        """The description of its output; None for the model's output."""
+        self.microbatches: list[Batch] = []
+        self._index = 0
+        self.output: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         try:
@@ -55,54 +58,51 @@ class _LinkedStage(nn.Module):
             self.failed(error)
             return self._zeros(tensors)
 
+    def begin(self, index: int) -> None:
+        """Choose the microbatch whose forward is next."""
+        self._index = index
+
+    def _run(self, *tensors: torch.Tensor) -> Any:
+        batch = self.microbatches[self._index]
+        args = batch.args if self.received is None else (self.stage.receive(self.received, tensors),)
+        self.output = None
+        output = self.stage(*args, **batch.kwargs)
+        if self.sent is not None:
+            return self.sent.pack(output, self.stage.link_device)
+        self.output = output
+        return torch.zeros(1, device=self.stage.link_device)
+
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The substitute for an output; it depends on ``tensors``, so that these get gradients."""
         own = torch.zeros((), requires_grad=torch.is_grad_enabled())
         # Multiplied first: the gradient of a plain sum is an expanded tensor, which cannot be sent.
         anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), own * 0.0)
-        metas = self.sent.metas(False) if isinstance(self.sent, StageOutput) else [cast(torch.Tensor, self.sent)]
-        device = self.stage.device if self.stage.is_last else self.stage.link_device
-        zeros = tuple(torch.zeros_like(meta, device=device) + anchor.to(device, meta.dtype) for meta in metas)
-        return zeros[0].view_as(zeros[0]) if self.stage.is_last else zeros
+        if self.sent is None:
+            return anchor.reshape(1).to(self.stage.link_device)
+        metas = self.sent.metas(False)
+        return tuple(torch.zeros_like(meta, device=self.stage.link_device) + anchor.to(meta.dtype) for meta in metas)
 
-    def _run(self, *tensors: torch.Tensor) -> Any:
-        inputs = tensors[0] if self.received is None else self.stage.receive(self.received, tensors)
-        output = self.stage(inputs)
-        if not self.stage.is_last:
-            assert isinstance(self.sent, StageOutput)
-            return self.sent.pack(output, self.stage.link_device)
-        output = _single(output)
-        if is_dtensor(output):
-            self.layout = cast("DTensor", output.detach())
-            output = output.to_local()
-        return output.view_as(output)  # torch detaches outputs in place before the backward is complete, but not views
-
-    def whole(self, output: torch.Tensor) -> torch.Tensor:
-        """``output`` of one or several concatenated microbatches, as a DTensor if the model returned one."""
-        if self.layout is None:
-            return output
-        return wrap(output, self.layout, shape=torch.Size([output.shape[0], *self.layout.shape[1:]]))
-
-
-def _single(output: Any) -> torch.Tensor:
-    if not isinstance(output, torch.Tensor):
-        raise ConfigError(f"pipeline: the model returned {type(output).__name__}, expected one tensor, for the loss")
-    return output
+    def no_loss(self, stand_in: torch.Tensor) -> torch.Tensor:
+        """A loss of zero, through which every parameter gets a gradient; ``stand_in`` is what the forward returned."""
+        if stand_in.requires_grad or self.output is None:
+            return stand_in.sum()
+        outputs = [plain(tensor) for tensor in trees.tensors(self.output) if tensor.requires_grad]
+        return sum(((output * 0.0).sum() for output in outputs), torch.zeros((), device=self.stage.device))
 
 
 class _Ready(NamedTuple):
-    """A schedule for one shape of the batch, and the input and output of each stage of this rank.
+    """A schedule for one kind of microbatch, and the input and output of each stage of this rank.
 
-    None: the model's input; a tensor on ``meta``: the model's output.
+    None: the model's inputs, the model's output.
     """
 
     schedule: Any
     received: list[StageOutput | None]
-    sent: list[StageOutput | torch.Tensor]
+    sent: list[StageOutput | None]
 
 
 MAX_SCHEDULES = 8
-"""The number of batch shapes whose schedules are cached."""
+"""The number of kinds of microbatches whose schedules are cached."""
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
 
 
@@ -142,9 +142,8 @@ class Pipeline:
             for stage in stages:
                 stage.link_device = torch.device("cpu")  # gloo does not send CUDA tensors reliably
         self._link_device = self._linked[0].stage.link_device
-        self._schedules: dict[tuple[torch.Size, torch.dtype, bool, bool], _Ready] = {}
-        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self._num_losses = 0
+        self._schedules: dict[tuple[Any, bool, bool], _Ready] = {}
+        self._loss: Callable[[Any, Batch], torch.Tensor] | None = None
         self._failure: Exception | None = None
         self._check = check
         self.in_step = True
@@ -152,64 +151,65 @@ class Pipeline:
 
     def run(
         self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        microbatches: list[Batch],
+        loss: Callable[[Any, Batch], torch.Tensor],
         *,
         backward: bool,
         before_last_backward: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Run every microbatch forward, through ``loss`` and, if asked, backward.
 
         Args:
-            x, y: the local batch; dim 0 is split into microbatches.
-            loss: of a microbatch's output and target, a 0-dim tensor.
+            microbatches: the parts of the local batch; inputs and target of the same kinds and shapes.
+            loss: of the model's output and its microbatch, a 0-dim tensor.
             before_last_backward: called before this rank's last backward, if it :attr:`overlaps`.
 
-        Returns:
-            Without backward, on the rank of the last stage: the outputs of the whole local batch. Else None.
-
         Raises:
-            ConfigError: a stage fails on zeros; on every rank of the pipeline.
+            ConfigError: a stage fails on the first microbatch of a kind; on every rank of the pipeline.
             ValueError: ``loss`` failed. On this rank only, after all microbatches have run, so that no rank waits.
             RuntimeError: a stage of this rank failed; also on this rank only, after all microbatches.
         """
-        self._loss, self._num_losses = loss, 0
+        self._loss = loss
         self._failure = self._thawed_later() if backward else None
         if self.overlaps:
             self._before_last_backward = before_last_backward
         self._stages.align_modes()
-        schedule = self._schedule(x, backward)
+        schedule = self._schedule(microbatches[0], backward)
         first, last = self._linked[0].stage, self._linked[-1].stage
-        inputs = (x.to(first.link_device),) if first.is_first else ()
-        targets = {"target": y.to(last.device)} if last.is_last else {}
+        for linked in self._linked:
+            linked.microbatches = microbatches
+        # The stages take their inputs themselves, so torch's schedule only splits the numbers of the microbatches.
+        numbers = torch.arange(len(microbatches))
+        inputs = (numbers.to(first.link_device),) if first.is_first else ()
+        targets = {"target": numbers} if last.is_last else {}
         begin_call(self.observers)
         self.in_step = False
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
         else:
-            output = schedule.eval(*inputs, **targets, losses=[] if last.is_last else None)
+            schedule.eval(*inputs, **targets, losses=[] if last.is_last else None)
         self.in_step = True
+        for linked in self._linked:
+            linked.microbatches, linked.output = [], None
         if self._failure is not None:
             raise self._failure
-        return self._linked[-1].whole(output) if last.is_last and not backward else None
 
     @property
     def overlaps(self) -> bool:
         """Whether this rank's last backward in a batch completes all of its gradients."""
         return self._config.num_local_stages == 1 and not self._config.row.splits_backward
 
-    def _call_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _call_loss(self, stand_in: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        microbatch, self._num_losses = self._num_losses, self._num_losses + 1
+        linked, index = self._linked[-1], int(number)
         if self._failure is not None:
-            return output.sum() * 0.0
+            return linked.no_loss(stand_in)
         try:
-            with span(self.observers, "loss", self._stage_indices[-1], microbatch):
-                return self._loss(self._linked[-1].whole(output), target)
+            with span(self.observers, "loss", self._stage_indices[-1], index):
+                return self._loss(linked.output, linked.microbatches[index])
         except Exception as error:
             self._record(_criterion_failure(error))
-            return output.sum() * 0.0
+            return linked.no_loss(stand_in)
 
     def _stage_failed(self, index: int, error: Exception) -> None:
         what = f"stage {index} of {self._config.num_stages} failed: {type(error).__name__}: {error}"
@@ -229,27 +229,28 @@ class Pipeline:
                 return ValueError(unfrozen(name, "requires a gradient"))
         return None
 
-    def _schedule(self, x: torch.Tensor, backward: bool) -> Any:
-        key = (x.shape, x.dtype, backward, self._stages.module.training)
+    def _schedule(self, microbatch: Batch, backward: bool) -> Any:
+        key = (microbatch.key(), backward, self._stages.module.training)
         if key not in self._schedules:
             if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = self._new_schedule(x, backward)
+            self._schedules[key] = self._new_schedule(microbatch, backward)
         ready = self._schedules[key]
         for linked, received, sent in zip(self._linked, ready.received, ready.sent, strict=True):
             linked.received, linked.sent = received, sent
         return ready.schedule
 
-    def _new_schedule(self, x: torch.Tensor, backward: bool) -> _Ready:
+    def _new_schedule(self, microbatch: Batch, backward: bool) -> _Ready:
         num_microbatches = self._config.num_microbatches
-        part = torch.empty(x.shape[0] // num_microbatches, *x.shape[1:], dtype=x.dtype, device="meta")
-        received, sent = self._probe(part)
+        received, sent = self._probe(microbatch)
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        stand_in = torch.empty(1, device="meta")
         stages = [
             self._stage_recorder(
                 linked,
                 index,
-                (part,) if takes is None else takes.metas(backward),
-                gives.metas(backward) if isinstance(gives, StageOutput) else (gives.requires_grad_(backward),),
+                (number,) if takes is None else takes.metas(backward),
+                (stand_in,) if gives is None else gives.metas(backward),
             )
             for linked, index, takes, gives in zip(self._linked, self._stage_indices, received, sent, strict=True)
         ]
@@ -268,18 +269,19 @@ class Pipeline:
 
         place = (index, self._config.num_stages, self._link_device)
         stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
-        stage.observers, stage.failed = self.observers, linked.failed
+        stage.observers, stage.failed, stage.begin = self.observers, linked.failed, linked.begin
         stage.before_last_backward = lambda: self._before_last_backward()
         return stage
 
-    def _probe(self, part: torch.Tensor) -> tuple[list[StageOutput | None], list[StageOutput | torch.Tensor]]:
-        """The input (None for the first stage) and output of each stage of this rank, for a microbatch like ``part``.
+    def _probe(self, microbatch: Batch) -> tuple[list[StageOutput | None], list[StageOutput | None]]:
+        """The input (None for the first stage) and output (None for the last) of each stage of this rank.
 
-        Each stage of the model in turn runs once on zeros; if one fails, every rank raises. torch's schedules infer
-        shapes with uninitialised values, draw random numbers and change running statistics; this changes no state.
+        Each stage of the model in turn runs once, on the inputs of ``microbatch`` and zeros for what it receives; if
+        one fails, every rank raises. torch's schedules infer shapes with uninitialised values, draw random numbers and
+        change running statistics; this changes no state.
         """
         received: list[StageOutput | None] = []
-        sent: list[StageOutput | torch.Tensor] = []
+        sent: list[StageOutput | None] = []
         stage_output: StageOutput | None = None
         failure: Exception | None = None
         for index in range(self._config.num_stages):
@@ -287,12 +289,15 @@ class Pipeline:
             if index in self._stage_indices:
                 received.append(stage_output)
                 try:
-                    sent.append(self._try(self._linked[self._stage_indices.index(index)].stage, stage_output, part))
-                    described = [sent[-1] if isinstance(sent[-1], StageOutput) else None]
+                    sent.append(
+                        self._try(self._linked[self._stage_indices.index(index)].stage, stage_output, microbatch)
+                    )
+                    described = [sent[-1]]
+                    pickle.dumps(described)
                 except Exception as error:
                     failure = error
-                    what = f"stage {index} of {self._config.num_stages} fails on zeros of the shape of a microbatch"
-                    described = [f"pipeline: {what}, {tuple(part.shape)}: {type(error).__name__}: {error}"]
+                    what = f"stage {index} of {self._config.num_stages} fails on a microbatch of {microbatch}"
+                    described = [f"pipeline: {what}: {type(error).__name__}: {error}"]
                     if isinstance(error, ConfigError):
                         described = [str(error)]
             dist.broadcast_object_list(described, group=self._context.pp.group, group_src=self._config.rank_of(index))
@@ -301,8 +306,8 @@ class Pipeline:
             stage_output = described[0]
         return received, sent
 
-    def _try(self, stage: Stage, received: StageOutput | None, part: torch.Tensor) -> StageOutput | torch.Tensor:
-        """The output of ``stage`` for zeros; for the last stage, a tensor on ``meta``.
+    def _try(self, stage: Stage, received: StageOutput | None, microbatch: Batch) -> StageOutput | None:
+        """The output of ``stage``, for zeros of what it ``received``; None for the last stage.
 
         Temporarily frozen parameters count as trained, because other ranks are not notified when that changes.
         """
@@ -310,13 +315,13 @@ class Pipeline:
         cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
             with keeping_buffers(stage), _thawed(self._trained), torch.random.fork_rng(cuda), torch.enable_grad():
-                metas = (part,) if received is None else received.metas(True)
-                zeros_like = partial(torch.zeros_like, device=stage.link_device)
-                zeros = tuple(zeros_like(meta, requires_grad=meta.requires_grad) for meta in metas)
-                output = stage(zeros[0] if received is None else stage.receive(received, zeros))
-                if not stage.is_last:
-                    return StageOutput.describe(output, stage.precision)
-                return local(_single(output)).detach().to("meta")
+                args = microbatch.args
+                if received is not None:
+                    zeros_like = partial(torch.zeros_like, device=stage.link_device)
+                    zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
+                    args = (stage.receive(received, tuple(zeros)),)
+                output = stage(*args, **microbatch.kwargs)
+                return None if stage.is_last else StageOutput.describe(output, stage.precision)
         finally:
             stage.random = random
 

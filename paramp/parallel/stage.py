@@ -2,12 +2,13 @@
 
 A stage computes in the mode's precision and exchanges hidden states with its neighbours in the compute dtype::
 
-    x ─► to the compute dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
-                                                                   └─► fp32 ─► loss     (last stage)
+    inputs ─► to the compute dtype ─► [ autocast: the stage's modules ] ─► compute dtype ─► next stage
+                                                                        └─► fp32 ─► loss     (last stage)
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,11 +16,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
+from ..base.shape_errors import explaining_shapes
+from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -50,22 +52,38 @@ class Stage(nn.Module):
         self.link_device = device
         """The device of tensors that are sent and received: the CPU if the backend cannot send from ``device``."""
 
+        self._keywords = None if is_first else _keywords_of(module)
         self.random = random or nullcontext()
         """The random stream for dropout, entered for the forward."""
         self.training = module.training
 
+    @explaining_shapes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output for the model's inputs, on a later stage for what it received and the model's keyword inputs.
+
+        A later stage ignores keywords that its module does not take.
+        """
+        enter = partial(to_compute, precision=self.precision, device=self.device)
         if self.is_first:
-            enter = partial(to_compute, precision=self.precision, device=self.device)
-            args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+            args = map_tensors(enter, args)
+        elif self._keywords is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name in self._keywords}
+        kwargs = map_tensors(enter, kwargs)
         with self.random, computing(self.precision, self.device.type):
             output = self.module(*args, **kwargs)
-        leave = partial(to_outputs, precision=self.precision)
-        return tree_map_only(torch.Tensor, leave, output) if self.is_last else output
+        return map_tensors(partial(to_outputs, precision=self.precision), output) if self.is_last else output
 
     def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from the ``tensors`` that the stage before sent."""
         return stage_output.unpack(tensors, self.device, self.precision.weights)
+
+
+def _keywords_of(module: nn.Module) -> frozenset[str] | None:
+    """The keywords that the forward of ``module`` takes beside its first argument; None: all."""
+    _, *parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
 
 
 class Stages(nn.Module):

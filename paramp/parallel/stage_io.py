@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
+from ..base.trees import leaves, map_leaves
 from ..precision.policy import Precision
 
 CONSTANTS = (
@@ -29,10 +29,15 @@ CONSTANTS = (
 )
 
 
-@dataclass(frozen=True)
 class _Sent:
-    shape: torch.Size
-    dtype: torch.dtype
+    """A tensor of a stage's output. Not a dataclass, which would be a part of the tree and not a leaf of it."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype}"
 
     @property
     def num_bytes(self) -> int:
@@ -47,11 +52,14 @@ class Fixed(_Sent):
     """A tensor without a gradient."""
 
 
-@dataclass(frozen=True)
 class Constant:
     """A value that is not a tensor."""
 
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 class _Received(torch.autograd.Function):
@@ -79,13 +87,13 @@ class StageOutput:
     @staticmethod
     def describe(values: Any, precision: Precision) -> StageOutput:
         """Describe ``values``, a stage's output that was computed with gradients enabled."""
-        return StageOutput(tree_map(lambda value: _describe(value, precision), values))
+        return StageOutput(map_leaves(lambda path, value: _describe(path, value, precision), values))
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tensors to send for ``values``, which have to match the description, on ``device``."""
-        given, spec = tree_flatten(values)
-        leaves, expected = tree_flatten(self.tree)
-        if spec != expected or not all(map(_fits, leaves, given)):
+        given, expected = list(leaves(values)), list(leaves(self.tree))
+        same = [path for path, _ in given] == [path for path, _ in expected]
+        if not same or not all(_fits(leaf, value) for (_, leaf), (_, value) in zip(expected, given, strict=True)):
             raise ConfigError(
                 "pipeline: the output of a stage changed between two batches of the same shape, from "
                 f"{self.tree} to {values}; expected numbers and shapes that depend on the batch's shape only: "
@@ -93,11 +101,11 @@ class StageOutput:
             )
         differentiable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
-        for leaf, value in zip(leaves, given, strict=True):
+        for (_, leaf), (_, value) in zip(expected, given, strict=True):
             if isinstance(leaf, Differentiable):
-                differentiable.append(_plain(value).to(device, leaf.dtype).contiguous())
+                differentiable.append(plain(value).to(device, leaf.dtype).contiguous())
             elif isinstance(leaf, Fixed):
-                fixed.append(_plain(value).detach().to(device).contiguous().reshape(-1).view(torch.uint8))
+                fixed.append(plain(value).detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         if fixed or not differentiable:
             carrier = torch.zeros(self._carrier_size, device=device)
             if fixed:
@@ -112,20 +120,20 @@ class StageOutput:
         differentiable = iter(tensors)
         fixed = _read(tensors[-1].detach(), self._fixed)
 
-        def value(leaf: Differentiable | Fixed | Constant) -> Any:
+        def value(_: str, leaf: Differentiable | Fixed | Constant) -> Any:
             if isinstance(leaf, Differentiable):
                 return next(differentiable).to(device, weights)
             if isinstance(leaf, Fixed):
                 return next(fixed).to(device)
             return device if isinstance(leaf.value, torch.device) else leaf.value
 
-        return tree_map(value, self.tree)
+        return map_leaves(value, self.tree)
 
     def metas(self, requires_grad: bool) -> tuple[torch.Tensor, ...]:
         """Tensors on ``meta`` with the shapes and dtypes of those that :meth:`pack` returns."""
         metas = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=requires_grad)
-            for leaf in tree_leaves(self.tree)
+            for _, leaf in leaves(self.tree)
             if isinstance(leaf, Differentiable)
         ]
         if self._fixed or not metas:
@@ -134,7 +142,7 @@ class StageOutput:
 
     @property
     def _fixed(self) -> list[Fixed]:
-        return [leaf for leaf in tree_leaves(self.tree) if isinstance(leaf, Fixed)]
+        return [leaf for _, leaf in leaves(self.tree) if isinstance(leaf, Fixed)]
 
     @property
     def _carrier_size(self) -> int:
@@ -142,35 +150,36 @@ class StageOutput:
         return -(-sum(leaf.num_bytes for leaf in self._fixed) // 4) or 1
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of ``tensor``, differentiably."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _describe(value: Any, precision: Precision) -> Differentiable | Fixed | Constant:
+def _describe(path: str, value: Any, precision: Precision) -> Differentiable | Fixed | Constant:
     if isinstance(value, torch.Tensor):
-        shape = _plain(value).shape
+        shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
         return Differentiable(shape, precision.compute) if differentiable else Fixed(shape, value.dtype)
     if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(
-        f"pipeline: a stage returns {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, "
-        "lists and dicts of them; change its output, or split elsewhere (parallel.pipeline.split)"
+        f"pipeline: a stage returns {type(value).__name__}{path and f' at {path}'}, expected tensors, numbers, "
+        "strings, None, or tuples, lists, mappings and dataclasses of them; change its output, or split elsewhere "
+        "(parallel.pipeline.split)"
     )
 
 
 def _fits(leaf: Differentiable | Fixed | Constant, value: Any) -> bool:
     if isinstance(leaf, Constant):
         return isinstance(value, torch.device) or bool(value == leaf.value)
-    if not isinstance(value, torch.Tensor) or _plain(value).shape != leaf.shape:
+    if not isinstance(value, torch.Tensor) or plain(value).shape != leaf.shape:
         return False
     return value.dtype == leaf.dtype if isinstance(leaf, Fixed) else value.is_floating_point()
 
 
-def _read(carrier: torch.Tensor, leaves: list[Fixed]) -> Iterator[torch.Tensor]:
+def _read(carrier: torch.Tensor, parts: list[Fixed]) -> Iterator[torch.Tensor]:
     start = 0
-    for leaf in leaves:
+    for leaf in parts:
         part = carrier.view(torch.uint8)[start : start + leaf.num_bytes]
         start += leaf.num_bytes
         yield part.clone().view(leaf.dtype).reshape(leaf.shape)  # copied, because a view has to be aligned

@@ -20,6 +20,8 @@ class RecordedStage(PipelineStage):
     observers: Sequence[Observer]
     before_last_backward: Callable[[], None]
     """Called before the last full backward of a schedule."""
+    begin: Callable[[int], None]
+    """Called with the number of a microbatch before its forward."""
     failed: Callable[[Exception], None]
     """Called where a backward fails."""
 
@@ -28,6 +30,7 @@ class RecordedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._span("forward", fwd_chunk_id):
+            self.begin(fwd_chunk_id)
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.utils._pytree import tree_map
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
@@ -205,6 +206,53 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> None:
     distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)  # equal on all ranks
     module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
+
+
+class ExpertSlices(ParallelStyle):
+    """The fused experts of a Hugging Face layer: each rank has a slice of the features of every expert.
+
+    ``gate_up_proj`` (experts, 2 x features, hidden) is stored as a DTensor (experts, 2, features, hidden) that is
+    sharded over its dim 2; ``down_proj`` (experts, hidden, features) is sharded over its dim 2. The forward takes
+    activations and routing weights, whose gradients are partial on each rank.
+    """
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        """Check that ``module`` has such weights, and that their features divide over ``size`` ranks."""
+        shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
+        up, down = (shapes.get(own, ()) for own in ("gate_up_proj", "down_proj"))
+        if len(shapes) != 2 or len(down) != 3 or up != (down[0], 2 * down[2], down[1]):
+            raise ConfigError(
+                f"plan: {name!r} has the parameters {shapes}, expected gate_up_proj (experts, 2 x features, hidden) "
+                "and down_proj (experts, hidden, features)"
+            )
+        if down[2] % size:
+            raise ConfigError(
+                f"plan: {name!r} has {down[2]} features, expected a multiple of parallel.tensor.size {size}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        up = module.get_parameter("gate_up_proj")
+        unpacked = nn.Parameter(up.detach().unflatten(1, (2, -1)), up.requires_grad)
+        _distribute(module, "gate_up_proj", unpacked, device_mesh, Shard(2))
+        _distribute(module, "down_proj", module.get_parameter("down_proj"), device_mesh, Shard(2))
+
+        def enter(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            whole = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            args, kwargs = tree_map(enter, (args, kwargs))
+            up, down = (cast(DTensor, module.get_parameter(name)).to_local() for name in ("gate_up_proj", "down_proj"))
+            with _with_parameters(module, {"gate_up_proj": up.flatten(1, 2), "down_proj": down}):
+                part = type(module).forward(module, *args, **kwargs)
+            summed = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
+            output: torch.Tensor = summed.redistribute(placements=[Replicate()]).to_local()
+            return output
+
+        module.__dict__["forward"] = forward
+        return module
 
 
 class ScatterSequence(PrepareModuleOutput):

@@ -10,7 +10,7 @@ import dis
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,6 +21,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import ConfigError
+from ..base.module_surgery import named_tensors
+from ..base.trees import map_leaves, tensors
+from .materialize import outline
 from .partition import is_sequential
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
@@ -29,10 +32,71 @@ RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 """The same, but always recorded, because they return different numbers in each call."""
 
 
-def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
-    """The graphs of ``model`` in training mode (True) and evaluation mode (False), which may differ.
+Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""The arguments of a forward, positional and keyword: ``...`` for what holds tensors, else the value."""
 
-    The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph.
+
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """What a trace of a forward with these arguments depends on."""
+
+    def kind(value: Any) -> Any:
+        return ... if next(tensors(value), None) is not None else value
+
+    return tuple(map(kind, args)), tuple((name, kind(value)) for name, value in sorted(kwargs.items()))
+
+
+def likely_calls(model: nn.Module) -> list[Call]:
+    """Calls of ``model`` with the arguments without a default; then also with those that are None by default."""
+    _, *parameters = inspect.signature(type(model).forward).parameters.values()
+    parameters = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    required = [one for one in parameters if one.default is one.empty]
+    by_position = [one for one in required if one.kind is not one.KEYWORD_ONLY]
+    keywords = [one.name for one in required if one.kind is one.KEYWORD_ONLY]
+    if not required and parameters:
+        by_position = parameters[:1]
+    optional = [one.name for one in parameters if one.default is None and one not in by_position]
+    args = (...,) * len(by_position)
+    return [(args, tuple((name, ...) for name in sorted(names))) for names in (keywords, [*keywords, *optional])][
+        : 2 if optional else 1
+    ]
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` to trace: each parameter and buffer is one number in memory, whatever its shape."""
+    copied = outline(model)
+    copies = dict(zip(model.modules(), copied.modules(), strict=True))
+    thin = {tensor: _thin(tensor) for _, tensor in named_tensors(model)}
+
+    def replaced(_: str, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return copies.get(value, value)
+        return thin.get(value, value) if isinstance(value, torch.Tensor) else value
+
+    for module in copies.values():
+        for name, value in vars(module).items():  # a list of submodules, say
+            if name not in TABLES:
+                vars(module)[name] = map_leaves(replaced, value)
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                table[name] = None if tensor is None else thin[tensor]  # type: ignore[assignment]
+    return copied
+
+
+TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _thin(tensor: torch.Tensor) -> torch.Tensor:
+    if nn.parameter.is_lazy(tensor):
+        return tensor
+    thin = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return nn.Parameter(thin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else thin
+
+
+def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx.Graph]:
+    """The graphs of ``call`` of ``model`` in training mode (True) and evaluation mode (False), which may differ.
+
+    The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph. Inputs that hold
+    tensors are placeholders, whose ``meta["keyword"]`` is their name if they are keywords.
     """
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
@@ -42,7 +106,7 @@ def trace(model: nn.Module, opened: frozenset[str]) -> dict[bool, fx.Graph]:
     try:
         for training in (True, False):
             model.train(training)
-            tracer = _Tracer(opened)
+            tracer = _Tracer(opened, call)
             with tracer.recording_factories():
                 graphs[training] = tracer.trace(model)
             moved = [source for source, state in _random_states().items() if state != start[source]]
@@ -92,9 +156,10 @@ def _where(error: Exception) -> str:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: frozenset[str]) -> None:
+    def __init__(self, opened: frozenset[str], call: Call) -> None:
         super().__init__()
         self._opened = opened
+        self._call = call
         self._modes = _modes()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -103,8 +168,16 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        # The model's only input; other parameters of its forward keep their defaults.
-        return root_fn, [self.root, self.create_proxy("placeholder", "x", (), {})]
+        args, keywords = self._call
+        inputs = [self._input(f"input_{index}", value) for index, value in enumerate(args)]
+        named = {name: self._input(name, value) for name, value in keywords}
+        for name, value in named.items():
+            if isinstance(value, fx.Proxy):
+                value.node.meta["keyword"] = name
+        return lambda root, *given: root_fn(root, *given, **named), [self.root, *inputs]
+
+    def _input(self, name: str, value: Any) -> Any:
+        return self.create_proxy("placeholder", name, (), {}) if value is ... else value
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:

@@ -60,8 +60,8 @@ def build(name, **changes):
     return model.train()
 
 
-def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_of(output, targets):
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
 def adamw(parameters):
@@ -75,7 +75,7 @@ def plain_training(name, steps):
     losses = []
     for x, y in batches(steps):
         optimizer.zero_grad()
-        loss = loss_of(model(x).logits, y)
+        loss = loss_of(model(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -114,7 +114,7 @@ def test_fp32_follows_plain_torch(world, name, layout):
         model = build(name)
         model.load_state_dict(actual)
         x, _ = next(batches(1))
-        torch.testing.assert_close(engine(x), model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(engine(x).logits, model.eval()(x).logits.detach(), atol=1e-5, rtol=1e-5)
 
 
 def train_pretrained(name, precision, parallel, **options):
@@ -276,22 +276,63 @@ def test_models_that_cannot_be_partitioned():
         PretrainedPartition(model)
 
 
-def test_the_output_is_the_logits():
-    from paramp.parallel.huggingface.output import returning_logits
+def test_outputs_have_names_and_no_cache():
+    from paramp.parallel.huggingface.output import without_cache
     from paramp.parallel.huggingface.partition import PretrainedPartition
 
     x = torch.arange(8).reshape(2, 4)
     for name in ("llama", "gpt2"):
         model = build(name)
-        changed = returning_logits(model)
+        changed = without_cache(model)
         for options in ({}, {"return_dict": False}, {"attention_mask": torch.ones_like(x), "labels": None}):
-            assert torch.equal(changed(x, **options), model(x).logits)
-        with pytest.raises(paramp.ConfigError, match=r"labels: got a value.*a criterion of \(logits, targets\)"):
-            changed(input_ids=x, labels=x)
+            output = changed(x, **options)
+            assert torch.equal(output.logits, model(x).logits)
+            assert output.past_key_values is None
+        with pytest.raises(paramp.ConfigError, match=r"num_items_in_batch.*leave it out"):
+            changed(input_ids=x, labels=x, num_items_in_batch=3)
         model.config.return_dict = False
-        for use in (returning_logits, PretrainedPartition):
+        for use in (without_cache, PretrainedPartition):
             with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
                 use(model)
+
+
+def padded(seed, size=8, length=7):
+    """Rows of different lengths: tokens, the attention mask, and labels that ignore the padding and, in two, all."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(2, 120, (size, length), generator=generator)
+    lengths = torch.randint(2, length + 1, (size, 1), generator=generator)
+    mask = (torch.arange(length) < lengths).long()
+    labels = torch.where(mask.bool(), x, -100)
+    labels[-2:] = -100
+    return {"input_ids": x * mask, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", ["pp2-tp2", "dp2-tp2", "pp4", "interleaved-dp2"])
+@on_ranks(4)
+def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
+    """Over microbatches, of which one has no label, accumulated batches and data ranks."""
+    model = build(name)
+    plain = adamw(model.parameters())
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "gradient_accumulation": 2}) as context:
+        engine, *_ = paramp.initialize(build(name), adamw)
+        for step in range(3):
+            window = [padded(2 * step), padded(2 * step + 1)]
+            plain.zero_grad()
+            whole = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
+            expected = model(**whole).loss
+            expected.backward()
+            plain.step()
+            for batch in window:
+                own = {key: rank_slice(value, context.dp.rank, context.dp.size) for key, value in batch.items()}
+                loss = engine.forward_backward(own)
+                stepped = engine.step().stepped
+            assert stepped
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        for key, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[key], atol=2e-5, rtol=0)
+        batch = padded(9)
+        assert engine.evaluate(batch).item() == pytest.approx(model.eval()(**batch).loss.item(), abs=1e-5)
 
 
 def test_units_are_in_the_order_of_their_calls():
@@ -351,7 +392,7 @@ def test_layers_keep_their_places():
     value = x
     for stage in partition.stages(plan_stages(partition.units, 4, split)):
         value = stage(value)
-    torch.testing.assert_close(value, model(x).logits)
+    torch.testing.assert_close(value.logits, model(x).logits)
 
 
 def on_meta(name):

@@ -10,6 +10,7 @@ from torch import nn
 from traceable import awkward_model
 
 import paramp
+from paramp.parallel.batches import Batch
 from paramp.parallel.partition import SequentialPartition, is_sequential, plan_stages, units
 
 
@@ -277,7 +278,7 @@ def test_stages_may_change_what_they_receive_and_grow_buffers(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["1"]}}}):
         model = build()
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        engine._runner.pipeline._probe(torch.empty(2, 4, device="meta"))
+        engine._runner.pipeline._probe(Batch((torch.ones(2, 4),)))
         assert not any(len(buffer) for buffer in engine.module.buffers())
         assert engine.forward_backward(x, x).item() == pytest.approx(loss.item(), abs=1e-6)
         for name, parameter in engine.named_parameters():
@@ -324,7 +325,9 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(3, 3))
         engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        with pytest.raises(paramp.ConfigError, match=r"stage 1 of 2 fails on zeros .*\(2, 4\): RuntimeError: "):
+        with pytest.raises(
+            paramp.ConfigError, match=r"stage 1 of 2 fails on a microbatch of inputs\[0\] \(2, 4\): RuntimeError: "
+        ):
             engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
 
 

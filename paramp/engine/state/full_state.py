@@ -1,5 +1,7 @@
 """The whole model, gathered on every rank."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,32 +9,65 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.dtensor import full_tensor
+from ...base.errors import ConfigError
 from ...distributed.collectives import broadcast_
+from ...parallel.adapters import adapter_for
+from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks
 
 
-@torch.no_grad()
 def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
     """The result of :meth:`paramp.Engine.full_state_dict`. A collective of the world."""
+    return {name: value.cpu().clone() for name, value in _full_tensors(params)}
+
+
+def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | Path, dtype: torch.dtype | None) -> None:
+    """Write the model to a folder, as :meth:`paramp.Engine.save_pretrained` does. A collective of the world."""
+    folder = Path(folder)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype: got {dtype}, expected a floating-point dtype, such as torch.float32")
+    write = adapter_for(params.module).writer()
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in _full_tensors(params):
+        if params.context.is_main:
+            stored = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            first = params.first_names.get(name, name)
+            weights[name] = weights[first] if first in weights else value.to("cpu", stored, copy=True)
+    problem = None
+    try:
+        if params.context.is_main:
+            write(params.module, weights, folder)
+    except Exception as error:
+        problem = error
+    failure.agree(problem)
+
+
+@torch.no_grad()
+def _full_tensors(params: ParamChunks) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of the whole model in turn, on the device of every rank; floating-point ones at least in fp32."""
     own = _local_stages(params)
     stage_axis = params.context.stage_axis
-    whole: dict[str, torch.Tensor] = {}
     for rank in range(stage_axis.size):
-        description: list[Any] = [[(name, value.shape, value.dtype) for name, value in own.items()]]
+        description: list[Any] = [
+            [(name, params.shapes.get(name, value.shape), _stored(value.dtype)) for name, value in own.items()]
+        ]
         if stage_axis.size > 1:
             dist.broadcast_object_list(description, group=stage_axis.group, group_src=rank)
         for name, shape, dtype in description[0]:
             if rank == stage_axis.rank:
-                value = own[name].contiguous()
+                value = full_tensor(own[name].detach()).reshape(shape).to(dtype).contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=params.context.device)
             broadcast_(value, stage_axis.group, rank)
-            whole[name] = value.cpu().clone()
-    return whole
+            yield name, value
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
-    """Full tensors of this rank's stages, on the device."""
+    """The tensors of this rank's stages, on the device, sharded or not."""
     weights, batch_axis = params.weights, params.context.batch_axis
     weights.put_back()
     masters = weights.full_precision()
@@ -46,7 +81,5 @@ def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
         ):  # running statistics differ between data ranks: the first rank's
             value = value.clone()
             broadcast_(value, batch_axis.group)
-        value = full_tensor(by_parameter.get(id(value), value).detach())
-        value = value.reshape(params.shapes.get(name, value.shape))
-        own[name] = value.float() if value.is_floating_point() and value.itemsize < 4 else value
+        own[name] = by_parameter.get(id(value), value)
     return own

@@ -1,26 +1,31 @@
-"""The output of a Hugging Face model: its logits, in every layout."""
+"""The calls and outputs of a Hugging Face model: without a cache, and with a loss that is weighted by its tokens."""
+
+from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
+from ..batches import Batch
+
+IGNORED = -100
+"""The label of a token without a loss, in transformers."""
 
 
-def returning_logits(model: nn.Module) -> nn.Module:
-    """``model`` with its logits as its output, and without a cache of keys and values."""
+def without_cache(model: nn.Module) -> nn.Module:
+    """``model`` without a cache of keys and values, whose loss is the mean over the microbatch's labels."""
     check_output(model)
     options = call_options(model)
+    count = label_count(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("labels") is not None:
-            raise ConfigError(
-                "labels: got a value, expected none, because the model's output is its logits and not its loss; leave "
-                "labels out, and pass initialize a criterion of (logits, targets)"
-            )
-        return main_output(type(model).forward(changed, *args, **({**options, **kwargs, "return_dict": True})))
+        kwargs = {**options, **kwargs, "return_dict": True}
+        return type(model).forward(changed, *args, **with_count(kwargs, count(args, kwargs), type(model)))
 
     changed = with_forward(model, forward)
     return changed
@@ -31,7 +36,7 @@ def check_output(model: nn.Module) -> None:
     if getattr(model.config, "return_dict", True) is False:
         raise ConfigError(
             f"model: the configuration of {type(model).__name__} has return_dict=False, expected True, so that its "
-            "logits can be found by name"
+            "logits and loss can be found by name"
         )
 
 
@@ -40,7 +45,56 @@ def call_options(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
 
 
+Count = Callable[[tuple[Any, ...], Mapping[str, Any]], torch.Tensor | None]
+"""The number of labels that count, 0-dim, in the arguments of a model; None without labels."""
+
+
+def label_count(model: nn.Module) -> Count:
+    """How many labels of a call the loss of ``model`` is the mean over. It does not keep the model."""
+    signature = inspect.signature(type(model).forward)
+    # A causal model predicts each token from those before it, so its loss ignores the first; decoders shift the inputs.
+    function = getattr(getattr(model, "loss_function", None), "__name__", "")
+    first = int(function == "ForCausalLMLoss" and not getattr(model.config, "is_encoder_decoder", False))
+
+    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        given = signature.bind_partial(None, *args, **kwargs).arguments
+        labels = given.get("labels", given.get("kwargs", {}).get("labels"))
+        return None if labels is None else (labels[..., first:] != IGNORED).sum()
+
+    return count
+
+
+def with_count(kwargs: dict[str, Any], count: torch.Tensor | None, model: type[nn.Module]) -> dict[str, Any]:
+    """``kwargs`` of a call of ``model`` with the ``count`` of its labels: a mean over no label would be NaN."""
+    if kwargs.get("num_items_in_batch") is not None:
+        raise ConfigError(
+            "inputs['num_items_in_batch']: got a value, expected none: the labels of all microbatches, accumulated "
+            "batches and data ranks are counted; leave it out"
+        )
+    parameters = inspect.signature(model.forward).parameters.values()
+    if count is None or not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return kwargs
+    return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+
+
+def token_loss(model: nn.Module) -> Callable[[Any, Batch], Any]:
+    """A function that finds the loss in an output of ``model``: ``(sum, count)`` over the labels of the microbatch.
+
+    So the loss of a step is the mean over the labels of all microbatches, accumulated batches and data ranks. What the
+    model adds to it, such as the auxiliary loss of a mixture of experts, is weighted in the same way.
+    """
+    count_labels = label_count(model)
+
+    def find(output: Any, microbatch: Batch) -> Any:
+        loss, count = getattr(output, "loss", None), count_labels(microbatch.args, microbatch.kwargs)
+        if loss is None or count is None:
+            return loss
+        return loss * count.to(loss.device), count
+
+    return find
+
+
 def main_output(output: Any) -> Any:
-    """The logits in ``output``; for a model without a head, its last hidden state; else ``output``."""
+    """The hidden states in ``output`` of a stage without the model's head."""
     named = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     return next((value for value in named if value is not None), output)

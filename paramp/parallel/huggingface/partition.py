@@ -4,7 +4,10 @@ The model's own forward computes each stage, including masks and rotary embeddin
 
     first stage    input_ids ──► embedding ──► its layers ──► (no norm, no head) ──► hidden states
     later stage    inputs_embeds = hidden states ──► its layers ──► ...
-    last stage     inputs_embeds = hidden states ──► its layers ──► norm ──► head ──► logits
+    last stage     inputs_embeds = hidden states ──► its layers ──► norm ──► head ──► logits, loss
+
+Each stage gets the keyword inputs, such as attention_mask, that it does not get from the stage before; the last one the
+labels.
 
 A module of another stage is replaced by a :class:`~paramp.base.module_surgery.PassThrough`; each layer keeps its index
 in the list, so that per-layer entries of the configuration still apply.
@@ -12,7 +15,7 @@ in the list, so that per-layer entries of the configuration still apply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,12 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
 from .missing_plans import HEAD, find_architecture
-from .output import call_options, check_output, main_output
+from .output import call_options, check_output, label_count, main_output, with_count
+
+FIRST = frozenset({"input_ids", "inputs_embeds"})
+"""The inputs of the first stage only."""
+LAST = frozenset({"labels", "num_items_in_batch", "shift_labels", "logits_to_keep"})
+"""The inputs of the last stage only."""
 
 
 class PretrainedPartition:
@@ -65,9 +73,10 @@ class PretrainedPartition:
         self._check_calls()
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
-        return [self._stage(names, index == 0) for index, names in enumerate(plan)]
+        last = len(plan) - 1
+        return [self._stage(names, is_first=index == 0, is_last=index == last) for index, names in enumerate(plan)]
 
-    def _stage(self, names: Sequence[str], is_first: bool) -> nn.Module:
+    def _stage(self, names: Sequence[str], *, is_first: bool, is_last: bool) -> nn.Module:
         model = self._model
         everywhere = names_outside(model, dict(self.units))  # tables of rotary embeddings
         shells = [name for name, module in model.named_modules() if name and not any(module.children())]
@@ -76,11 +85,25 @@ class PretrainedPartition:
         for name, _ in self.units:
             if name not in names:
                 _replace(part, model, name, _Nothing() if name in self._positions else PassThrough())
-        options = call_options(model)
+        kind, options, count = type(model), call_options(model), label_count(model)
 
-        def forward(x: torch.Tensor) -> Any:
-            inputs = {"input_ids": x} if is_first else {"inputs_embeds": x}
-            return main_output(type(model).forward(stage, **inputs, **options))
+        def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
+            if more:
+                raise ConfigError(
+                    f"inputs: got {1 + len(more)} positional inputs for {kind.__name__}, expected at most one in a "
+                    "pipeline, whose later stages need the others too; pass a mapping, such as "
+                    '{"input_ids": x, "attention_mask": mask}'
+                )
+            _check_router(kwargs, stage)
+            kwargs = {**options, **kwargs, "return_dict": True}
+            kwargs = with_count(kwargs, count((), kwargs), kind)
+            if not is_first:
+                kwargs = {name: value for name, value in kwargs.items() if name not in FIRST} | {"inputs_embeds": x}
+            elif x is not None:
+                kwargs["input_ids"] = x
+            if is_last:
+                return kind.forward(stage, **kwargs)
+            return main_output(kind.forward(stage, **{name: kwargs[name] for name in kwargs.keys() - LAST}))
 
         stage = with_forward(part, forward)
         return stage
@@ -102,7 +125,7 @@ class PretrainedPartition:
             hidden = torch.randn(1, 2, self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
         hidden = hidden.to(first.device, first.dtype)
         calls: list[str] = []
-        shell = self._stage([], is_first=False)
+        shell = self._stage([], is_first=False, is_last=False)
         for name, _ in self.units:
             shell.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
         try:
@@ -122,6 +145,14 @@ class PretrainedPartition:
                 f"not just apply {', '.join(known)} one after the other ({reason}); set the size to 1"
             )
         self.units = [(name, known[name]) for name in order]
+
+
+def _check_router(kwargs: Mapping[str, Any], stage: nn.Module) -> None:
+    if kwargs.get("output_router_logits", getattr(stage.config, "output_router_logits", False)):
+        raise ConfigError(
+            "inputs['output_router_logits']: got True, expected False in a pipeline, because the auxiliary loss needs "
+            "the router logits of all stages; set it to False, or parallel.pipeline.size to 1"
+        )
 
 
 class _Nothing(PassThrough):

@@ -9,8 +9,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...base.errors import ConfigError
 from ...base.globs import matches
 from ..tensor_plan import Plan
-from ..tensor_styles import PackedColwise, PackedRowwise
-from .missing_plans import HEAD, find_architecture
+from ..tensor_styles import ExpertSlices, PackedColwise, PackedRowwise
+from .missing_plans import tensor_entries
 
 TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "colwise": "colwise",
@@ -23,8 +23,10 @@ TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {
     "rowwise_rep": "rowwise_scatter",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "partial_gradient",
+    "moe_tp_experts": ExpertSlices,
     "replicate": None,
     "replicated_random": "replicated_random",  # ours, in ARCHITECTURES
+    "sharded_random": "sharded_random",
 }
 """The equivalent of each style of transformers; None: no style is needed."""
 WHOLE_IF_UNEVEN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
@@ -36,12 +38,7 @@ def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Pla
     kind = type(model).__name__
     if sequence_parallel:
         raise ConfigError(f"parallel.sequence_parallel: {kind} has no plan for it; set it to False, or pass plan=")
-    known, prefix = find_architecture(model)
-    if known is not None:
-        entries: dict[str, Any] = {f"{prefix}{name}": style for name, style in known.tensor.items()}
-        entries[HEAD] = "colwise_gather_output"
-    else:
-        entries = dict(getattr(model, "tp_plan", None) or {})
+    entries = tensor_entries(model)
     if not entries:
         raise ConfigError(
             f"parallel.tensor.size: got {size}, but {kind} has no tp_plan; pass plan= to initialize, with the names of "
@@ -58,10 +55,11 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
     parameters = [name for name, _ in model.named_parameters()]
     plan: Plan = {}
     covered: set[str] = set()
+    experts = [pattern for pattern, kind in entries.items() if kind == "moe_tp_experts"]  # it shards their parameters
     for pattern, kind in entries.items():
         names = [name for name in modules if matches(name, pattern)]
         covered.update(names)
-        inside = [name for name in parameters if matches(name, pattern)]
+        inside = [name for name in parameters if matches(name, pattern) and pattern.rpartition(".")[0] not in experts]
         if not names and not inside:
             continue  # plans also name what only some variants of a model have
         if inside or (isinstance(kind, str) and kind not in TENSOR_STYLES):
@@ -98,33 +96,41 @@ def _replicate_ties(model: nn.Module, plan: Plan) -> None:
     sharing: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sharing.setdefault(parameter, []).append(name.rpartition(".")[0])
-    for names in sharing.values():
-        if any(name not in plan for name in names):
-            for name in names:
-                plan.pop(name, None)
+    while mixed := [names for names in sharing.values() if len({name in plan for name in names}) > 1]:
+        for name in {name for names in mixed for name in names}:  # it may share another weight
+            plan.pop(name, None)
 
 
 def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
     """Check that the heads divide over ``size`` ranks, and make attention dropout differ between ranks."""
-    config: Any = model.config
     sharded = {
         parent
         for name, style in plan.items()
         if (style == "colwise" or isinstance(style, PackedColwise)) and "att" in (parent := name.rpartition(".")[0])
     }
-    if not sharded:
-        return
-    for attribute in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, attribute, None)
-        if isinstance(heads, int) and heads % size:
-            raise ConfigError(
-                f"parallel.tensor.size: got {size}, but {type(model).__name__} has {attribute} {heads}; expected a "
-                f"divisor of {heads}"
-            )
-    if not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)):
-        return
     for name in sharded:
+        config = _nearest_config(model, name)
+        for attribute in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, attribute, None)
+            if isinstance(heads, int) and heads % size:
+                raise ConfigError(
+                    f"parallel.tensor.size: got {size}, but {type(model).__name__} has {attribute} {heads}; expected a "
+                    f"divisor of {heads}"
+                )
+        if not any(getattr(config, attribute, 0) for attribute in ATTENTION_DROPOUTS):
+            continue
         plan.setdefault(name, "sharded_random")
         for child, module in model.get_submodule(name).named_children():
             if isinstance(module, nn.Dropout):
                 plan.setdefault(f"{name}.{child}", "replicated_random")
+
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
+"""The names in configurations of the dropout of attention weights."""
+
+
+def _nearest_config(model: nn.Module, name: str) -> Any:
+    """The configuration of the module ``name`` of ``model``, or of the first module around it that has one."""
+    while name and not hasattr(model.get_submodule(name), "config"):
+        name = name.rpartition(".")[0]
+    return model.get_submodule(name).config

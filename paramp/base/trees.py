@@ -1,0 +1,82 @@
+"""Trees of values: tuples, lists, mappings and dataclasses, nested; tensors and all other values are leaves.
+
+torch's own pytrees take dataclasses and mappings other than ``dict`` for leaves, unless they were registered.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """``tree`` with ``function(path, leaf)`` in place of each leaf; paths are as in ``inputs['masks'][0]``.
+
+    A part in which nothing changes is the same object; others are copies of their class.
+    """
+    children = _children(tree)
+    if children is None:
+        return function(path, tree)
+    changed = {key: map_leaves(function, child, path + _step(tree, key)) for key, child in children.items()}
+    return tree if all(changed[key] is child for key, child in children.items()) else _rebuilt(tree, changed)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The path and value of each leaf of ``tree``, in order."""
+    children = _children(tree)
+    if children is None:
+        yield path, tree
+        return
+    for key, child in children.items():
+        yield from leaves(child, path + _step(tree, key))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with ``function(tensor)`` in place of each tensor."""
+    return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``tree``, in order."""
+    return (leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """The direct parts of ``tree`` by index, key or field; None for a leaf."""
+    if isinstance(tree, torch.Tensor) or (isinstance(tree, tuple) and isinstance(tree, torch.Size)):
+        return None
+    if isinstance(tree, (tuple, list)):
+        return dict(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return dict(tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        }
+    return None
+
+
+def _step(tree: Any, key: Any) -> str:
+    return f"[{key!r}]" if isinstance(tree, (tuple, list, Mapping)) else f".{key}"
+
+
+def _rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
+    """A tree of the class of ``tree`` with other ``parts``."""
+    if isinstance(tree, (tuple, list)):
+        values = list(parts.values())
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if not isinstance(tree, Mapping):
+        changed = copy.copy(tree)
+        for name, value in parts.items():
+            object.__setattr__(changed, name, value)  # the dataclass may be frozen
+        return changed
+    if hasattr(tree, "__dataclass_fields__"):  # transformers' ModelOutput, which is a mapping of its fields
+        return type(tree)(**parts)
+    result: Any = copy.copy(tree) if isinstance(tree, MutableMapping) else {}
+    for key, value in parts.items():
+        result[key] = value
+    return result

@@ -1,0 +1,184 @@
+"""A batch: positional and keyword inputs of the model, and a target, which are trees of tensors; and its microbatches.
+
+The batch is in dim 0. Its size is that of the first positional tensor, else of the first tensor of the target, else of
+the first keyword tensor that has more than 1 there. A tensor of this size is split. What is no tensor, has no dims or
+has 1 in dim 0 goes whole to every microbatch, and so does a tensor in :func:`whole`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..base.errors import ConfigError
+from ..base.trees import leaves, map_leaves
+
+
+class Whole:
+    """A tensor that every microbatch gets whole; :func:`whole` makes one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def whole(tensor: torch.Tensor) -> Any:
+    """Mark an input, such as a mask of dims (T, T), that is not split along dim 0 into microbatches.
+
+    It is for ``inputs`` and ``target`` of :meth:`Engine.forward_backward` and the like; the model gets ``tensor``.
+
+    Raises:
+        ConfigError: ``tensor`` is not a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"whole: got {type(tensor).__name__}, expected a tensor")
+    return Whole(tensor)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The part of one data rank, or one microbatch of it."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    @staticmethod
+    def of(inputs: Any, target: Any = None) -> Batch:
+        """The batch of ``inputs``: a tensor, a tuple or list (positional), a mapping (keywords), or a batch already.
+
+        Raises:
+            ConfigError: ``inputs`` is something else.
+        """
+        if isinstance(inputs, Batch):
+            return inputs
+        if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs):
+            return Batch((), dict(inputs), target)
+        if isinstance(inputs, (tuple, list)):
+            return Batch(tuple(inputs), {}, target)
+        if not isinstance(inputs, (torch.Tensor, Whole)):
+            raise ConfigError(
+                f"inputs: got {type(inputs).__name__}, expected a tensor, a tuple of the model's positional inputs or "
+                "a mapping of its keyword inputs, with the batch in dim 0"
+            )
+        return Batch((inputs,), {}, target)
+
+    def __str__(self) -> str:
+        """The shapes of the inputs, for messages."""
+        return ", ".join(
+            f"{path} {tuple(leaf.shape)}" for path, leaf in self.inputs() if isinstance(leaf, torch.Tensor)
+        )
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """The path and value of each leaf: of positional inputs, keyword inputs, target."""
+        return chain(self.inputs(), leaves(self.target, "target"))
+
+    def inputs(self) -> Iterator[tuple[str, Any]]:
+        """The path and value of each leaf of the inputs."""
+        return chain(leaves(self.args, "inputs"), leaves(self.kwargs, "inputs"))
+
+    @property
+    def size(self) -> int:
+        """The number of samples.
+
+        Raises:
+            ConfigError: there is no tensor to read it from.
+        """
+        for tree, path in ((self.args, "inputs"), (self.target, "target")):
+            for _, leaf in leaves(tree, path):
+                if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                    return leaf.shape[0]
+        sizes = [leaf.shape[0] for _, leaf in leaves(self.kwargs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        if not sizes:
+            raise ConfigError("inputs: got no tensor with dims, expected at least one with the batch in dim 0")
+        return next((size for size in sizes if size != 1), 1)
+
+    def split(self, num_microbatches: int) -> list[Batch]:
+        """The microbatches: equal parts along dim 0.
+
+        Raises:
+            ConfigError: the size is no multiple of their number, or a tensor has another size in dim 0.
+        """
+        size = self.size
+        if size == 0 or size % num_microbatches:
+            raise ConfigError(
+                f"batch: got {size} samples on each data rank, expected a multiple of the {num_microbatches} "
+                "microbatches (parallel.pipeline.microbatches)"
+            )
+        each = size // num_microbatches
+        return [self.rows(slice(start, start + each)).unwrapped() for start in range(0, size, each)]
+
+    def rows(self, rows: slice | list[int]) -> Batch:
+        """The samples ``rows``, as a batch.
+
+        Raises:
+            ConfigError: a tensor does not have the batch's size in dim 0.
+        """
+        size = self.size
+        return self._mapped(lambda path, leaf: _rows(path, leaf, size, rows))
+
+    def unwrapped(self) -> Batch:
+        """The batch as one microbatch, of whatever sizes."""
+        return self._mapped(lambda _, leaf: leaf.tensor if isinstance(leaf, Whole) else leaf)
+
+    def _mapped(self, function: Callable[[str, Any], Any]) -> Batch:
+        args, kwargs = (map_leaves(function, tree, "inputs") for tree in (self.args, self.kwargs))
+        return Batch(args, kwargs, map_leaves(function, self.target, "target"))
+
+    @property
+    def num_targets(self) -> float:
+        """The number of elements of the target; of the input ``labels`` if there is none; at least 1."""
+        tree = self.kwargs.get("labels") if self.target is None else self.target
+        return float(max(1, sum(leaf.numel() for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))))
+
+    def key(self) -> tuple[Any, ...]:
+        """What stages' shapes and code may depend on: the shapes and dtypes of the inputs, and their constants."""
+        return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
+
+
+def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
+    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples."""
+    if not isinstance(leaf, torch.Tensor):
+        if hasattr(leaf, "__array__"):
+            raise ConfigError(f"{path}: got {type(leaf).__name__}, expected a tensor; convert it with torch.as_tensor")
+        return leaf
+    if leaf.ndim == 0 or (leaf.shape[0] == 1 and size != 1):
+        return leaf
+    if leaf.shape[0] != size:
+        raise ConfigError(
+            f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in the batch's first tensor, "
+            "or 1; mark a tensor that is not split into microbatches with paramp.whole(tensor)"
+        )
+    return leaf[rows]
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Whole):
+        return "whole", leaf.tensor.shape, leaf.tensor.dtype
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf)
+
+
+def join(parts: list[Any]) -> Any:
+    """The outputs (or targets) of the microbatches as those of the batch.
+
+    Tensors are concatenated along dim 0; of those without dims, such as losses, floating-point ones are averaged.
+    Other values are the first part's.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    values = [dict(leaves(part)) for part in parts]
+
+    def joined(path: str, first: Any) -> Any:
+        if not isinstance(first, torch.Tensor):
+            return first
+        several = [value[path] for value in values]
+        if first.ndim:
+            return torch.cat(several)
+        return torch.stack(several).mean() if first.is_floating_point() else first
+
+    return map_leaves(joined, parts[0])

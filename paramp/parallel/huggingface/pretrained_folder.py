@@ -1,0 +1,144 @@
+"""Folders that ``from_pretrained`` reads: one is written from gathered weights, or read tensor by tensor.
+
+A folder holds ``config.json`` and safetensors files. Their names and shapes may differ from the model's, as where a
+file has one tensor for each expert. transformers knows how, in both directions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import ConfigError
+
+CONVERSIONS = "_weight_conversions"
+"""An attribute that ``from_pretrained`` gives to a model."""
+FILES = ("model.safetensors.index.json", "model.safetensors")
+
+
+def write_folder(module: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write ``weights``, the full tensors of a model by name, to a folder that ``from_pretrained`` reads.
+
+    Args:
+        module: the model, or one of its pipeline stages.
+        weights: on the CPU; those of one parameter are one tensor. Emptied.
+    """
+    kind: Any = type(module)
+    with torch.device("meta"):
+        whole = kind(copy.deepcopy(module.config))
+    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
+    whole.to(dtype)  # the dtype in config.json
+    for name in (CONVERSIONS, "generation_config"):
+        if name in module.__dict__:
+            whole.__dict__[name] = module.__dict__[name]
+    whole.save_pretrained(folder, state_dict=weights)
+
+
+def is_from_folder(model: nn.Module) -> bool:
+    """Whether ``from_pretrained`` made ``model``, so that its values are in files."""
+    return CONVERSIONS in model.__dict__
+
+
+class PretrainedFiles:
+    """The values of ``model``, which ``from_pretrained`` put on ``meta``, in its files. Called with a tensor's name.
+
+    A tensor that is stored as the model has it is a view of the mapped file: only what is used of it is read.
+
+    Raises:
+        ConfigError: there are no safetensors files where ``model`` was loaded from.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._sources: dict[str, tuple[str, list[tuple[str, str | None]]]] = {}
+        self._file_of = _files(self._model)
+        self._open: dict[Path, Any] = {}
+        self._find_sources()
+        names_of: dict[torch.Tensor, list[str]] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(tensor, []).append(name)
+        for names in names_of.values():  # a tied parameter is stored under one of its names
+            stored = next((name for name in names if name in self._sources), None)
+            if stored is not None:
+                self._sources |= dict.fromkeys(names, self._sources[stored])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """The tensor ``name`` of the model, on the CPU, in the file's dtype; None if there is none."""
+        if name not in self._sources:
+            return None
+        first, sources = self._sources[name]
+        if all(pattern is None for _, pattern in sources):
+            return self._read(sources[-1][0])
+        return self._converted(first, sources).get(name)
+
+    def _find_sources(self) -> None:
+        """Find out which tensors of the files each tensor of the model is made of."""
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        transforms = getattr(self._model, CONVERSIONS)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = {
+            pattern: one for one in transforms if not isinstance(one, WeightRenaming) for pattern in one.source_patterns
+        }
+        expected = self._model.state_dict()
+        prefix = self._model.base_model_prefix
+        for stored in self._file_of:
+            name, pattern = rename_source_key(stored, renamings, list(self._converters.values()), prefix, expected)
+            if name not in expected and stored in expected:
+                name, pattern = rename_source_key(stored, [], [], prefix, expected)
+            entry = self._sources.setdefault(name, (name, []))
+            entry[1].append((stored, pattern))
+            if pattern is not None:
+                first, *others = self._converters[pattern].target_patterns
+                self._sources |= {name.replace(first, other): entry for other in others}
+
+    def _converted(self, first: str, sources: list[tuple[str, str | None]]) -> dict[str, torch.Tensor]:
+        """The tensors that transformers makes of ``sources``, by name."""
+        pattern = sources[0][1]
+        assert pattern is not None
+        converter = copy.deepcopy(self._converters[pattern])
+        for stored, pattern in sources:
+            converter.add_tensor(first, stored, pattern, self._read(stored))
+        made = converter.convert(first, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _read(self, stored: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        path = self._file_of[stored]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        tensor: torch.Tensor = self._open[path].get_tensor(stored)
+        return tensor
+
+
+def _files(model: Any) -> Mapping[str, Path]:
+    """The safetensors file that has each stored tensor."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    source = model.config._name_or_path
+    commit = getattr(model.config, "_commit_hash", None)
+    find: Callable[[str], Any] = lambda name: cached_file(  # noqa: E731
+        source, name, local_files_only=True, revision=commit, _raise_exceptions_for_missing_entries=False
+    )
+    index, single = (source and find(name) for name in FILES)
+    if single:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), Path(single))
+    if index:
+        found = json.loads(Path(index).read_text())["weight_map"]
+        return {name: Path(find(file)) for name, file in found.items()}
+    raise ConfigError(
+        f"model: {type(model).__name__} is on the meta device, and was loaded from {source!r}, where there is neither "
+        f"{' nor '.join(FILES)}; load it on the CPU, or save it there with save_pretrained"
+    )

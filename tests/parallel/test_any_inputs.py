@@ -1,0 +1,232 @@
+"""Batches of several inputs, in tuples and mappings, and outputs with names, against plain torch."""
+
+import functools
+import re
+
+import pytest
+import torch
+from assistant import LENGTH, PLAN, Reply, assistant, dialogue
+from pool import on_ranks, run_on_ranks
+from reference import assert_follows, assert_strays
+from torch import nn
+from torch.nn import functional as F
+
+import paramp
+
+LAYOUTS = {
+    "dp4": {"data": 4},
+    "dp2-tp2": {"tensor": 2, "data": 2},
+    "pp2": {"pipeline": {"size": 2, "microbatches": 4}, "data": 2},
+    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
+    "interleaved": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}, "data": 2},
+    "zbv": {"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}, "data": 2},
+}
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+
+
+def own(context, batch):
+    """This data rank's part of a batch, with the mask of all rows marked."""
+    size, rank = context.dp.size, context.dp.rank
+
+    def part(value):
+        if isinstance(value, dict):
+            return {name: part(inner) for name, inner in value.items()}
+        split = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] > 1
+        return value.chunk(size)[rank] if split else value
+
+    return {**part(batch), "bias": paramp.whole(batch["bias"])}
+
+
+def engine_for(context, *, optimizer=adamw, criterion=None):
+    plan = PLAN if context.tp.size > 1 else None
+    return paramp.initialize(assistant(), optimizer, criterion, plan=plan)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
+    model = assistant()
+    optimizer = adamw(model.parameters())
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
+        engine = engine_for(context)
+        for step in range(20):
+            batch = dialogue(step)
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            assert engine.forward_backward(own(context, batch)).item() == pytest.approx(loss.item(), abs=1e-5)
+            assert engine.step().stepped
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], atol=2e-5, rtol=0, msg=name)
+        batch = dialogue(30)
+        expected = model.eval()(**batch)
+        assert engine.evaluate(own(context, batch)).item() == pytest.approx(expected.loss.item(), abs=1e-5)
+        engine.eval()
+        reply = engine(**{**batch, "bias": paramp.whole(batch["bias"])})
+        assert isinstance(reply, Reply)
+        torch.testing.assert_close(reply.logits, expected.logits.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(reply.hidden[0], expected.hidden[0].detach(), atol=1e-5, rtol=1e-5)
+        assert reply.loss.item() == pytest.approx(expected.loss.item(), abs=1e-5)
+        # Other inputs, for which other code runs: positional ones, without a mask, without labels.
+        shown = engine(batch["ids"], batch["mask"])
+        torch.testing.assert_close(shown.logits, model(batch["ids"], batch["mask"]).logits.detach(), atol=1e-5, rtol=0)
+        assert shown.loss is None
+
+
+def train(context, *, halve_on_rank=None):
+    """As ``reference.train_engine``, on dialogues."""
+    start = {name: value.detach().clone() for name, value in assistant().state_dict().items()}
+    engine = engine_for(context, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    losses = []
+    for step in range(5):
+        losses.append(engine.forward_backward(own(context, dialogue(step))).item())
+        if context.rank == halve_on_rank:
+            for _, parameter in engine.named_parameters():
+                parameter.grad.mul_(0.5)
+        assert engine.step().stepped
+    return losses, {name: value - start[name] for name, value in engine.full_state_dict().items()}
+
+
+def train_in(precision, parallel, **options):
+    with paramp.launch_from_torch({"parallel": parallel, "precision": precision}) as context:
+        return train(context, **options)
+
+
+@on_ranks(4)
+def follow(world, precision, expected):
+    for layout in ("pp2-tp2", "interleaved"):
+        assert_follows(train_in(precision, LAYOUTS[layout]), expected, precision)
+    assert_strays(train_in(precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-naive", "bf16-mixed", "bf16-naive", "O2"])
+def test_half_precision_follows_its_single_process_run(precision):
+    expected = train_in(precision, {})
+    run_on_ranks(4, __name__, "follow", {"precision": precision, "expected": expected})
+
+
+class Gate(nn.Module):
+    """Two inputs and a tuple of outputs; the second input, one of the keywords, is used on the last stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, pair, /, shift=None):
+        left, right = pair
+        y = self.two(torch.relu(self.one(x * left)))
+        return {"sum": y + right if shift is None else y + right * shift, "sign": y > 0}
+
+
+def gate_loss(output, target):
+    return F.mse_loss(output["sum"], target["y"]) + (output["sum"] * target["weight"]).mean()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "interleaved"])
+@on_ranks(4)
+def test_tuples_go_to_the_first_stage_and_targets_are_trees(world, layout):
+    def build():
+        torch.manual_seed(3)
+        return Gate()
+
+    generator = torch.Generator().manual_seed(1)
+    x, left, right, y = (torch.randn(8, 4, generator=generator) for _ in range(4))
+    target = {"y": y, "weight": torch.tensor([0.1, 0.2, 0.3, 0.4]).reshape(1, 4)}
+    model = build()
+    expected = gate_loss(model(x, (left, right)), target)
+    expected.backward()
+    parallel = LAYOUTS[layout] if layout == "pp2" else {"pipeline": {"size": 2, "microbatches": 2}, "data": 2}
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        engine, *_ = paramp.initialize(build(), lambda weights: torch.optim.SGD(weights, lr=0.1), gate_loss)
+
+        def part(tensor):
+            return tensor.chunk(2)[context.dp.rank]
+
+        inputs = part(x), [part(left), part(right)]
+        mine = {"y": part(y), "weight": target["weight"]}
+        output, label, loss = engine.execute_schedule(iter([(inputs, mine)]))
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        if context.is_last_stage:
+            torch.testing.assert_close(output["sum"], part(model(x, (left, right))["sum"].detach()))
+            assert output["sign"].dtype is torch.bool
+            assert torch.equal(label["y"], part(y))
+        for name, parameter in engine.named_parameters():
+            gradient = model.get_parameter(name).grad
+            total = parameter.grad.clone()
+            torch.distributed.all_reduce(total, group=context.dp.group)
+            torch.testing.assert_close(total, gradient, atol=1e-6, rtol=0)
+        engine.zero_grad()
+        engine.eval()
+        shift = torch.full((8, 1), 2.0)
+        shown = engine(x, (left, right), shift=shift)
+        torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
+
+
+BAD = {
+    "string": (
+        "abc",
+        None,
+        "inputs: got str, expected a tensor, a tuple of the model's positional inputs or a mapping",
+    ),
+    "numbers": ({"causal": True}, None, "got no tensor with dims"),
+    "sizes": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long), "mask": torch.ones(3, LENGTH, dtype=torch.bool)},
+        None,
+        r"inputs\['mask'\]: got shape \(3, 8\), expected 4 samples in dim 0.*paramp\.whole",
+    ),
+    "nested": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long), "extras": {"roles": torch.zeros(2, LENGTH)}},
+        None,
+        r"inputs\['extras'\]\['roles'\]: got shape \(2, 8\)",
+    ),
+    "target": ((torch.zeros(4, LENGTH, dtype=torch.long),), [torch.zeros(5)], r"target\[0\]: got shape \(5,\)"),
+    "microbatches": (torch.zeros(3, LENGTH, dtype=torch.long), None, "got 3 samples .* multiple of the 2 microbatches"),
+    "array": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long), "mask": torch.ones(4, LENGTH).numpy()},
+        None,
+        r"inputs\['mask'\]: got ndarray, expected a tensor",
+    ),
+    "loss": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long)},
+        None,
+        "initialize got none, and the model",
+    ),
+    "keyword": ({"idz": torch.zeros(4, LENGTH, dtype=torch.long)}, None, "idz"),
+}
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_an_error_on_every_rank(world):
+    for parallel in ({"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            engine = engine_for(context)
+            for name, (inputs, target, message) in BAD.items():
+                if name == "microbatches" and context.pp.size == 1:
+                    continue
+                with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+                    engine.forward_backward(inputs, target)
+                engine.zero_grad()
+            batch = {**dialogue(0), "bias": paramp.whole(dialogue(0)["bias"])}
+            assert engine.forward_backward(batch).isfinite()
+            assert engine.step().stepped
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("bias", r"inputs\['bias'\] of the batch"), ("weight", r"inputs\['extras'\]\['weight'\] of the batch")],
+)
+@on_ranks(4)
+def test_an_overflow_in_an_input_is_named(world, name, found):
+    for layout in ("dp4", "pp2", "pp2-tp2"):
+        with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
+            engine = engine_for(context)
+            batch = own(context, dialogue(0))
+            if name == "bias":
+                batch["bias"].tensor[2, 1] = float("nan")
+            else:
+                batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
+            engine.forward_backward(batch)
+            assert engine.step().overflow
+            report = str(engine.diagnose_overflow())
+            assert re.search(found, report), report
