@@ -1,5 +1,6 @@
 """Every code block and every command of README and docs runs."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import ROOT, run
 from pool import on_ranks, run_on_ranks
 
@@ -41,6 +43,9 @@ RUN_BY = {
     "python examples/own_model.py": "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four",
     "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
         "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
+    ),
+    "torchrun --standalone --nproc-per-node 4 examples/tutorial.py 2 2": (
+        "test_docs.test_the_python_of_a_page_runs_on_four_ranks"
     ),
     "python examples/apex_migration.py": "test_examples.test_the_apex_script_learns_at_every_level",
     "python examples/huggingface_llama.py": (
@@ -96,18 +101,64 @@ def test_every_block_is_python_sh_or_text():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs_on_four_ranks(page):
-    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page})
+def test_the_python_of_a_page_runs_on_four_ranks(page, tmp_path):
+    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page, "folder": tmp_path})
 
 
 @on_ranks(4)
-def run_blocks(world, sources, page):
+def run_blocks(world, sources, page, folder):
     """One block after the other, in one namespace: a page may import once."""
     names = {}
     sys.argv = [page]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
         for number, source in enumerate(sources):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
+
+
+@on_ranks(2)
+def test_the_loops_of_fsdp2_are_plain_torchs(world):
+    """Weights, norms and skipped steps, against one process with torch's scaler and clip."""
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for source in blocks("docs/fsdp2.md", "python")[:2]:
+            exec(compile(source, "docs/fsdp2.md", "exec"), names)
+    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)]
+    for prefix, norms in (("", []), ("wide_", [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)])):
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(*norms[:1], *layers, *norms[1:])
+        for layer in filter(lambda layer: hasattr(layer, "reset_parameters"), plain):
+            layer.reset_parameters()
+        model = names["wide" if prefix else "model"]
+        norm = train_in_one_process(plain)
+        scaler, optimizer = names[prefix + "scaler"], names[prefix + "optimizer"]
+        trained = [parameter.full_tensor() for parameter in model.parameters()]
+        torch.testing.assert_close(trained, list(plain.parameters()), atol=2e-4, rtol=2e-3)
+        if not prefix:
+            torch.testing.assert_close(names["grad_norm"], norm, atol=1e-4, rtol=2e-3)
+        if world.rank == 1:  # an overflow in this rank's shard alone
+            shard = list(model.parameters())[2 if prefix else 0]
+            shard.register_post_accumulate_grad_hook(lambda shard: shard.grad.to_local().fill_(torch.inf))
+        scale, x = scaler.get_scale(), torch.randn(8, 8)
+        names["train_step"](model, optimizer, scaler, x, x)
+        assert scaler.get_scale() == scale / 2
+        torch.testing.assert_close([p.full_tensor() for p in model.parameters()], trained, atol=0, rtol=0)
+
+
+def train_in_one_process(model):
+    """The page's three steps in plain torch; the last norm."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu")
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(16, 8)
+        half = {name: parameter.half() for name, parameter in model.named_parameters()}
+        loss = torch.nn.functional.mse_loss(torch.func.functional_call(model, half, x.half()).float(), x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return norm
 
 
 def test_commands_run_by_other_tests_exist():
@@ -146,6 +197,37 @@ def test_the_readme_has_the_code_of_own_model():
     example = (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
     code = example.partition('"""\n\n')[2]
     assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_tutorial_has_the_code_of_its_examples():
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    for name in ("tutorial_model", "tutorial"):
+        example = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        assert f"```python\n{example.partition(chr(34) * 3 + chr(10) * 2)[2]}```" in page
+    assert len(example.splitlines()) <= 60
+
+
+def test_the_readme_has_the_table_of_modes():
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("## All modes")[2].splitlines() if line.startswith("|")]
+    assert "\n".join(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_messages_to_look_up_are_messages_of_the_code():
+    """``...`` stands for values, as in the page's tables. Messages of torch and gloo are left out."""
+    texts = set()
+    for path in (ROOT / "paramp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts.add("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = set(re.findall(r"^\| a? ?`([^`]* [^`]*)`", page, re.MULTILINE)) - {
+        "terminate called without an active exception"
+    }
+    assert len(messages) > 25
+    for message in messages:
+        pattern = ".*".join(map(re.escape, message.strip(". ").split("...")))
+        assert any(re.search(pattern, text) for text in texts), message
 
 
 def test_the_version_is_the_changelogs():
