@@ -57,6 +57,7 @@ benchmark: $(VENV)/installed
 	$(RUN)/python benchmarks/step.py
 	$(RUN)/python benchmarks/overhead.py --layouts 1 tp2 pp2 pp2·tp2
 	$(RUN)/python benchmarks/scale.py --rounds 1
+	$(RUN)/python benchmarks/startup.py
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
 
 # On a machine with GPUs, install the torch you want into .venv first; the constraint then only has to agree with it.

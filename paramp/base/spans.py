@@ -89,18 +89,29 @@ class Observer(Protocol):
 def span(
     observers: Sequence[Observer], kind: str, stage: int | None = None, microbatch: int | None = None
 ) -> AbstractContextManager[None]:
-    """The ``span`` contexts of all ``observers``, nested."""
-    if len(observers) > 1:
-        return _spans(observers, kind, stage, microbatch)
+    """The ``span`` contexts of all ``observers``, nested; and a range of torch's profiler while that is active."""
+    profiled = torch._C._autograd._profiler_enabled()
+    if len(observers) > 1 or profiled:
+        return _spans(observers, kind, stage, microbatch, profiled)
     return observers[0].span(kind, stage, microbatch) if observers else nullcontext()
 
 
 @contextmanager
-def _spans(observers: Sequence[Observer], kind: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
+def _spans(
+    observers: Sequence[Observer], kind: str, stage: int | None, microbatch: int | None, profiled: bool
+) -> Iterator[None]:
     with ExitStack() as stack:
+        if profiled:
+            stack.enter_context(torch.profiler.record_function(_range_name(kind, stage, microbatch)))
         for observer in observers:
             stack.enter_context(observer.span(kind, stage, microbatch))
         yield
+
+
+def _range_name(kind: str, stage: int | None, microbatch: int | None) -> str:
+    """The name of an operation in torch's profiler: ``paramp forward (stage 1, microbatch 3)``."""
+    place = [f"{what} {index}" for what, index in (("stage", stage), ("microbatch", microbatch)) if index is not None]
+    return f"paramp {kind} ({', '.join(place)})" if place else f"paramp {kind}"
 
 
 def begin_call(observers: Iterable[Observer]) -> None:

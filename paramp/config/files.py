@@ -3,6 +3,7 @@
 import runpy
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,32 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
         # Colossal-AI's dict(mode=None): nothing is in half precision.
         if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
             known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
-    return build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
+    settings = build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
+    return settings if user.get("NUM_MICRO_BATCHES") is None else _with_microbatches(settings)
+
+
+def _with_microbatches(config: Config) -> Config:
+    """``config`` with Colossal-AI's key as the number of microbatches of its pipeline; without one it has no effect."""
+    pipeline = config.parallel.pipeline
+    count = convert(config.user["NUM_MICRO_BATCHES"], int, "NUM_MICRO_BATCHES")
+    if pipeline.size == 1:
+        return config
+    if pipeline.microbatches not in (None, count):
+        raise ConfigError(
+            f"NUM_MICRO_BATCHES: got {count}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
+            "remove one of the two"
+        )
+    try:
+        pipeline = replace(pipeline, microbatches=count)
+    except ConfigError as error:
+        raise ConfigError(f"NUM_MICRO_BATCHES: {error}") from None
+    return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read a ``.toml`` file, or a ``.py`` file: its dict ``CONFIG`` or ``config``, else its global names.
+
+    Names in capitals beside such a dict are keys too, as ``BATCH_SIZE`` in Colossal-AI's files.
 
     Raises:
         ConfigError: the file is not valid, or has another suffix.
@@ -67,12 +89,14 @@ def read_file(path: str | Path) -> dict[str, Any]:
         except Exception as error:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
-        for name in ("CONFIG", "config"):
-            if isinstance(names.get(name), Mapping):
-                return dict(names[name])
         # Colossal-AI's own config files are modules whose names are the keys.
         plain = (Mapping, str, int, float, list, tuple, AMP_TYPE, Precision)
-        return {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
+        names = {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
+        for name in ("CONFIG", "config"):
+            if isinstance(names.get(name), Mapping):
+                tree = names.pop(name)
+                return {key: value for key, value in names.items() if key.isupper()} | tree
+        return names
     raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
 
 

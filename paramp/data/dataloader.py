@@ -17,6 +17,7 @@ Checkpoints hold a loader's :class:`~paramp.data.loader_position.LoaderPosition`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class _Batches:
     loader: DataLoader[Any]
     rank: int
     size: int
+    repeats: bool = True
 
     def __iter__(self) -> Iterator[Any]:
         own, first, count = None, None, 0
@@ -54,7 +56,7 @@ class _Batches:
             if place == self.size - 1:
                 yield own
         rest = count % self.size
-        if rest and not self.loader.drop_last:
+        if rest and not self.loader.drop_last and (self.repeats or self.rank < rest):
             yield own if self.rank < rest else first
 
     def __len__(self) -> int:
@@ -77,7 +79,8 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     A ``DataLoader``, of any subclass, is copied, and the copy gets another sampler. A custom sampler is sharded by
     index, a custom batch sampler by batch. Both must yield the same on every rank and may draw random numbers from
     torch's default generator. A sampler that already shards over this axis, such as a ``DistributedSampler``, is kept.
-    A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged.
+    A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged, and so is a
+    loader with a true attribute ``is_whole``: every rank reads all of it.
 
     The copy has its own generator, which seeds its worker processes: equally in a model group and differently over the
     data axis. For an iterable dataset the seeds are equal on all ranks, because all ranks read the same items.
@@ -85,7 +88,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     Raises:
         ConfigError: the loader shards over another axis, its order differs between ranks, or a rank has no batch.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or getattr(loader, "is_whole", False):
         return loader
     _check(loader, rank, size)
     if isinstance(loader, WithPosition):
@@ -107,6 +110,24 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size)
     _check_not_empty(result, size)
     return result
+
+
+@contextmanager
+def each_sample_once(loader: Any) -> Iterator[None]:
+    """A context in which an iteration of a loader of :func:`shard_loader` repeats no sample to fill the last round.
+
+    Some ranks then have a smaller last batch, or a batch less. Other loaders are unchanged.
+    """
+    filled: Any = None
+    if isinstance(loader, WithPosition):
+        filled = loader if isinstance(loader, ShardedBatches) else loader.position.sampler
+    if filled is not None:
+        filled.repeats = False
+    try:
+        yield
+    finally:
+        if filled is not None:
+            filled.repeats = True
 
 
 def _with_position(kind: type) -> type:

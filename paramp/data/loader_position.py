@@ -1,4 +1,11 @@
-"""The position of a loader in its epoch, which checkpoints save."""
+"""The position of a loader in its epoch, which checkpoints save::
+
+engine, loader, *_ = paramp.initialize(model, optimizer, criterion, loader)
+engine.load(path)  # of a run that was stopped in the middle of an epoch
+for epoch in range(loader.epoch, epochs):
+    for x, y in loader:  # first the rest of that epoch
+        ...
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ class LoaderPosition:
     _seed: int
     _unit: int
     """How many samples (or batches, if batches are sharded) one batch of a rank is over all ranks."""
-    _sampler: ShardedSampler | None
+    sampler: ShardedSampler | None
     """The loader's sampler, which skips items on a resume. None: batches are read and dropped."""
     _items_per_batch: int
     """The sampler's items in one batch."""
@@ -33,7 +40,12 @@ class LoaderPosition:
 
     @property
     def _next_epoch(self) -> int:
-        return self._next if self._sampler is None else self._sampler.epoch
+        return self._next if self.sampler is None else self.sampler.epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, or the next one if that epoch is over; after a load, the one to continue."""
+        return self._next_epoch if self._current is None else self._current.epoch
 
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over the next epoch, or over the rest of a resumed one; ``iterate`` makes the iterator."""
@@ -41,10 +53,10 @@ class LoaderPosition:
         epoch = self._next_epoch
         self._next = epoch + 1
         self._generator.manual_seed(derive_seed(self._seed, epoch))
-        if self._sampler is not None:
-            self._sampler.skip = skip * self._items_per_batch
+        if self.sampler is not None:
+            self.sampler.skip = skip * self._items_per_batch
         batches = iterate()
-        if self._sampler is None and skip:
+        if self.sampler is None and skip:
             with torch.random.fork_rng(devices=[]):  # their random numbers were drawn before the save
                 for _ in itertools.islice(batches, skip):
                     pass
@@ -55,16 +67,16 @@ class LoaderPosition:
         """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded."""
         current = self._current
         if current is None:
-            return {"epoch": self._next_epoch, "given": self._skip * self._unit}
-        return {"epoch": current.epoch, "given": current.given * self._unit}
+            return {"epoch": self.epoch, "given": self._skip * self._unit}
+        return {"epoch": self.epoch, "given": current.given * self._unit}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
         if self._current is not None:
             self._current.stale = True
         self._current, self._next = None, state["epoch"]
-        if self._sampler is not None:
-            self._sampler.set_epoch(state["epoch"])
+        if self.sampler is not None:
+            self.sampler.set_epoch(state["epoch"])
         self._skip, rest = divmod(state["given"], self._unit)
         if rest:
             warnings.warn(
@@ -106,6 +118,15 @@ class WithPosition:
     """A mixin for the class of a sharded loader; it counts the batches it yields."""
 
     position: LoaderPosition
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loader is in, 0 before the first; after a load, the one to continue.
+
+        The next one from the moment at which an iteration ends, so that a loop that resumes is
+        ``for epoch in range(loader.epoch, epochs)``.
+        """
+        return self.position.epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self.position.begin(super().__iter__)  # type: ignore[misc]

@@ -38,6 +38,8 @@ class ShardedSampler(Sampler[Any]):
     """The epoch of the next iteration."""
     skip: int = 0
     """Items of this rank that the next iteration skips."""
+    repeats: bool = True
+    """False: without ``drop_last`` a last round is not filled, so that some ranks have an item less."""
 
     @property
     def num_replicas(self) -> int:
@@ -74,6 +76,9 @@ class ShardedSampler(Sampler[Any]):
             first = first or round_
             missing = self.size - len(round_)
             if not round_ or (missing and self.drop_last):
+                return
+            if missing and not self.repeats:
+                yield from round_[self.rank : self.rank + 1]
                 return
             yield [*round_, *itertools.islice(itertools.cycle(first), missing)][self.rank]
 

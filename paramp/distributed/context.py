@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..base.dtensor import forget_sharding_decisions
+from ..base.spans import span
 from ..config.schema import Config
 from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .heartbeat import Heartbeat
@@ -170,9 +171,10 @@ class ParallelContext:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A context for a phase outside the engine, such as ``data`` or ``checkpoint``.
 
-        If the job hangs, the other ranks report that this rank was in it (:mod:`paramp.distributed.heartbeat`).
+        If the job hangs, the other ranks report that this rank was in it (:mod:`paramp.distributed.heartbeat`). While
+        torch's profiler is active, it is a range there.
         """
-        return nullcontext() if self.heartbeat is None else self.heartbeat.span(name)
+        return span([] if self.heartbeat is None else [self.heartbeat], name)
 
     def activation_stream(
         self, stage: int | None = None, *, engine: int = 0, num_steps: int | None = None

@@ -17,11 +17,13 @@ from ..distributed.collectives import broadcast_tree
 from ..distributed.context import ParallelContext
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
+from ..observe.same_data import FirstBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
+from .evaluation import is_loader, run_loader
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss
 from .shared_failure import SharedFailure
 
@@ -64,6 +66,7 @@ class BatchRunner:
         self._losses = losses
         self._failure = failure
         self._context = context
+        self._first_batches = FirstBatches(context)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -83,7 +86,8 @@ class BatchRunner:
             totals: without a backward, add the losses to it; None: compute no losses.
         """
         losses = self._losses
-        batch, microbatches = self._split(inputs, target)
+        self._failure.refuse_if_alone()
+        batch, microbatches = self._split(inputs, target, training=backward)
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
@@ -102,6 +106,34 @@ class BatchRunner:
         losses.begin_backward(batch.num_targets / self.num_microbatches, batch)
         with losses.failing():
             self._run(microbatches, loss, backward=True, overlap=losses.in_last_call)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:
+        """The loss of a batch, or of a loader, as :meth:`Engine.evaluate` returns it."""
+        totals = self._losses.no_losses()
+        with self._context.phase("evaluation"), evaluation_mode(self._stages):
+            if target is None and is_loader(inputs):
+                run_loader(inputs, self.run, totals, self.num_microbatches, self._failure, self._context)
+            else:
+                self.run(inputs, target, totals=totals)
+        return self._losses.mean(totals)
+
+    def run_next(
+        self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Run the next batch of ``data_iter``, as :meth:`Engine.execute_schedule` does."""
+        losses = self._losses
+        inputs, target = next_batch(data_iter, self._failure)
+        if not forward_only and not return_loss:
+            raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
+        totals = losses.no_losses() if forward_only and return_loss else None
+        seen: Seen | None = [] if return_output_label else None
+        with torch.set_grad_enabled(not forward_only):
+            self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
+        if not return_loss:
+            self._failure.agree(self._failure.take())
+        mean = losses.mean(totals) if return_loss else None
+        return *(joined(seen) if seen else (None, None)), mean
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
@@ -142,10 +174,11 @@ class BatchRunner:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
         if self.pipeline is None:
+            batch = Batch(args, kwargs).unwrapped()
+            self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             with failing, self._context.phase("forward"), self._computing():
-                batch = Batch(args, kwargs).unwrapped()
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
@@ -161,15 +194,22 @@ class BatchRunner:
 
     # -------------------------------------------------------------------------------------------------- microbatches
 
-    def _split(self, inputs: Any, target: Any) -> tuple[Batch, list[Batch]]:
+    def _split(self, inputs: Any, target: Any, *, training: bool) -> tuple[Batch, list[Batch]]:
         """The batch and its microbatches; none if it cannot be split, which is recorded as a failure."""
-        batch = Batch()
+        batch, problem = Batch(), None
         try:
             batch = Batch.of(inputs, target)
-            return batch, batch.split(self.num_microbatches)
         except ConfigError as error:
-            self._failure.record(error)
-            return batch, []
+            problem = error
+        try:
+            self._first_batches.check(training, batch)
+            if problem is None:
+                return batch, batch.split(self.num_microbatches)
+        except ConfigError as error:
+            problem = error
+        assert problem is not None
+        self._failure.record(problem)
+        return batch, []
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -248,7 +288,9 @@ class BatchRunner:
             ConfigError: the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
-        microbatches = Batch(args, kwargs).split(self.num_microbatches)
+        batch = Batch(args, kwargs)
+        self._first_batches.check(False, batch)
+        microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []
 
         def see(output: Any, microbatch: Batch) -> torch.Tensor:

@@ -18,23 +18,22 @@ import torch
 from torch import nn
 
 from ..base.spans import Observer, observed
+from ..config.schema import Config
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
-from ..optim.fused_step import choose_step
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.overflow_report import OverflowReport
-from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
-from .batch_runner import BatchRunner, Seen, evaluation_mode, joined, next_batch
-from .loss_window import Criterion, Loss, LossWindow, OwnLoss
+from .batch_runner import BatchRunner
+from .loss_window import Criterion, Loss, LossWindow, OwnLoss, StepGradients
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
-from .step_decision import StepGradients, decide_step
+from .step_decision import OptimizerStep
 from .step_result import StepCounters, StepResult
 from .train_state import Stateful, TrainingState
 
@@ -44,6 +43,7 @@ class Engine:
 
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
+        parameters, named_parameters: those of ``module``, so this rank's; with the whole model's names.
         optimizer: the user's, which steps this rank's weights or masters.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
@@ -61,14 +61,13 @@ class Engine:
         own_loss: OwnLoss,
         overflow: torch.Tensor,
     ) -> None:
-        """``own_loss``: finds the loss in the model's output, where there is no ``criterion``.
-
-        ``overflow``: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8)."""
+        """``own_loss`` finds the model's own loss, for no criterion; modules that hide an overflow set ``overflow``."""
         context, weights, device = params.context, params.weights, params.context.device
         self.context = context
         self.precision = context.config.precision
         self.optimizer = optimizer
         self.module: nn.Module = stages.module
+        self.parameters, self.named_parameters = stages.module.parameters, stages.module.named_parameters
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
@@ -82,17 +81,15 @@ class Engine:
             stages, weights, criterion, own_loss, self._losses, self._failure, self.observers, context
         )
         self._counters = StepCounters(device)
-        self._update = choose_step(optimizer, weights)
-        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
-        replace_zero_grad(optimizer, self._losses.drop)
-        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, context)
-        self._state = TrainingState(params, stages, optimizer, self._update, self._counters, self._losses, self.scaler)
+        step = OptimizerStep(optimizer, weights, params.first_names, self.scaler, self._losses, self._counters, context)
+        self._optimizer_step = step
+        batches = self._losses.batches
+        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, batches, context)
+        self._state = TrainingState(params, stages, optimizer, step.update, self._counters, self._losses, self.scaler)
         context.num_engines += 1
 
     @overload
-    def forward_backward(
-        self, inputs: Any, target: Any = None, *, return_loss: Literal[True] = True
-    ) -> torch.Tensor: ...
+    def forward_backward(self, inputs: Any, target: Any = ..., *, return_loss: Literal[True] = ...) -> torch.Tensor: ...
 
     @overload
     def forward_backward(self, inputs: Any, target: Any = None, *, return_loss: Literal[False]) -> None: ...
@@ -108,14 +105,13 @@ class Engine:
                 does so anyway: :attr:`StepResult.loss`.
 
         Returns:
-            The true loss, 0-dim float32, equal on every rank: unscaled, the mean over microbatches, data ranks and
-            the calls of this accumulation window so far.
+            The true loss, 0-dim float32, equal on every rank: unscaled, the mean over the window so far.
 
         Raises:
             ValueError: the batch does not divide into the microbatches, or there is neither a criterion nor a ``loss``
                 in the model's output.
-            Exception: of the model or the criterion. A failure on one rank is raised on every rank, by this call or,
-                without ``return_loss``, by the next that returns a loss or steps. :meth:`zero_grad` drops the window.
+            Exception: of the model or the criterion; on every rank, by this call or, without ``return_loss``, by the
+                next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
         self._runner.run(inputs, target, backward=True)
         return self._losses.mean() if return_loss else None
@@ -131,8 +127,7 @@ class Engine:
 
         Args:
             data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
-            forward_only: run no backward.
-            return_loss: compute the loss; needed for a backward.
+            forward_only: run no backward, which needs ``return_loss``.
             return_output_label: return output and label too.
 
         Returns:
@@ -144,25 +139,20 @@ class Engine:
             StopIteration: there is no further batch.
             Exception: as :meth:`forward_backward`; on every rank, whatever ``data_iter`` raises on one.
         """
-        inputs, target = next_batch(data_iter, self._failure)
-        if not forward_only and not return_loss:
-            raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
-        totals = self._losses.no_losses() if forward_only and return_loss else None
-        seen: Seen | None = [] if return_output_label else None
-        with torch.set_grad_enabled(not forward_only):
-            self._runner.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
-        if not return_loss:
-            self._failure.agree(self._failure.take())
-        mean = self._losses.mean(totals) if return_loss else None
-        return *(joined(seen) if seen else (None, None)), mean
+        return self._runner.run_next(data_iter, forward_only, return_loss, return_output_label)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
 
-        In training, an output that the plan leaves sharded (``vocab_logits``) is a DTensor, which :meth:`criterion`
-        takes; in evaluation it is gathered.
+        In training, an output that the plan leaves sharded is a DTensor, for :meth:`criterion`.
         """
         return self._runner.output(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        mesh = self.context.mesh
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        count, mode = self._params.num_parameters, self.precision.name
+        return f"Engine({type(self.module).__name__}, {count:,} parameters, {mode}, {sizes})"
 
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
         """Call the criterion given to ``initialize``: this rank's loss, not reduced.
@@ -178,20 +168,20 @@ class Engine:
         self._runner.run_backward(loss)
         return self._losses.mean()
 
-    @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`."""
-        totals = self._losses.no_losses()
-        with self.context.phase("evaluation"), evaluation_mode(self._stages):
-            self._runner.run(inputs, target, totals=totals)
-        return self._losses.mean(totals)
+        """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.
+
+        Or that of a loader of batches ``(inputs, target)``: the mean over samples, or over the counts of a criterion
+        that returns ``(sum, count)``. Batches may have any size, and data ranks different numbers of them.
+        """
+        return self._runner.evaluate(inputs, target)
 
     @observed("step")
     @torch.no_grad()
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
 
-        With ``gradient_accumulation=k`` only every k-th call steps; the others let gradients accumulate.
+        With ``gradient_accumulation=k`` only every k-th call steps; :meth:`flush` ends a window with fewer calls.
 
         Raises:
             RuntimeError: there was no backward since the last call, and no gradient was set by hand.
@@ -204,24 +194,26 @@ class Engine:
         may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
         for prepare in self.before_step:
             prepare()
-        losses, names = self._losses, self._params.first_names
-        found_inf = losses.gradients.complete()
-        decision = decide_step(
-            found_inf, scale, losses.gradients.flat, losses.findings(), losses.size, names, self.context
-        )
-        self._failure.publish(decision.num_failed)
-        with self._guard:
-            self._update(decision.divisor, decision.skip.float(), decision.absent)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
-        self.scaler.update_from_flag(decision.overflow, ~decision.skip)
-        self._counters.add(decision.skip, decision.overflow, self.scaler.at_floor())
-        result = StepResult(decision.values, with_zeros=self.precision.log_num_zeros)
-        if self.precision.verbose and self.context.is_main and self.scaler.get_scale() != result.loss_scale:
-            print(f"paramp: loss scale changes from {result.loss_scale:g} to {self.scaler.get_scale():g}", flush=True)
+        result = self._optimizer_step.make(scale)
         self._replicas.check_in_turn()
         if may_stop and result.overflow:
             raise divergence(self._counters.read(), self.diagnose_overflow)
         return result
+
+    def flush(self) -> StepResult:
+        """End an accumulation window with the calls that were made, by a step as :meth:`step` makes it.
+
+        The gradient is the mean over these calls. Call it after the last batch of an epoch, and before :meth:`save`. A
+        backward without a call of :meth:`step` counts too; without any, nothing happens, and ``stepped`` is False.
+        """
+        if self._losses.shorten():
+            return self.step()
+        return StepResult(self.scaler.scale_tensor().double().reshape(1), stepping=False)
+
+    @property
+    def config(self) -> Config:
+        """That of :attr:`context`."""
+        return self.context.config
 
     @property
     def num_steps(self) -> int:
@@ -251,27 +243,20 @@ class Engine:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, with the whole model's names."""
-        return self.module.named_parameters()
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
 
-        Weights have their masters' values if the mode has masters; buffers are the first data rank's. A collective.
+        Weights have the values of their masters; buffers are the first data rank's. A collective.
         """
         return full_state_dict(self._params)
+
+    state_dict = full_state_dict
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = torch.float32) -> None:
         """Write a Hugging Face model to a folder that ``from_pretrained`` reads. A collective, in every layout.
 
-        Args:
-            folder: rank 0 writes it. Other files in it stay.
-            dtype: of floating-point tensors. None: fp32, and fp64 where weights are.
-
-        Raises:
-            ConfigError: the model is not of the transformers library; on every rank.
-            Exception: rank 0 could not write; on every rank.
+        Floating-point tensors are written in ``dtype``; None: fp32, and fp64 where weights are. On every rank it raises
+        a ConfigError for a model that is not of the transformers library, and what rank 0 raises in writing.
         """
         save_pretrained(self._params, self._failure, folder, dtype)
 
@@ -285,8 +270,8 @@ class Engine:
     def check_replicas(self) -> list[Difference]:
         """Compare replicas bit for bit: weights, masters, optimizer state and the loss scale.
 
-        Every rank calls it, and gets the same differences; none if all is well. It changes nothing. With
-        ``check_replicas_every`` in the configuration, ``step`` compares automatically, and stops or repairs.
+        Every rank calls it, and gets the same differences. With ``check_replicas_every`` in the configuration, ``step``
+        compares too, and stops or repairs.
         """
         return self._replicas.check()
 
@@ -301,9 +286,8 @@ class Engine:
         """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
 
         Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
-        (:mod:`paramp.observe.overflow_trace`), which takes a few times as long as the step did, and leaves gradients of
-        zero; nothing else changes, neither random streams nor running statistics. After a loop of ``engine(x)`` and
-        ``backward`` the batches are not known, and the report is on the gradients alone.
+        (:mod:`paramp.observe.overflow_trace`), and leaves gradients of zero; nothing else changes. After a loop of
+        ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients alone.
 
         Raises:
             RuntimeError: no step was taken since the last batch, or it was not skipped.
@@ -314,29 +298,25 @@ class Engine:
     def track(self, name: str, thing: Stateful) -> None:
         """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.
 
-        Its ``state_dict()`` consists of numbers, strings, small tensors, lists and dicts. :func:`paramp.initialize`
-        tracks the learning-rate scheduler and the loaders that it returns.
-
-        Raises:
-            ConfigError: ``thing`` has no ``state_dict`` or no ``load_state_dict``.
+        Its ``state_dict()`` consists of numbers, strings, small tensors, lists and dicts; without one, a ConfigError.
+        :func:`paramp.initialize` tracks the learning-rate scheduler and the loaders that it returns.
         """
         self._state.track(name, thing)
 
     def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
         """Write a checkpoint to the folder ``path``; :meth:`load` reads it in any layout. Every rank calls it.
 
-        It holds weights (or their masters), optimizer, scaler with all counters, scheduler, random streams,
-        loader positions and the configuration. The folder appears when it is complete, and replaces an older one.
+        It holds weights (or their masters), optimizer, scaler, scheduler, random streams, loader positions and the
+        configuration. The folder, which all machines share, appears when it is complete, and replaces an older one.
 
         Args:
-            path: on a file system that all machines share.
             wait: False returns when all values are copied to the CPU, and writes in the background. The next save,
                 :meth:`finish_saving` and the end of the context wait for it.
             then: called on every rank after writing; without ``wait`` from another thread.
 
         Raises:
-            CheckpointError: on every rank: something cannot be saved or written, ``then`` failed, or gradients are
-                being accumulated; without ``wait``, raised by the next call.
+            CheckpointError: on every rank, without ``wait`` by the next call: something cannot be saved or written,
+                ``then`` failed, or gradients are being accumulated.
         """
         self._state.save(path, wait=wait, then=then)
 
@@ -347,8 +327,7 @@ class Engine:
     def load(self, path: str | Path, *, weights_only: bool = False, check: bool = True) -> None:
         """Load the checkpoint at ``path``, saved in this layout or another. Every rank calls it.
 
-        In the layout that saved it, training continues bit for bit. Nothing is changed before every file has been
-        compared with its checksum. An imported checkpoint has weights only.
+        In the layout that saved it, training continues bit for bit. All checksums are compared before anything changes.
 
         Args:
             weights_only: do not change optimizer, scaler, scheduler, random streams and loader positions.

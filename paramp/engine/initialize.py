@@ -1,9 +1,9 @@
 """Turns a plain model into an :class:`~paramp.engine.engine.Engine`.
 
 How a model is planned, partitioned and filled depends on its family (:mod:`paramp.parallel.adapters`). Under a pipeline
-it is an ``nn.Sequential``, a Hugging Face model, or any other model of one input whose forward can be traced. A Hugging
-Face model's output is its logits. A model's own ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and
-``pipeline_split(num_stages)`` override its family's; the user's ``plan`` and ``parallel.pipeline.split`` override both.
+it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forward can be traced. A model's own
+``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)`` override its family's; the
+user's ``plan`` and ``parallel.pipeline.split`` override both.
 
 A ``DataLoader`` is the same on every rank. It is returned with a sampler that gives each data rank its part, equal
 within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
@@ -49,6 +49,7 @@ def initialize(
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
         optimizer: a new one over the model's parameters, whose param groups are kept; or a callable that creates it.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
+            None: the ``loss`` in the model's output.
         train_dataloader, test_dataloader: a ``DataLoader`` is sharded; anything else is returned unchanged.
         lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
@@ -66,12 +67,13 @@ def initialize(
     train_dataloader, test_dataloader = shard_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
-    model = setup.build_model(model, optimizer)
+    model = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
     optimizer = setup.build_optimizer(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
     scheduler = build_scheduler(lr_scheduler, optimizer)
     names_of = setup.read_names(model, optimizer, context)
+    num_parameters = sum(parameter.numel() for parameter in names_of)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
@@ -85,7 +87,7 @@ def initialize(
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
-    params = ParamChunks(own.module, weights, ties, context, first_names, shapes)
+    params = ParamChunks(own.module, weights, ties, context, first_names, shapes, num_parameters)
     setup.redirect_saving(own.module, context)
     engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)

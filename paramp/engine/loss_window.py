@@ -9,7 +9,7 @@ count: gradient = sum of gradients / sum of counts, whatever the counts of the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from ..base.dtensor import full_tensor
 from ..base.errors import CheckpointError
 from ..base.trees import map_tensors
-from ..distributed.context import ParallelContext
+from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.replay import Window
+from ..optim.flat_gradients import FlatGradients
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
-from .step_decision import StepGradients
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
@@ -89,16 +89,60 @@ def _checked(loss: Any) -> Loss:
     return (plain[0], plain[1]) if expected == 2 else plain[0]
 
 
+class StepGradients:
+    """The gradients of this rank's weights, from their backward to the step; :attr:`flat` are their buffers.
+
+    ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
+    """
+
+    def __init__(
+        self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
+    ) -> None:
+        self.flat = gradients
+        self._ties = ties
+        self._overflow = overflow
+        self._failure = failure
+
+    def complete(self) -> torch.Tensor:
+        """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
+
+        A gradient that a step cannot use is recorded as a failure of this rank.
+
+        Returns this rank's flag, 0-dim float32: 1 if a non-finite gradient was then sharded, or cast to float8, so
+        that the finite check would not find it.
+        """
+        found_inf = self._overflow.clone()
+        self._overflow.zero_()
+        try:
+            self.flat.check()
+        except RuntimeError as error:
+            self._failure.record(error)
+        self.flat.collect(found_inf)
+        self.flat.reduce()
+        return found_inf
+
+    def drop(self, *, overflow: bool = True) -> None:
+        """Make all gradients zero, and forget an ``overflow`` that they hide."""
+        self.flat.zero_grad()
+        for tie in self._ties:
+            tie.summed = None
+        if overflow:
+            self._overflow.zero_()
+
+
 class LossWindow:
     """The current accumulation window on this rank.
 
     Attributes:
         size: microbatches in a window, over all data ranks.
+        mean_factor: the factor from gradients of means, which are divided by ``size``, to those of the window that has
+            ended; more than 1 after :meth:`shorten`.
         totals: 1-dim float64, on the device: the sum of the losses, of their weights, of those weights that are counts,
             and the number of losses. A mean over a microbatch has weight 1.
         count_unit: the divisor of sums and counts. None before the first backward.
         gradients: the gradients of the window's losses.
         batches: the batches of the window, for a diagnosis of a skipped step.
+        failure: what failed on this rank or another.
         failed: whether a batch of the window failed, so that :meth:`drop` drops it.
     """
 
@@ -112,10 +156,12 @@ class LossWindow:
     ) -> None:
         self._accumulation = context.config.gradient_accumulation
         self._scaler = scaler
-        self._failure = failure
+        self.failure = failure
         self._context = context
         self._device = context.device
-        self._num_calls = 0  # calls of step() in this window
+        self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
+        self.mean_factor = 1.0
+        self._num_calls = 0  # those that were made
         self._ended = False  # True if the gradients belong to a past step
         self._has_backward = False  # True after a backward since the last call of step()
         self.failed = False
@@ -159,6 +205,18 @@ class LossWindow:
         """Whether the next call of ``step()`` ends the window."""
         return self._num_calls == self._accumulation - 1
 
+    def shorten(self) -> bool:
+        """Let the window end at the next :meth:`end_call`, with the calls that were made. False if there were none.
+
+        A backward since the last call counts as a call.
+        """
+        if not self._has_backward and self._num_calls:
+            self._num_calls -= 1  # the last call is made again, as the window's last
+            self._has_backward = True
+        if self._has_backward:
+            self._length = self._num_calls + 1
+        return self._has_backward
+
     def end_call(self, scale: torch.Tensor) -> bool:
         """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
@@ -166,16 +224,17 @@ class LossWindow:
             RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
         """
         with self.failing():
-            self._failure.check()
+            self.failure.check()
             self._check_source()
         self._check_complete()
         if not self._has_backward:
             self._check_changed()
         self._has_backward = False
         self._num_calls += 1
-        if self._num_calls < self._accumulation:
+        if self._num_calls < self._length:
             self.gradients.flat.snapshot()
             return False
+        self.mean_factor, self._length = self._accumulation / self._length, self._accumulation
         self._num_calls, self._ended = 0, True
         self.batches.end(scale)
         return True
@@ -210,7 +269,7 @@ class LossWindow:
             "step(): no backward since the last step, so there are no gradients to step with; call "
             "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
         )
-        self._failure.agree(error if self.gradients.flat.are_unchanged() else None)
+        self.failure.agree(error if self.gradients.flat.are_unchanged() else None)
 
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
@@ -219,7 +278,7 @@ class LossWindow:
             self.gradients.drop(overflow=not self._ended)
             self.totals.zero_()
             self.batches.drop()
-            self._num_calls = 0
+            self._num_calls, self._length = 0, self._accumulation
             self._ended = self._has_backward = self.failed = self._incomplete = self._has_other = False
 
     def restart(self) -> None:
@@ -286,7 +345,7 @@ class LossWindow:
         """
         totals = self.totals if totals is None else totals
         counted = totals if self._context.counts_loss else torch.zeros_like(totals)
-        return torch.cat([counted, self._failure.flag()])
+        return torch.cat([counted, self.failure.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
         """The mean loss over the ``totals`` of all ranks (None: of the window so far), 0-dim float32.
@@ -297,5 +356,5 @@ class LossWindow:
         summed = self.findings(totals)
         dist.all_reduce(summed)
         with self.failing() if totals is None else nullcontext():
-            self._failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
+            self.failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
         return (summed[0] / summed[1]).float()

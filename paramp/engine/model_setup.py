@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -18,6 +19,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, num_hooks, resolved
+from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
@@ -65,6 +67,18 @@ def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> n
             "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
         )
     return model()
+
+
+def plain(model: nn.Module, context: ParallelContext) -> nn.Module:
+    """``model`` without ``torch.compile``; a ConfigError if DDP, FSDP or DTensors distribute it already."""
+    model, was_compiled = without_compilation(model)
+    check_plain(model)
+    if was_compiled and context.is_main:
+        warnings.warn(
+            "model: it was compiled by torch.compile, but compiled layouts are not supported yet; it runs eagerly",
+            stacklevel=3,
+        )
+    return model
 
 
 def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:

@@ -40,12 +40,16 @@ class SharedFailure:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._unread = False
 
-    def begin_batch(self) -> None:
-        """Count a batch, on every rank; raise on a rank that has failed alone."""
+    def refuse_if_alone(self) -> None:
+        """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
         if self._failed_alone:
             raise RuntimeError(
                 "a batch failed on this rank of the tensor axis alone, and the others wait for it; end the job"
             )
+
+    def begin_batch(self) -> None:
+        """Count a batch, on every rank; raise on a rank that has failed alone."""
+        self.refuse_if_alone()
         self._num_batches += 1
 
     def record(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The decision of a step, equal on every rank: whether to skip it, and the divisor of the gradients.
+"""The optimizer's step: a decision equal on every rank, whether to skip it and the gradients' divisor; then the update.
 
 Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings, and all values
 computed from it stay on the device.
@@ -6,58 +6,22 @@ computed from it stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext
 from ..optim.flat_gradients import FlatGradients
+from ..optim.flat_params import FlatWeights
+from ..optim.fused_step import choose_step
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
+from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
-from .shared_failure import SharedFailure
-
-
-class StepGradients:
-    """The gradients of this rank's weights, from their backward to the step; :attr:`flat` are their buffers.
-
-    ``overflow``, 0-dim float32, is set to 1 by modules that hide an overflow from their gradients (float8).
-    """
-
-    def __init__(
-        self, gradients: FlatGradients, ties: Sequence[TiedParameter], overflow: torch.Tensor, failure: SharedFailure
-    ) -> None:
-        self.flat = gradients
-        self._ties = ties
-        self._overflow = overflow
-        self._failure = failure
-
-    def complete(self) -> torch.Tensor:
-        """Bring each gradient to its parameter's placements, and sum it over tied copies and data ranks.
-
-        A gradient that a step cannot use is recorded as a failure of this rank.
-
-        Returns this rank's flag, 0-dim float32: 1 if a non-finite gradient was then sharded, or cast to float8, so
-        that the finite check would not find it.
-        """
-        found_inf = self._overflow.clone()
-        self._overflow.zero_()
-        try:
-            self.flat.check()
-        except RuntimeError as error:
-            self._failure.record(error)
-        self.flat.collect(found_inf)
-        self.flat.reduce()
-        return found_inf
-
-    def drop(self, *, overflow: bool = True) -> None:
-        """Make all gradients zero, and forget an ``overflow`` that they hide."""
-        self.flat.zero_grad()
-        for tie in self._ties:
-            tie.summed = None
-        if overflow:
-            self._overflow.zero_()
+from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
+from .loss_window import LossWindow
+from .step_result import StepCounters, StepResult
 
 
 @dataclass(frozen=True)
@@ -84,16 +48,18 @@ def decide_step(
     gradients: FlatGradients,
     losses: torch.Tensor,
     window_size: int,
+    mean_factor: float,
     first_names: Mapping[str, str],
     context: ParallelContext,
 ) -> StepDecision:
     """Decide with all ranks on the step with ``gradients``; a collective of the world.
 
     Args:
-        found_inf: 0-dim float32, from :meth:`StepGradients.complete`.
+        found_inf: 0-dim float32, from :meth:`~paramp.engine.loss_window.StepGradients.complete`.
         scale: 0-dim float32, the loss scale that the gradients carry.
         losses: 1-dim float64, from :meth:`~paramp.engine.loss_window.LossWindow.findings`.
         window_size: microbatches in the accumulation window, over all data ranks.
+        mean_factor: of the gradients of means, because the window was shortened; 1 if it was not.
         first_names: any name of a parameter of the whole model -> its first name.
     """
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
@@ -107,8 +73,8 @@ def decide_step(
     overflow = (found_any > 0) | ~squares.isfinite()
     uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
     skip = overflow | uncounted | (num_failed > 0)
-    # Means are already divided by their number; sums are divided by their counts here.
-    factor = torch.where(count > 0, window_size / count, 1.0)
+    # Means are already divided by their number in a whole window; sums are divided by their counts here.
+    factor = torch.where(count > 0, window_size / count, mean_factor)
     norm = squares.sqrt() / scale * factor
     if context.config.clip_grad_norm is not None:
         factor = factor * clip_coefficient(norm, context.config.clip_grad_norm)
@@ -142,3 +108,48 @@ def _absent(
         return absent
     present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
     return [param for param in absent if not present[first_names[param.name]]]
+
+
+class OptimizerStep:
+    """Makes the optimizer's steps, or skips them, with the gradients of ``losses``.
+
+    Attributes:
+        update: the fused step, or the user's optimizer's own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: FlatWeights,
+        first_names: Mapping[str, str],
+        scaler: DistributedGradScaler,
+        losses: LossWindow,
+        counters: StepCounters,
+        context: ParallelContext,
+    ) -> None:
+        self._optimizer = optimizer
+        self._first_names = first_names
+        self._scaler = scaler
+        self._losses = losses
+        self._counters = counters
+        self._context = context
+        self.update = choose_step(optimizer, weights)
+        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
+        replace_zero_grad(optimizer, losses.drop)
+
+    def make(self, scale: torch.Tensor) -> StepResult:
+        """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
+        losses, precision = self._losses, self._context.config.precision
+        found_inf = losses.gradients.complete()
+        window = losses.findings(), losses.size, losses.mean_factor
+        decision = decide_step(found_inf, scale, losses.gradients.flat, *window, self._first_names, self._context)
+        losses.failure.publish(decision.num_failed)
+        with self._guard:
+            self.update(decision.divisor, decision.skip.float(), decision.absent)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
+        self._scaler.update_from_flag(decision.overflow, ~decision.skip)
+        self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor())
+        result = StepResult(decision.values, with_zeros=precision.log_num_zeros)
+        if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
+            print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)
+        return result

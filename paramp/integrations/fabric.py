@@ -25,6 +25,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
+from ..distributed.launcher_env import mpi_place
 from ..engine.compute_context import ComputeContext
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.materialize import stored_as
@@ -195,7 +196,29 @@ def _with_lightning(cls: type[FabricPrecision]) -> type[FabricPrecision]:
         raise ConfigError(
             f'FabricPrecision: lightning cannot be imported ({error}); run pip install "paramp[fabric]"'
         ) from None
+    _detect_mpi_quietly()
     return type(cls.__name__, (cls, LightningPrecision), {"__doc__": cls.__doc__, "__new__": object.__new__})
+
+
+def _detect_mpi_quietly() -> None:
+    """Make Lightning take mpi4py without an MPI library for a machine without MPI.
+
+    ``Fabric()`` asks mpi4py whether mpirun started the process. Lightning expects an ImportError if there is no MPI,
+    but mpi4py raises a RuntimeError. Under mpirun that error stays: there each process would train alone.
+    """
+    from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+
+    detect = MPIEnvironment.detect
+
+    def detect_quietly() -> bool:
+        try:
+            return detect()
+        except RuntimeError:
+            if mpi_place() is not None:
+                raise
+            return False
+
+    MPIEnvironment.detect = staticmethod(detect_quietly)  # type: ignore[method-assign]
 
 
 def _check_mode(mode: Precision) -> None:

@@ -29,6 +29,8 @@ from ..distributed.context import ROLES, ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
+from .replay import Window
+from .same_data import different_data
 
 Column = tuple[str, "ReplicaGroup"]
 """A column of the table of sums: the kind of value, and its replica group."""
@@ -94,8 +96,11 @@ class Replicas:
         ties: Iterable[TiedParameter],
         optimizer: torch.optim.Optimizer,
         scaler: DistributedGradScaler,
+        batches: Window,
         context: ParallelContext,
     ) -> None:
+        """``batches``: the window of the last step, in which a model group may have had different data."""
+        self._batches = batches
         self._weights = weights
         self._context = context
         self._names = tuple(context.mesh.mesh_dim_names or ())
@@ -254,6 +259,9 @@ class Replicas:
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
+        batches = [call.batch for call in self._batches.calls or ()]
+        if (found := different_data(batches, self._context)) is not None:
+            reported += f". A model group had different data: {found}"
         if not repair:
             raise ReplicaDrift(
                 f"replicas: {reported}. Replicas have diverged: check memory and kernels of the ranks that "

@@ -7,8 +7,8 @@ has 1 in dim 0 goes whole to every microbatch, and so does a tensor in :func:`wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -48,11 +48,13 @@ class Batch:
 
     @staticmethod
     def of(inputs: Any, target: Any = None) -> Batch:
-        """The batch of ``inputs``: a tensor, a tuple or list (positional) or a mapping (keywords).
+        """The batch of ``inputs``: a tensor, a tuple or list (positional), a mapping (keywords), or a batch already.
 
         Raises:
             ConfigError: ``inputs`` is something else.
         """
+        if isinstance(inputs, Batch):
+            return inputs
         if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs):
             return Batch((), dict(inputs), target)
         if isinstance(inputs, (tuple, list)):
@@ -106,32 +108,25 @@ class Batch:
                 f"batch: got {size} samples on each data rank, expected a multiple of the {num_microbatches} "
                 "microbatches (parallel.pipeline.microbatches)"
             )
-        parts: dict[str, tuple[Any, ...]] = {
-            path: _parts(path, leaf, size, num_microbatches) for path, leaf in self.leaves()
-        }
+        each = size // num_microbatches
+        return [self.rows(slice(start, start + each)).unwrapped() for start in range(0, size, each)]
 
-        def microbatch(index: int) -> Batch:
-            def part(path: str, _: Any) -> Any:
-                return parts[path][index]
+    def rows(self, rows: slice | list[int]) -> Batch:
+        """The samples ``rows``, as a batch.
 
-            return Batch(
-                map_leaves(part, self.args, "inputs"),
-                map_leaves(part, self.kwargs, "inputs"),
-                map_leaves(part, self.target, "target"),
-            )
-
-        return [microbatch(index) for index in range(num_microbatches)]
+        Raises:
+            ConfigError: a tensor does not have the batch's size in dim 0.
+        """
+        size = self.size
+        return self._mapped(lambda path, leaf: _rows(path, leaf, size, rows))
 
     def unwrapped(self) -> Batch:
         """The batch as one microbatch, of whatever sizes."""
+        return self._mapped(lambda _, leaf: leaf.tensor if isinstance(leaf, Whole) else leaf)
 
-        def plain(_: str, leaf: Any) -> Any:
-            return leaf.tensor if isinstance(leaf, Whole) else leaf
-
-        return Batch(*(map_leaves(plain, tree) for tree in (self.args, self.kwargs, self.target)))
-
-    def without_target(self) -> Batch:
-        return replace(self, target=None)
+    def _mapped(self, function: Callable[[str, Any], Any]) -> Batch:
+        args, kwargs = (map_leaves(function, tree, "inputs") for tree in (self.args, self.kwargs))
+        return Batch(args, kwargs, map_leaves(function, self.target, "target"))
 
     @property
     def num_targets(self) -> float:
@@ -144,22 +139,20 @@ class Batch:
         return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
 
 
-def _parts(path: str, leaf: Any, size: int, num_microbatches: int) -> tuple[Any, ...]:
-    """What each microbatch gets of a leaf of a batch of ``size`` samples."""
-    if isinstance(leaf, Whole):
-        return (leaf.tensor,) * num_microbatches
+def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
+    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples."""
     if not isinstance(leaf, torch.Tensor):
         if hasattr(leaf, "__array__"):
             raise ConfigError(f"{path}: got {type(leaf).__name__}, expected a tensor; convert it with torch.as_tensor")
-        return (leaf,) * num_microbatches
+        return leaf
     if leaf.ndim == 0 or (leaf.shape[0] == 1 and size != 1):
-        return (leaf,) * num_microbatches
+        return leaf
     if leaf.shape[0] != size:
         raise ConfigError(
             f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in the batch's first tensor, "
             "or 1; mark a tensor that is not split into microbatches with paramp.whole(tensor)"
         )
-    return leaf.chunk(num_microbatches)
+    return leaf[rows]
 
 
 def _kind(leaf: Any) -> Any:

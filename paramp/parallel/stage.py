@@ -20,6 +20,7 @@ from torch import nn
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
+from ..base.shape_errors import explaining_shapes
 from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import broadcast_, gather_objects
@@ -56,6 +57,7 @@ class Stage(nn.Module):
         """The random stream for dropout, entered for the forward."""
         self.training = module.training
 
+    @explaining_shapes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the model's inputs, on a later stage for what it received and the model's keyword inputs.
 

@@ -25,6 +25,7 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, nearest
 from ..base.globs import matches
 from ..base.module_surgery import PassThrough, carry_over, keeping_ties
+from ..base.shape_errors import PLAN_ENTRY
 from .tensor_styles import STYLES, ExpertSlices, PackedColwise, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
@@ -41,6 +42,7 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
     names = [name for name in names if name]
     resolved: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
+        shown_style = repr(style) if isinstance(style, str) else type(style).__name__
         if isinstance(style, str):
             if style not in STYLES:
                 known = f"{', '.join(STYLES)}{nearest(style, STYLES)}"
@@ -49,6 +51,7 @@ def resolve_plan(plan: Mapping[str, str | ParallelStyle], names: Iterable[str]) 
         elif not isinstance(style, ParallelStyle):
             raise ConfigError(f"plan[{pattern!r}]: got {style!r}, expected a style's name or a ParallelStyle")
         found = [name for name in names if matches(name, pattern)]
+        setattr(style, PLAN_ENTRY, f"plan[{pattern!r}] = {shown_style}")
         if not found:
             raise ConfigError(f"plan[{pattern!r}]: no module of the model matches{nearest(pattern, names)}")
         resolved |= dict.fromkeys(found, style)
@@ -109,6 +112,9 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                     parallelize_module(submodule, mesh, styles[name], src_data_rank=None)  # equal on all ranks
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
+                setattr(
+                    submodule, PLAN_ENTRY, getattr(styles[name], PLAN_ENTRY, f"plan: {type(styles[name]).__name__}")
+                )
         for name, old in before.items():
             new = module.get_parameter(name)
             if new is not old:

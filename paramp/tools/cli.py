@@ -1,22 +1,14 @@
 """Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint.convert import describe, export_weights, import_weights, inspect
-from ..checkpoint.json_codec import encode
-from ..config.schema import Config, flatten
-from ..precision.foreign_options import as_dtype
-from .doctor import doctor
-from .flags import Parser, add_flags, flag_settings, formatter
-from .plot import plot
-from .train_config import NORMS
-from .verify.launch import verify
-from .verify.options import Options
+from .flags import Parser, formatter
+
+# Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.
 
 LAYOUT_FLAGS = (
     *("--tp", "--pp", "--dp", "--zero", "--sequence-parallel"),
@@ -26,49 +18,68 @@ LAYOUT_FLAGS = (
 DEFAULT = "(default: %(default)s)"
 
 
-def build_parser() -> Parser:
-    """A parser with a subparser for each command; the parsed arguments have the command's function as ``run``."""
+def build_parser(given: str | None) -> Parser:
+    """A parser with a subparser for each command; the parsed arguments have the command's function as ``run``.
+
+    Only the command ``given`` has its arguments.
+    """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def add_command(run: Callable[[argparse.Namespace], int | None], explained: str) -> Parser:
-        name, sentence = run.__name__.removeprefix("run_"), f"{explained.capitalize()}."
+    for name, (run, add_arguments, explained) in COMMANDS.items():
+        sentence = f"{explained.capitalize()}."
         command = commands.add_parser(name, help=explained, description=sentence, formatter_class=formatter)
         command.set_defaults(run=run)
-        return command
+        if name == given:
+            add_arguments(command)
+    return parser
 
-    command = add_command(run_doctor, "show what runs on this machine, and why the rest does not")
+
+def _add_doctor_arguments(command: Parser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
-    command = add_command(run_plot, "plot the metrics.jsonl of a run, or compare several")
+
+
+def _add_plot_arguments(command: Parser) -> None:
     command.add_argument("log_dirs", metavar="DIR", nargs="+", help="the --log-dir of a run")
     command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
-    explained = "compare a model on a layout with the same model in one process, layer by layer"
-    _add_verify_arguments(add_command(run_verify, explained))
-    command = add_command(run_inspect, "show the content of a checkpoint, and whether it is complete")
+
+
+def _add_inspect_arguments(command: Parser) -> None:
     command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
-    command = add_command(run_export, "write a checkpoint's weights to one safetensors file")
+
+
+def _add_export_arguments(command: Parser) -> None:
     command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
     command.add_argument("--to", metavar="FILE", required=True, help="file to write, such as model.safetensors")
     command.add_argument("--dtype", metavar="DTYPE", default="fp32", help="fp32, fp16, bf16 or stored (default: fp32)")
-    command = add_command(run_import, "make a checkpoint from the weights of a safetensors file")
+
+
+def _add_import_arguments(command: Parser) -> None:
     command.add_argument("file", metavar="FILE", help="a .safetensors file")
     command.add_argument("--to", metavar="CKPT", required=True, help="the checkpoint folder to make")
-    return parser
 
 
 def run_doctor(given: argparse.Namespace) -> None:
     """Print the report on this machine."""
+    from .doctor import doctor
+
     print(doctor(as_json=given.json))
 
 
 def run_plot(given: argparse.Namespace) -> None:
     """Plot, and print the path of the picture."""
+    from .plot import plot
+
     print(plot(given.log_dirs, given.out))
 
 
 def run_inspect(given: argparse.Namespace) -> int:
     """Print the content of the checkpoint; returns 1 if it is damaged."""
+    import json
+
+    from ..checkpoint.convert import describe, inspect
+    from ..checkpoint.json_codec import encode
+
     found = inspect(given.checkpoint)
     print(json.dumps(encode(found), indent=1) if given.json else describe(found))
     return 1 if found["damage"] else 0
@@ -76,16 +87,26 @@ def run_inspect(given: argparse.Namespace) -> int:
 
 def run_export(given: argparse.Namespace) -> None:
     """Export, and print the path of the file."""
+    from ..checkpoint.convert import export_weights
+    from ..precision.foreign_options import as_dtype
+
     dtype = None if given.dtype == "stored" else as_dtype("--dtype", given.dtype)
     print(export_weights(given.checkpoint, given.to, dtype))
 
 
 def run_import(given: argparse.Namespace) -> None:
     """Import, and print the path of the checkpoint."""
+    from ..checkpoint.convert import import_weights
+
     print(import_weights(given.file, given.to))
 
 
 def _add_verify_arguments(command: Parser) -> None:
+    from ..config.schema import Config, flatten
+    from .flags import add_flags
+    from .train_config import NORMS
+    from .verify.options import Options
+
     command.add_argument("model", metavar="MODULE:NAME", help="a model, or a callable that builds it; or FILE.py:NAME")
     add_flags(command, flatten(Config()), LAYOUT_FLAGS)
     group = command.add_argument_group("model and data")
@@ -115,6 +136,12 @@ def _add_verify_arguments(command: Parser) -> None:
 
 def run_verify(given: argparse.Namespace) -> int:
     """Print the comparison; returns 1 if the layout diverges."""
+    import json
+
+    from .flags import flag_settings
+    from .verify.launch import verify
+    from .verify.options import Options
+
     out = None if given.json is None else Path(given.json)
     if out and not out.parent.is_dir():
         raise ConfigError(f"--json: no folder {str(out.parent)!r} to write {given.json!r} into")
@@ -130,10 +157,31 @@ def run_verify(given: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], None], str]
+COMMANDS: dict[str, Command] = {
+    "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
+    "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
+    "verify": (
+        run_verify,
+        _add_verify_arguments,
+        "compare a model on a layout with the same model in one process, layer by layer",
+    ),
+    "inspect": (run_inspect, _add_inspect_arguments, "show the content of a checkpoint, and whether it is complete"),
+    "export": (run_export, _add_export_arguments, "write a checkpoint's weights to one safetensors file"),
+    "import": (run_import, _add_import_arguments, "make a checkpoint from the weights of a safetensors file"),
+}
+"""What a command runs, what adds its arguments to its parser, and its line in the help."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments`` (None: ``sys.argv``); returns the exit code."""
+    """Run the command in ``arguments`` (None: ``sys.argv``); without one, print the help. Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser(arguments[0] if arguments else None)
+    if not arguments:
+        parser.print_help()
+        return 0
     try:
-        given = build_parser().parse_args(arguments)
+        given = parser.parse_args(arguments)
         return given.run(given) or 0
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..base.errors import ConfigError, one_line
-from ..config.files import merge
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,8 @@ def _default(flag: Flag, value: Any) -> str:
 
 def flag_settings(given: argparse.Namespace) -> dict[str, Any]:
     """The configuration tree that the flags of the command line set."""
+    from ..config.files import merge  # which loads torch: a command line is parsed, or refused, without it
+
     tree: dict[str, Any] = {}
     for flag in FLAGS:
         value = getattr(given, flag.key, None)

@@ -101,7 +101,7 @@ def model_config(config: Config, vocab_size: int | None = None) -> GPTConfig:
 
 
 def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_parameters: int) -> None:
-    """Log the resolved configuration on the main rank, and save it beside the metrics."""
+    """Log the settings that differ from the default on the main rank, and save the whole configuration as JSON."""
     if not context.is_main:
         return
     settings = flatten(context.config)
@@ -116,8 +116,12 @@ def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_p
         f"data_{corpus.unit}s": len(corpus.training) + len(corpus.held_out),
         "parameters": num_parameters,
     }
-    for name, value in (settings | facts).items():
-        reporter.say(f"{name} = {value}")
+    usual = flatten(load(DEFAULTS | {"precision": context.config.precision.name})) | {
+        "precision": DEFAULTS["precision"]
+    }
+    changed = [f"{name} = {value}" for name, value in settings.items() if name not in usual or usual[name] != value]
+    reporter.say(f"settings other than the default: {', '.join(changed) or 'none'}")
+    reporter.say(", ".join(f"{name} = {value}" for name, value in facts.items() if name != "data_sha256"))
     for line in corpus.notes:
         reporter.say(line)
     if context.config.train.log_dir is not None:

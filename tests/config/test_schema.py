@@ -312,8 +312,24 @@ def test_toml_and_python_files_give_the_same_configuration(tmp_path):
         "import os\nfrom paramp.amp import AMP_TYPE\n"
         "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n"
     )
+    beside = tmp_path / "beside.py"  # as some of Colossal-AI's: what is in CONFIG wins
+    beside.write_text("LAYERS, OTHER, lr = 9, 4, 0.1\n" + python.read_text())
     assert load(toml) == load(python) == load(flat)
-    assert load(str(toml)).LAYERS == 3
+    assert load(str(toml)).LAYERS == load(beside).LAYERS == 3
+    assert load(beside).OTHER == 4
+
+
+def test_colossalais_number_of_microbatches_counts_in_every_configuration():
+    for value, pipeline, expected in [(4, 2, 4), (None, 2, 2), (4, {"size": 2, "microbatches": 4}, 4), (4, 1, 1)]:
+        config = load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": pipeline}})
+        assert config.parallel.pipeline.num_microbatches == expected
+        assert value == config.NUM_MICRO_BATCHES
+    for value, message in [
+        ("4", "NUM_MICRO_BATCHES: got '4', expected an integer"),
+        (1, "NUM_MICRO_BATCHES: microbatches: got 1, expected at least 2"),
+    ]:
+        with pytest.raises(paramp.ConfigError, match=message):
+            load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": 2}})
 
 
 def test_missing_or_invalid_files_are_errors(tmp_path):

@@ -93,6 +93,54 @@ def test_an_engine_saves_where_its_loaders_are(world):
         assert given + read(loader) == rest
 
 
+@pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")
+@pytest.mark.parametrize("iterable", [False, True])
+@on_ranks(2)
+def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at, iterable, tmp_path):
+    """Two epochs of six batches on each rank, of which none is read twice and none is left out."""
+    samples = list(zip(torch.arange(24.0)[:, None], torch.zeros(24, 1), strict=True))
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(samples)
+
+    def start():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dataset = Stream() if iterable else samples
+        loader = torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=None if iterable else True)
+        engine, loader, _, _ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, loader)
+        return engine, loader
+
+    def train(engine, loader, path=None):
+        found = []
+        if path is not None and stopped_at == 0:
+            engine.save(path)
+            return found
+        for epoch in range(loader.epoch, 2):
+            assert loader.epoch == epoch
+            for x, _ in loader:
+                assert loader.epoch == epoch
+                found.append((epoch, x.flatten().tolist()))
+                if path is not None and len(found) == stopped_at:
+                    engine.save(path)
+                    return found
+        assert loader.epoch == 2
+        return found
+
+    with paramp.launch_from_torch({}):
+        folders = [str(tmp_path / "saved")]
+        torch.distributed.broadcast_object_list(folders)
+        whole = train(*start())
+        assert len(whole) == 12
+        before = train(*start(), folders[0])
+        assert len(before) == stopped_at
+        engine, loader = start()
+        engine.load(folders[0])
+        assert loader.epoch == min(1, max(0, stopped_at - 1) // 6)
+        assert before + train(engine, loader) == whole
+
+
 STEPS = 20
 COMMAND = [*SCRIPT, "--batch-size", "16", "--steps", str(STEPS), "--checkpoint-every", "9"]
 

@@ -702,3 +702,44 @@ def test_masters_follow_weights_that_are_loaded_into_a_module():
         engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
         assert engine.step().stepped
         assert (engine.module[0].weight.float() - 0.5).abs().max() < 0.1
+
+
+@on_ranks(2)
+def test_an_engine_shows_its_model_and_layout(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "precision": "16-naive"}) as context:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+        assert repr(engine) == "Engine(Sequential, 24 parameters, 16-naive, pp 2 x dp 1 x tp 1)"
+        assert engine.config is context.config
+        own = list(engine.parameters())
+        assert [name for name, _ in engine.named_parameters()] == [f"{context.rank}.weight", f"{context.rank}.bias"]
+        assert all(map(torch.equal, own, engine.module.parameters()))
+        state = engine.state_dict()
+        assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert all(torch.equal(state[name], value) for name, value in engine.full_state_dict().items())
+
+
+@on_ranks(2)
+def test_torchs_profiler_sees_stages_and_microbatches(world):
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.ones(4, 4)
+    for parallel in ({"pipeline": {"size": 2, "microbatches": 2}}, {"tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+            plan = {"0": "colwise", "1": "rowwise"} if context.tp.size > 1 else None
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, plan=plan)
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                engine.forward_backward(x, x)
+                engine.step()
+                engine.evaluate(x, x)
+                if context.tp.size > 1:
+                    engine.backward(engine.criterion(engine(x), x))
+            names = {event.key for event in profiler.key_averages() if event.key.startswith("paramp")}
+            place, expected = context.pp.rank, {"paramp step", "paramp evaluation"}
+            for microbatch in range(2 // context.tp.size):
+                kinds = ["forward", "backward"] + ["loss"] * context.is_last_stage
+                expected |= {f"paramp {kind} (stage {place}, microbatch {microbatch})" for kind in kinds}
+            assert names == expected | ({"paramp forward", "paramp backward"} if context.tp.size > 1 else set())

@@ -325,3 +325,83 @@ def test_a_sum_and_its_count_are_their_mean_to_the_bit():
                 engine.step()
             weights.append(engine.full_state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["means", "counts"])
+@pytest.mark.parametrize(
+    ("parallel", "precision"),
+    [({"zero": 1}, "32-true"), ({"pipeline": {"size": 2, "microbatches": 2}}, "16-naive"), ({"tensor": 2}, "16-mixed")],
+    ids=["dp2", "pp2", "tp2"],
+)
+@on_ranks(2)
+def test_flush_steps_with_the_calls_that_were_made(world, parallel, precision, counts):
+    """Windows of four calls, of two, and of one for which step() was not called."""
+
+    def criterion(output, target):
+        if counts:
+            return F.mse_loss(output, target, reduction="sum"), target.numel()
+        return F.mse_loss(output, target)
+
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(2, 7, 16, 4, generator=torch.Generator().manual_seed(2))
+    expected = []
+    for calls in ([0, 1, 2, 3], [4, 5], [6]):
+        reference.zero_grad()
+        losses = [F.mse_loss(plain(x[call]), y[call]) / len(calls) for call in calls]
+        sum(losses).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        expected.append((float(sum(losses).detach()), float(norm)))
+        reference.step()
+    config = {"parallel": parallel, "precision": precision, "gradient_accumulation": 4, "clip_grad_norm": 0.1}
+    tolerance = 1e-5 if precision == "32-true" else 5e-3
+    with paramp.launch_from_torch(config) as context:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine, *_ = paramp.initialize(
+            model, optimizer, criterion, plan={"0": "colwise", "1": "rowwise"} if context.tp.size > 1 else None
+        )
+        own = slice(context.dp.rank, None, context.dp.size)
+        results = []
+        for call in range(7):
+            engine.forward_backward(x[call, own], y[call, own])
+            result = engine.step() if call < 6 else None
+            if call in (5, 6):
+                result = engine.flush()
+            if call in (3, 5, 6):
+                results.append((result.loss, result.grad_norm))
+                assert result.stepped
+                empty = engine.flush()  # now the window is empty
+                assert (empty.stepped, empty.overflow, empty.loss, empty.loss_scale) == (
+                    *(False, False, None),
+                    result.loss_scale,
+                )
+        assert engine.num_steps == 3
+        assert results == [pytest.approx(pair, rel=tolerance) for pair in expected]
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], atol=tolerance, rtol=0)
+
+
+@on_ranks(2)
+def test_flush_skips_on_every_rank_and_leaves_a_state_to_save(world, tmp_path):
+    """An overflow of one rank in one of two calls; the next window has its whole length again."""
+    x = torch.ones(4, 4)
+    with paramp.launch_from_torch({"precision": "16-mixed", "gradient_accumulation": 3}) as context:
+        engine = engine_for(linear())
+        for call in range(2):
+            engine.forward_backward(x * (torch.inf if context.rank == 1 and call == 0 else 1.0), x)
+            engine.step()
+        with pytest.raises(paramp.CheckpointError, match="2 of 3 calls"):
+            engine.save("anywhere")
+        result = engine.flush()
+        assert (result.stepped, result.overflow, result.loss_scale) == (False, True, 2.0**16)
+        assert engine.scaler.get_scale() == 2.0**15
+        folders = [str(tmp_path)]
+        torch.distributed.broadcast_object_list(folders)
+        engine.save(folders[0] + "/saved")
+        stepped = []
+        for _ in range(3):
+            engine.forward_backward(x, x)
+            stepped.append(engine.step().stepped)
+        assert stepped == [False, False, True]

@@ -1,13 +1,18 @@
 """Fabric's strings and what they mean, in the engine and in the plugin for Fabric itself."""
 
+import os
 import sys
+import tempfile
+import types
 import warnings
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 from pool import on_ranks
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paramp
 
@@ -183,6 +188,41 @@ def held(packed):
     return packed.x if isinstance(packed, Holder) else packed["x"]
 
 
+class WithoutLibrary(types.ModuleType):
+    """mpi4py as it is where no MPI is installed."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("cannot load MPI library")
+
+
+def classify(model, optimizer, fabric=None):
+    """The example image_classifier, with Fabric on two ranks, or in plain torch: weights, and the losses of epochs."""
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*map(batch, range(4)), strict=True)))
+    loader = DataLoader(data, batch_size=16 if fabric is None else 8)
+    if fabric is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    else:
+        loader = fabric.setup_dataloaders(loader)
+    scheduler, losses = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), []
+    for _ in range(2):
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward() if fabric is None else fabric.backward(loss)
+            optimizer.step()
+        scheduler.step()
+        model.eval()
+        with torch.no_grad():
+            total = sum(nn.functional.mse_loss(model(x), y, reduction="sum") for x, y in loader)
+        losses.append(float(total if fabric is None else fabric.all_gather(total).sum()))
+    if fabric is None:
+        return {name: value.detach() for name, value in model.named_parameters()}, losses
+    with tempfile.TemporaryDirectory() as folder:
+        fabric.save(f"{folder}/model.pt", model.state_dict())
+    return [value.detach() for value in model.module.parameters()], losses
+
+
 @on_ranks(2)
 def test_fabric_with_the_plugin(world):
     """One body, as lightning takes long to import: two strategies of tensor parallelism, DDP, and each string."""
@@ -191,7 +231,7 @@ def test_fabric_with_the_plugin(world):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from lightning.fabric import Fabric
-        from lightning.fabric.plugins.environments import LightningEnvironment
+        from lightning.fabric.plugins.environments import MPIEnvironment
         from lightning.fabric.plugins.precision import Precision
         from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -203,8 +243,7 @@ def test_fabric_with_the_plugin(world):
         assert isinstance(plugin, paramp.FabricPrecision)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Lightning's, about the machine
-            plugins = [plugin, LightningEnvironment()]  # else it asks mpi4py, which may have no MPI
-            fabric = Fabric(plugins=plugins, strategy=strategy, accelerator="cpu", devices=devices)
+            fabric = Fabric(plugins=plugin, strategy=strategy, accelerator="cpu", devices=devices)
             fabric.launch()
             optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
             if isinstance(strategy, ModelParallelStrategy):
@@ -237,6 +276,20 @@ def test_fabric_with_the_plugin(world):
     # Data parallel: each rank its half of the batch.
     setup = start(scaled, "ddp", 2, build())
     check_training(train(*setup, world, 2), expected, 2.0**-11)
+    fabric, _, model, optimizer = start(scaled, "ddp", 2, build())
+    weights, losses = classify(model, optimizer, fabric)
+    expected_weights, expected_losses = classify(build(), None)
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    for (name, first), weight in zip(build().named_parameters(), weights, strict=True):
+        way = expected_weights[name] - first
+        assert (weight - expected_weights[name]).norm() < 24 * 2.0**-11 * way.norm(), name
+
+    # mpi4py without an MPI library is no MPI, but under mpirun, where each process would train alone.
+    with mock.patch.dict(sys.modules, {"mpi4py": WithoutLibrary("mpi4py")}):
+        assert MPIEnvironment.detect() is False
+        ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        with mock.patch.dict(os.environ, ranks), pytest.raises(RuntimeError, match="cannot load MPI library"):
+            MPIEnvironment.detect()
 
     for name in FABRIC:
         fabric, _, model, _ = start(name, "auto", 1, Recorder())
@@ -254,8 +307,7 @@ def test_fabric_with_the_plugin(world):
             else:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    plugins = [LightningEnvironment()]
-                    stock = Fabric(plugins=plugins, precision=name, accelerator="cpu", devices=1)
+                    stock = Fabric(precision=name, accelerator="cpu", devices=1)
                     model = stock.setup(Recorder())
             model(torch.ones(2, 4)).square().mean().backward()
             gradients.append(model.linear.weight.grad)

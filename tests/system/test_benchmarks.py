@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure is not tested."""
 
+import ast
 import importlib
 import json
 import runpy
@@ -318,6 +319,15 @@ def test_comparing_replicas_is_measured_against_a_step(world):
             (row,) = json.loads(path.read_text())["rows"]
             assert row["layout"] == "tensor 1 x data 2"
             assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
+
+
+def test_the_start_is_measured_up_to_the_first_step():
+    startup = benchmark("startup")
+    for source in (startup.PLAIN, (ROOT / "examples/own_model.py").read_text()):
+        changed = ast.parse(startup.until_first_step(source))
+        (loop,) = (node for node in ast.walk(changed) if isinstance(node, ast.For))
+        assert "zero_grad()" in ast.unparse(loop.body[-5])
+        assert ast.unparse(loop.body[-1]) == "os._exit(0)"
 
 
 def test_ways_of_saving_are_measured_against_a_copy(tmp_path, capsys):

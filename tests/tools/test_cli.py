@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from commands import ROOT
+from commands import COLD, ROOT, python
 
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
@@ -49,6 +49,16 @@ def test_help_explains_each_flag_and_gives_its_default(command, capsys, monkeypa
 def test_help_names_every_command(capsys):
     text = help_of("", capsys)
     assert tuple(re.findall(r"^    (\w+)  ", text, re.MULTILINE)) == COMMANDS
+
+
+def test_without_a_command_help_shows_before_torch_loads():
+    seen = (
+        "import sys; from paramp.tools.cli import main; main([]); print([one for one in sys.modules if 'torch' in one])"
+    )
+    result = python("-c", seen, PYTHONPATH=str(ROOT), **COLD)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "usage: paramp [-h] COMMAND" in result.stdout
+    assert result.stdout.endswith("\n[]\n")
 
 
 def test_defaults_in_help_are_those_of_the_configuration():

@@ -3,6 +3,6 @@
 NVIDIA removed ``apex.amp`` from Apex in 2025. This one also supports models that are distributed over processes.
 """
 
-from . import amp, normalization, optimizers
+from . import amp, fp16_utils, normalization, optimizers, parallel
 
-__all__ = ["amp", "normalization", "optimizers"]
+__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]

@@ -1,6 +1,7 @@
 """Apex's fused Adam and SGD if NVIDIA's Apex is installed with its kernels, else torch's under the same names.
 
-Both step all parameters of a group in a few kernels. The arguments are Apex's.
+Both step all parameters of a group in a few kernels. The arguments are Apex's. ``FusedLAMB``, ``FusedNovoGrad`` and
+``FusedAdagrad`` are Apex's own; without its kernels, importing one is an ImportError.
 """
 
 import importlib
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ...base.optional_packages import find_apex
+from ..missing import missing
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -72,3 +74,21 @@ def FusedSGD(
     if wd_after_momentum and any(group["weight_decay"] for group in made.param_groups):
         raise ValueError("wd_after_momentum: got True, which torch's SGD does not have; install NVIDIA's Apex")
     return made
+
+
+_WITHOUT_APEX = missing(
+    __name__,
+    {
+        "FusedLAMB": "torch has no LAMB; install NVIDIA's Apex with --cuda_ext, or use FusedAdam and tune lr for it",
+        "FusedNovoGrad": "torch has no NovoGrad; install NVIDIA's Apex with --cuda_ext, or use FusedAdam",
+        "FusedAdagrad": "use torch.optim.Adagrad, or install NVIDIA's Apex with --cuda_ext",
+        "FusedMixedPrecisionLamb": "use amp.initialize(..., opt_level='O2') with FusedLAMB, which keeps fp32 masters",
+        "FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad") and find_apex().fused_optimizers:
+        return getattr(importlib.import_module("apex.optimizers"), name)
+    return _WITHOUT_APEX(name)

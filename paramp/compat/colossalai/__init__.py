@@ -1,13 +1,14 @@
 """Colossal-AI's interface: replace ``import colossalai`` by ``from paramp.compat import colossalai``."""
 
 from ...engine.initialize import initialize
-from . import amp, context, core, logging, nn, utils
-from .launching import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from . import amp, context, core, logging, nn, trainer, utils
+from .launching import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 __all__ = [
     "amp",
     "context",
     "core",
+    "get_default_parser",
     "initialize",
     "launch",
     "launch_from_openmpi",
@@ -15,5 +16,6 @@ __all__ = [
     "launch_from_torch",
     "logging",
     "nn",
+    "trainer",
     "utils",
 ]

@@ -1,47 +1,40 @@
-"""Colossal-AI's ``launch`` functions: as paramp's, but they also read ``NUM_MICRO_BATCHES`` from the configuration."""
+"""Colossal-AI's ``launch`` functions, which also take ``verbose``, and its parser of their arguments."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from ...base.coerce import convert
-from ...base.errors import ConfigError, shown
-from ...config.files import load
-from ...config.schema import Config
 from ...distributed import launchers
 from ...distributed.context import ParallelContext
-from ...distributed.launchers import ConfigSource
 
 Launch = TypeVar("Launch", bound=Callable[..., ParallelContext])
 
 
-def _with_microbatches(config: ConfigSource) -> Config:
-    """``config`` with ``NUM_MICRO_BATCHES`` as the number of microbatches of its pipeline, if it has both."""
-    settings = load(config)
-    count, pipeline = settings.user.get("NUM_MICRO_BATCHES"), settings.parallel.pipeline
-    if count is None or pipeline.size == 1:
-        return settings
-    if pipeline.microbatches not in (None, count):
-        raise ConfigError(
-            f"NUM_MICRO_BATCHES: got {shown(count)}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
-            "remove one of the two"
-        )
-    pipeline = replace(pipeline, microbatches=convert(count, int, "NUM_MICRO_BATCHES"))
-    return replace(settings, parallel=replace(settings.parallel, pipeline=pipeline))
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser of the arguments of :func:`launch`, to which a script adds its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="path of the configuration, a .py or .toml file")
+    parser.add_argument("--host", help="address at which rank 0 listens")
+    parser.add_argument("--port", type=int, help="port at which rank 0 listens")
+    parser.add_argument("--world_size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="rank of this process")
+    parser.add_argument("--local_rank", type=int, help="rank of this process on its machine")
+    parser.add_argument("--backend", help="nccl or gloo; by default what fits the devices")
+    return parser
 
 
-def _reading_microbatches(launch: Launch) -> Launch:
+def _with_verbose(launch: Launch) -> Launch:
     @functools.wraps(launch)
-    def launching(config: ConfigSource = None, *args: Any, **kwargs: Any) -> ParallelContext:
-        return launch(_with_microbatches(config), *args, **kwargs)
+    def launching(*args: Any, verbose: bool = True, **kwargs: Any) -> ParallelContext:
+        return launch(*args, **kwargs)  # launching prints nothing in any case
 
     return cast(Launch, launching)
 
 
-launch = _reading_microbatches(launchers.launch)
-launch_from_openmpi = _reading_microbatches(launchers.launch_from_openmpi)
-launch_from_slurm = _reading_microbatches(launchers.launch_from_slurm)
-launch_from_torch = _reading_microbatches(launchers.launch_from_torch)
+launch = _with_verbose(launchers.launch)
+launch_from_openmpi = _with_verbose(launchers.launch_from_openmpi)
+launch_from_slurm = _with_verbose(launchers.launch_from_slurm)
+launch_from_torch = _with_verbose(launchers.launch_from_torch)

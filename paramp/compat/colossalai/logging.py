@@ -90,3 +90,15 @@ _loggers: dict[str, DistributedLogger] = {}
 def get_dist_logger(name: str = "paramp") -> DistributedLogger:
     """The logger called ``name``; the same one each time."""
     return _loggers.setdefault(name, DistributedLogger(name))
+
+
+def disable_existing_loggers(include: Collection[str] | None = None, exclude: Collection[str] = ("paramp",)) -> None:
+    """Ignore messages below WARNING of the loggers that exist now.
+
+    Args:
+        include: the names of these loggers. None: all but ``exclude``.
+        exclude: names of loggers that are not changed; no effect with ``include``.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name not in exclude if include is None else name in include:
+            logging.getLogger(name).setLevel(logging.WARNING)

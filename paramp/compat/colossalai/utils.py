@@ -1,4 +1,4 @@
-"""Colossal-AI's ``utils``: its data loader and current device."""
+"""Colossal-AI's ``utils``: its data loader, current device and timers, and questions about this rank's place."""
 
 from typing import Any
 
@@ -7,8 +7,24 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...config.schema import DEFAULT_SEED
 from ...data.dataloader import shard_loader
-from ...distributed.context import current_context
+from ...distributed.context import current_context, get_context
 from ...distributed.rng import derive_seed
+from ..missing import missing
+from .core import global_context
+from .timer import MultiTimer, Timer
+
+__all__ = [
+    "MultiTimer",
+    "Timer",
+    "get_current_device",
+    "get_dataloader",
+    "is_dp_rank_0",
+    "is_no_pp_or_last_stage",
+    "is_tp_rank_0",
+    "is_using_ddp",
+    "is_using_pp",
+    "print_rank_0",
+]
 
 
 def get_dataloader(
@@ -30,8 +46,7 @@ def get_dataloader(
     Args:
         dataset: the same on every rank.
         seed: the seed of the order with ``shuffle``. None: the configuration's.
-        add_sampler: False: every rank reads all of the data. ``initialize`` would shard such a loader, so do not pass
-            it there.
+        add_sampler: False: every rank reads all of the data, such as a test set of which rank 0 prints the accuracy.
         pin_memory: no effect without a GPU.
         drop_last, num_workers, options: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is per data rank.
 
@@ -46,7 +61,10 @@ def get_dataloader(
     loader: DataLoader[Any] = DataLoader(
         dataset, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **options
     )
-    if context is None or not add_sampler:
+    if context is None:
+        return loader
+    if not add_sampler:
+        loader.is_whole = True  # then initialize does not shard it
         return loader
     return shard_loader(loader, context.batch_axis.rank, context.batch_axis.size, seed)
 
@@ -57,3 +75,47 @@ def get_current_device() -> torch.device:
     if context is not None:
         return context.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def print_rank_0(message: object) -> None:
+    """Print ``message`` on rank 0 of the world."""
+    if global_context.get_global_rank() == 0:
+        print(message, flush=True)
+
+
+def is_dp_rank_0() -> bool:
+    """Whether this is the first data rank."""
+    return get_context().batch_axis.rank == 0
+
+
+def is_tp_rank_0() -> bool:
+    """Whether this is the first tensor-parallel rank."""
+    return get_context().tensor_axis.rank == 0
+
+
+def is_no_pp_or_last_stage() -> bool:
+    """Whether this rank has the model's output."""
+    return get_context().is_last_stage
+
+
+def is_using_ddp() -> bool:
+    """Whether there are several data ranks."""
+    return global_context.data_parallel_size > 1
+
+
+def is_using_pp() -> bool:
+    """Whether there are several pipeline ranks."""
+    return global_context.pipeline_parallel_size > 1
+
+
+__getattr__ = missing(
+    __name__,
+    {
+        "save_checkpoint": "call engine.save(folder) on every rank; it saves the optimizer and the scheduler too",
+        "load_checkpoint": "call engine.load(folder) on every rank",
+        "checkpoint": "use torch.utils.checkpoint.checkpoint",
+        "clip_grad_norm_fp32": "set clip_grad_norm in the configuration, or call paramp.clip_grad_norm_",
+        "report_memory_usage": "use torch.cuda.memory_summary(), or trainer.hooks.LogMemoryByEpochHook",
+        "sync_model_param": "leave it out: initialize gives all data ranks the same weights",
+    },
+)

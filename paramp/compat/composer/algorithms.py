@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...precision.policy import Precision
+from ..missing import missing
 from . import functional
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "LowPrecisionGroupNorm", "LowPrecisionLayerNorm", "LowPrecisionRMSNorm"]
@@ -54,3 +55,8 @@ class FusedRMSNorm:
 
     def apply(self, model: nn.Module, precision: Precision) -> int:
         return functional.apply_fused_rmsnorm(model)
+
+
+__getattr__ = missing(
+    __name__, {}, "only those on norms are here; any object with apply(model, precision) is an algorithm"
+)

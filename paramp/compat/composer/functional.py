@@ -19,6 +19,7 @@ from ...precision.norms import (
     replace_norms,
 )
 from ...precision.policy import Precision
+from ..missing import missing
 
 __all__ = [
     "apply_fused_layernorm",
@@ -75,3 +76,6 @@ def apply_fused_layernorm(model: nn.Module, optimizers: Optimizers | None = None
 def apply_fused_rmsnorm(model: nn.Module, optimizers: Optimizers | None = None) -> int:
     """As :func:`apply_fused_layernorm`, for each ``nn.RMSNorm``."""
     return replace_norms(model, nn.RMSNorm, FusedRMSNorm, optimizers=optimizers)
+
+
+__getattr__ = missing(__name__, {}, "only Composer's functions on norms are here; write the other in your own loop")

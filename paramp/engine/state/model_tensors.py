@@ -40,6 +40,8 @@ class ParamChunks:
     """Any name of a parameter of the whole model -> its first."""
     shapes: Mapping[str, torch.Size]
     """The shapes of this rank's parameters in the whole model; a tensor-parallel style may store other shapes."""
+    num_parameters: int
+    """The elements of the whole model's parameters, tied ones once."""
 
     def model_name(self, name: str) -> str:
         """The parameter ``name`` in a checkpoint."""

@@ -1,0 +1,368 @@
+"""Colossal-AI's hooks of the :class:`~paramp.compat.colossalai.trainer.Trainer`.
+
+Metrics are numbers that are equal on all ranks, in every layout, so each of these hooks may log on the main rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from ....base.errors import ConfigError
+from ...missing import missing
+from ..context import ParallelMode
+from ..core import global_context
+from ..logging import DistributedLogger, get_dist_logger
+from ..timer import MultiTimer
+
+if TYPE_CHECKING:
+    from ....engine.lr_scheduler import Scheduler
+
+__all__ = [
+    "AccuracyHook",
+    "BaseHook",
+    "LRSchedulerHook",
+    "LoadCheckpointHook",
+    "LogMemoryByEpochHook",
+    "LogMetricByEpochHook",
+    "LogMetricByStepHook",
+    "LogTimingByEpochHook",
+    "LossHook",
+    "SaveCheckpointHook",
+    "TensorboardHook",
+]
+
+
+class BaseHook:
+    """A hook that does nothing. Those with a smaller ``priority`` are called first.
+
+    ``trainer`` is the :class:`~paramp.compat.colossalai.trainer.Trainer` with ``engine``, ``states``, ``cur_epoch`` and
+    ``cur_step``.
+    ``output`` and ``label`` are those of ``engine.execute_schedule``: None but on the last pipeline stage.
+    """
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+
+    def after_hook_is_attached(self, trainer: Any) -> None: ...
+    def before_train(self, trainer: Any) -> None: ...
+    def after_train(self, trainer: Any) -> None: ...
+    def before_train_epoch(self, trainer: Any) -> None: ...
+    def after_train_epoch(self, trainer: Any) -> None: ...
+    def before_train_iter(self, trainer: Any) -> None: ...
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None: ...
+    def before_test(self, trainer: Any) -> None: ...
+    def after_test(self, trainer: Any) -> None: ...
+    def before_test_epoch(self, trainer: Any) -> None: ...
+    def after_test_epoch(self, trainer: Any) -> None: ...
+    def before_test_iter(self, trainer: Any) -> None: ...
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None: ...
+
+
+class LossHook(BaseHook):
+    """The metric ``Loss``: the mean over the batches of an epoch, of training and of test data.
+
+    With ``gradient_accumulation`` it is the mean over the windows that end in the epoch.
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        super().__init__(priority)
+        self._losses: list[torch.Tensor] = []
+
+    def before_train_epoch(self, trainer: Any) -> None:
+        self._losses = []
+
+    before_test_epoch = before_train_epoch
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        if (trainer.cur_step + 1) % trainer.engine.context.config.gradient_accumulation == 0:
+            self._losses.append(loss)  # of the whole window
+
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        self._losses.append(loss)
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        trainer.states["metrics"]["train"]["Loss"] = self._mean()
+
+    def after_test_epoch(self, trainer: Any) -> None:
+        trainer.states["metrics"]["test"]["Loss"] = self._mean()
+
+    def _mean(self) -> float:
+        return float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+
+
+class AccuracyHook(BaseHook):
+    """The metric ``Accuracy`` of test data: the correct part of the samples of all data ranks.
+
+    Args:
+        accuracy_func: the number of correct ones of a batch, from output and label:
+            :class:`~paramp.compat.colossalai.nn.metric.Accuracy`.
+    """
+
+    def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
+        super().__init__(priority)
+        self.accuracy_func = accuracy_func
+        self._counts = [0.0, 0.0]  # correct, all
+
+    def before_test_epoch(self, trainer: Any) -> None:
+        self._counts = [0.0, 0.0]
+
+    def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        if output is not None and trainer.engine.context.tensor_axis.rank == 0:  # once for each data rank
+            self._counts[0] += float(self.accuracy_func(output, label))
+            self._counts[1] += len(label)
+
+    def after_test_epoch(self, trainer: Any) -> None:
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=trainer.engine.context.device)
+        dist.all_reduce(counts)
+        correct, count = counts.tolist()
+        trainer.states["metrics"]["test"]["Accuracy"] = correct / count if count else float("nan")
+
+
+class LRSchedulerHook(BaseHook):
+    """Advances a learning-rate scheduler after each epoch, or after each batch; the metric ``LR``."""
+
+    def __init__(
+        self, lr_scheduler: LRScheduler | Scheduler, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
+    ) -> None:
+        super().__init__(priority)
+        self.lr_scheduler = lr_scheduler
+        self.by_epoch = by_epoch
+        self.store_lr_in_state = store_lr_in_state
+
+    def after_hook_is_attached(self, trainer: Any) -> None:
+        if isinstance(self.lr_scheduler, LRScheduler):  # not one of initialize's, which the engine tracks already
+            trainer.engine.track("trainer_lr_scheduler", self.lr_scheduler)
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        if self.store_lr_in_state:
+            trainer.states["metrics"]["train"]["LR"] = self.lr_scheduler.get_last_lr()[0]
+        if self.by_epoch:
+            self.lr_scheduler.step()
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        if not self.by_epoch:
+            self.lr_scheduler.step()
+
+
+class _LogHook(BaseHook):
+    """Writes after every ``interval``-th epoch, on the main rank."""
+
+    def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
+        super().__init__(priority)
+        self.logger = logger
+        self.interval = interval
+
+    def text(self, trainer: Any, phase: str) -> str:
+        """What to write after an epoch of ``phase``, ``train`` or ``test``; "" for nothing."""
+        raise NotImplementedError
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        self._log(trainer, "train")
+
+    def after_test_epoch(self, trainer: Any) -> None:
+        self._log(trainer, "test")
+
+    def _log(self, trainer: Any, phase: str) -> None:
+        text = self.text(trainer, phase) if trainer.cur_epoch % self.interval == 0 else ""
+        if text:
+            self.logger.info(f"[Epoch {trainer.cur_epoch} / {phase.capitalize()}]: {text}", ranks=[0])
+
+
+class LogMetricByEpochHook(_LogHook):
+    """Writes the metrics of an epoch."""
+
+    def text(self, trainer: Any, phase: str) -> str:
+        return " | ".join(f"{name} = {value:.5g}" for name, value in trainer.states["metrics"][phase].items())
+
+
+class LogTimingByEpochHook(_LogHook):
+    """Writes the times of the trainer's ``timer``.
+
+    Args:
+        log_eval: also of test data.
+        ignore_num_train_steps: the first steps, which are slower, to leave out of the mean.
+    """
+
+    def __init__(
+        self,
+        timer: MultiTimer,
+        logger: DistributedLogger,
+        interval: int = 1,
+        priority: int = 10,
+        log_eval: bool = True,
+        ignore_num_train_steps: int = 0,
+    ) -> None:
+        super().__init__(logger, interval, priority)
+        self.timer = timer
+        self.log_eval = log_eval
+        self.ignored = ignore_num_train_steps
+
+    def text(self, trainer: Any, phase: str) -> str:
+        if phase == "test" and not self.log_eval:
+            return ""
+        name = phase.capitalize()
+        epoch, steps = self.timer.get_timer(f"{name}-epoch"), self.timer.get_timer(f"{name}-step").history
+        steps = steps[self.ignored if phase == "train" else 0 :] or steps
+        mean = sum(steps) / len(steps)
+        return f"{name}-epoch = {epoch.get_elapsed_time():.5g} s | {name}-step, mean = {mean:.5g} s"
+
+
+class LogMemoryByEpochHook(_LogHook):
+    """Writes the peak of the GPU memory since the last line; nothing without a GPU.
+
+    Args:
+        log_eval: also after test data.
+        report_cpu: no effect.
+    """
+
+    def __init__(
+        self,
+        logger: DistributedLogger,
+        interval: int = 1,
+        priority: int = 10,
+        log_eval: bool = True,
+        report_cpu: bool = False,
+    ) -> None:
+        super().__init__(logger, interval, priority)
+        self.log_eval = log_eval
+
+    def text(self, trainer: Any, phase: str) -> str:
+        device = trainer.engine.context.device
+        if device.type != "cuda" or (phase == "test" and not self.log_eval):
+            return ""
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return f"peak of the GPU memory = {peak / 2**20:.1f} MiB"
+
+
+class LogMetricByStepHook(BaseHook):
+    """Shows the loss of each batch in the progress of ``fit(display_progress=True)``."""
+
+    def __init__(self, priority: int = 10) -> None:
+        super().__init__(priority)
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        trainer.states["step_metrics"] = {"loss": f"{float(loss):.5g}"}
+
+    after_test_iter = after_train_iter
+
+
+class TensorboardHook(BaseHook):
+    """Writes the loss of each training batch and the metrics of each epoch for TensorBoard.
+
+    Args:
+        log_dir: the folder of the files.
+        ranks: the ranks in their group of ``parallel_mode`` that write, each to a folder of its own. None: all.
+
+    Raises:
+        ConfigError: on every rank: tensorboard is not installed.
+    """
+
+    def __init__(
+        self,
+        log_dir: str,
+        ranks: Collection[int] | None = None,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        priority: int = 10,
+    ) -> None:
+        super().__init__(priority)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError('TensorboardHook: run pip install "paramp[tensorboard]", or leave it out') from None
+        self.writer = None
+        if ranks is None or global_context.get_local_rank(parallel_mode) in ranks:
+            folder = Path(log_dir) / f"rank_{global_context.get_global_rank()}"
+            self.writer = SummaryWriter(str(folder))
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        if self.writer is not None:
+            self.writer.add_scalar("Loss/train", float(loss), trainer.cur_step)
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        self._write(trainer, "train")
+
+    def after_test_epoch(self, trainer: Any) -> None:
+        self._write(trainer, "test")
+
+    def after_train(self, trainer: Any) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _write(self, trainer: Any, phase: str) -> None:
+        if self.writer is not None:
+            for name, value in trainer.states["metrics"][phase].items():
+                self.writer.add_scalar(f"{name}/{phase}/epoch", value, trainer.cur_step)
+
+
+class SaveCheckpointHook(BaseHook):
+    """Saves the engine after every ``interval``-th epoch, to the folder ``epoch0``, ``epoch1``, ... .
+
+    The checkpoint includes the scheduler of the :class:`LRSchedulerHook`, which is called before.
+    """
+
+    def __init__(self, interval: int = 1, checkpoint_dir: str = "./ckpt", suffix: str = "", priority: int = 10) -> None:
+        super().__init__(priority)
+        self.interval = interval
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.suffix = suffix
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        if trainer.cur_epoch % self.interval == 0:
+            trainer.engine.save(self.checkpoint_dir / f"epoch{trainer.cur_epoch}{self.suffix}")
+
+
+class LoadCheckpointHook(BaseHook):
+    """Loads what :class:`SaveCheckpointHook` saved, before training; ``fit`` then continues after that epoch.
+
+    Args:
+        epoch: -1: the latest.
+        finetune: load the weights only, and begin with epoch 0.
+        strict: no effect: the checkpoint has to be of the same model.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str = "./ckpt",
+        epoch: int = -1,
+        finetune: bool = False,
+        strict: bool = False,
+        suffix: str = "",
+        priority: int = 0,
+    ) -> None:
+        super().__init__(priority)
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.epoch = epoch
+        self.finetune = finetune
+        self.suffix = suffix
+
+    def before_train(self, trainer: Any) -> None:
+        pattern = re.compile(r"epoch(\d+)" + re.escape(self.suffix))
+        found = (pattern.fullmatch(path.name) for path in self.checkpoint_dir.glob("epoch*"))
+        epochs = {int(match.group(1)) for match in found if match}
+        epoch = max(epochs, default=-1) if self.epoch == -1 else self.epoch
+        if epoch not in epochs:
+            wanted = "epoch*" if self.epoch == -1 else f"epoch{epoch}"
+            raise FileNotFoundError(f"checkpoint_dir: no folder {self.checkpoint_dir / (wanted + self.suffix)}")
+        trainer.engine.load(self.checkpoint_dir / f"epoch{epoch}{self.suffix}", weights_only=self.finetune)
+        trainer.cur_epoch = 0 if self.finetune else epoch + 1
+        get_dist_logger().info(f"epoch {epoch} is loaded from {self.checkpoint_dir}", ranks=[0])
+
+
+__getattr__ = missing(
+    __name__,
+    {
+        "MetricHook": "write a subclass of BaseHook that sets trainer.states['metrics'][phase][name] to a number",
+        "ThroughputHook": "use LogTimingByEpochHook, or write a subclass of BaseHook",
+    },
+)

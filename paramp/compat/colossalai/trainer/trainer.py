@@ -1,0 +1,163 @@
+"""The loop over epochs: ``Trainer(engine).fit(loader, epochs=3, hooks=[hooks.LossHook()])``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ....base.errors import ConfigError
+from ....engine.engine import Engine
+from ..logging import DistributedLogger
+from ..timer import MultiTimer
+from .hooks import BaseHook
+
+
+class Trainer:
+    """A loop over epochs and batches that calls hooks. Every rank runs it.
+
+    Args:
+        engine: from ``initialize``.
+        timer: measures ``Train-step``, ``Train-epoch``, ``Test-step`` and ``Test-epoch``.
+        logger: writes which hooks are used, and why training ends early.
+
+    Attributes:
+        engine: the engine.
+        hooks: those of the current run, in the order of their priority.
+        states: values that hooks leave for each other; ``states["metrics"]["train"]["Loss"]`` is a number, equal on all
+            ranks, from the end of an epoch on.
+        cur_epoch: the epoch, from 0; set it to go on after a resume.
+        cur_step: the training batches so far, those of the current step not included.
+        steps_per_epoch, max_epochs, max_steps: of the current ``fit``.
+    """
+
+    def __init__(
+        self, engine: Engine, timer: MultiTimer | None = None, logger: DistributedLogger | None = None
+    ) -> None:
+        self.engine = engine
+        self.timer = timer or MultiTimer(on=False)
+        self.hooks: list[BaseHook] = []
+        self.states: dict[str, Any] = {}
+        self.cur_epoch = self.cur_step = self.steps_per_epoch = self.max_epochs = 0
+        self.max_steps: int | None = None
+        self._logger = logger
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Train until ``epochs`` epochs are complete, the earlier ones of a resumed run included.
+
+        Args:
+            train_dataloader, test_dataloader: of pairs ``(data, label)``, with a length, from ``initialize``.
+            max_steps: the number of batches after which training ends.
+            test_interval: the test data are evaluated after each epoch whose number is a multiple of it.
+            display_progress: the main rank shows the batch on its terminal, if stderr is one.
+            return_output_label: hooks get the output and the label, on the last pipeline stage.
+
+        Raises:
+            ConfigError: a hook is no :class:`~paramp.compat.colossalai.trainer.hooks.BaseHook`.
+        """
+        self.steps_per_epoch, self.max_epochs, self.max_steps = _length(train_dataloader), epochs, max_steps
+        self._attach(hooks)
+        self._call("before_train")
+        self.cur_step = max(self.cur_step, self.cur_epoch * self.steps_per_epoch)
+        while self.cur_epoch < epochs and not self._is_over():
+            self._run(train_dataloader, "train", display_progress, return_output_label)
+            if test_dataloader is not None and self.cur_epoch % test_interval == 0:
+                self._test(test_dataloader, display_progress, return_output_label)
+            self.cur_epoch += 1
+        if self._is_over() and self._logger is not None:
+            self._logger.info(f"training ends after max_steps = {max_steps} batches", ranks=[0])
+        self._call("after_train")
+
+    def evaluate(
+        self,
+        test_dataloader: Iterable[Any],
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Evaluate the data of ``test_dataloader``; the arguments are those of :meth:`fit`."""
+        self._attach(hooks)
+        self._test(test_dataloader, display_progress, return_output_label)
+
+    def predict(self, data: Any) -> Any:
+        """The model's output for ``data`` in evaluation mode, without gradients; None but on the last stage."""
+        self.engine.eval()
+        return self.engine.execute_schedule(iter([(data, data)]), forward_only=True, return_loss=False)[0]
+
+    def _attach(self, hooks: Sequence[BaseHook] | None) -> None:
+        for hook in hooks or ():
+            if not isinstance(hook, BaseHook):
+                raise ConfigError(f"hooks: got {hook!r}, expected objects of subclasses of trainer.hooks.BaseHook")
+        self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)
+        self.states = {"metrics": {"train": {}, "test": {}}}
+        if self._logger is not None and self.hooks:
+            names = ", ".join(type(hook).__name__ for hook in self.hooks)
+            self._logger.info(f"hooks, in the order of their calls: {names}", ranks=[0])
+        self._call("after_hook_is_attached")
+
+    def _test(self, loader: Iterable[Any], display_progress: bool, return_output_label: bool) -> None:
+        self._call("before_test")
+        with torch.no_grad():
+            self._run(loader, "test", display_progress, return_output_label)
+        self._call("after_test")
+
+    def _run(self, loader: Iterable[Any], phase: str, display_progress: bool, return_output_label: bool) -> None:
+        """One epoch of ``phase``, ``train`` or ``test``."""
+        training, name = phase == "train", phase.capitalize()
+        shows = display_progress and self.engine.context.is_main and sys.stderr.isatty()
+        self.engine.train(training)
+        self._call(f"before_{phase}_epoch")
+        self.timer.start(f"{name}-epoch")
+        batches, count = iter(loader), _length(loader)
+        for number in range(1, count + 1):
+            self._call(f"before_{phase}_iter")
+            self.timer.start(f"{name}-step")
+            results = self._step(batches, training, return_output_label)
+            self.timer.stop(f"{name}-step", keep_in_history=True)
+            self._call(f"after_{phase}_iter", *results)
+            self.cur_step += training
+            if shows:
+                self._show(f"[Epoch {self.cur_epoch} / {name}] {number}/{count}", last=number == count)
+            if training and self._is_over():
+                break
+        else:
+            next(batches, None)  # its end, so that a checkpoint does not resume in this epoch
+        self.timer.stop(f"{name}-epoch", keep_in_history=True)
+        self._call(f"after_{phase}_epoch")
+
+    def _step(self, batches: Any, training: bool, return_output_label: bool) -> Any:
+        if training:
+            self.engine.zero_grad()
+        results = self.engine.execute_schedule(
+            batches, forward_only=not training, return_output_label=return_output_label
+        )
+        if training:
+            self.engine.step()
+        return results
+
+    def _show(self, text: str, *, last: bool) -> None:
+        values = "".join(f", {name} {value}" for name, value in self.states.get("step_metrics", {}).items())
+        print(f"\r{text}{values}", end="\n" if last else "", file=sys.stderr, flush=True)
+
+    def _is_over(self) -> bool:
+        return self.max_steps is not None and self.cur_step >= self.max_steps
+
+    def _call(self, moment: str, *results: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, moment)(self, *results)
+
+
+def _length(loader: Any) -> int:
+    return len(loader)

@@ -1,0 +1,130 @@
+"""The loss over a whole loader, without gradients: a mean over samples, or over the criterion's counts.
+
+Data ranks may have different numbers of batches, and batches of different sizes. A batch that does not divide into a
+pipeline's microbatches is run in two parts: as much of it as divides, and the rest one sample a microbatch, with
+copies of its samples in the microbatches that are left over. These count for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import ConfigError
+from ..data.dataloader import each_sample_once
+from ..distributed.context import ParallelContext
+from ..parallel.batches import Batch
+from .shared_failure import SharedFailure
+
+
+class _SampleTotals:
+    """Adds losses up in ``totals``, as a :class:`~paramp.engine.loss_window.LossWindow` has them; means by samples."""
+
+    def __init__(self, totals: torch.Tensor) -> None:
+        self._totals = totals
+        self._samples = self._num_left = 0
+
+    def expect(self, samples: int, microbatches: int) -> None:
+        """Add the next ``microbatches`` losses, each of ``samples`` samples, and none after them."""
+        self._samples, self._num_left = samples, microbatches
+
+    def add_(self, added: torch.Tensor) -> None:
+        """Add what the loss of a microbatch adds to the totals; a mean, which has no count, once for each sample."""
+        self._num_left -= 1
+        if self._num_left >= 0:
+            self._totals += torch.where(added[2] > 0, added, added * self._samples)
+
+
+def is_loader(inputs: Any) -> bool:
+    """Whether ``inputs`` is to be iterated over for batches, rather than being the inputs of one batch."""
+    return isinstance(inputs, Iterable) and not isinstance(inputs, (torch.Tensor, tuple, Mapping, str))
+
+
+def run_loader(
+    loader: Iterable[Any],
+    run: Callable[..., None],
+    totals: torch.Tensor,
+    num_microbatches: int,
+    failure: SharedFailure,
+    context: ParallelContext,
+) -> None:
+    """Run every batch of ``loader`` on this rank, and add up its losses. A collective of the world.
+
+    Args:
+        run: called with a batch, None and ``totals=`` an object whose ``add_`` takes what a microbatch's loss adds.
+        totals: 1-dim float64 of 4 elements, as :attr:`paramp.engine.loss_window.LossWindow.totals`.
+
+    Raises:
+        ConfigError: on every rank: there is no batch, the ranks of a model group have different numbers of batches, or
+            a batch is not ``(inputs, target)`` or a mapping.
+        Exception: on every rank: whatever ``loader`` or a batch raises on one.
+    """
+    counted = _SampleTotals(totals)
+    with each_sample_once(loader):
+        batches: Iterator[Any] | None = None
+        for index in itertools.count():
+            batch, problem = None, failure.take()
+            try:
+                batches = iter(loader) if batches is None else batches
+                batch = next(map(_batch, batches), None)
+            except Exception as error:
+                problem = problem or error
+            if not _agree(batch is not None, problem, index, failure, context):
+                return
+            if batch is not None:
+                for part, samples, microbatches in _parts(batch, num_microbatches):
+                    counted.expect(samples, microbatches)
+                    run(part, None, totals=counted)
+
+
+def _agree(
+    has_batch: bool, problem: Exception | None, index: int, failure: SharedFailure, context: ParallelContext
+) -> bool:
+    """Whether a data rank has a further batch; one all-reduce of the world."""
+    axis = context.batch_axis
+    counts = torch.zeros(axis.size + 1, device=context.device)
+    counts[axis.rank] = float(has_batch)
+    counts[-1] = float(problem is not None)
+    dist.all_reduce(counts)
+    *have, failed = counts.tolist()
+    if failed:
+        failure.agree(problem)
+    num_ranks = context.world_size // axis.size
+    for rank, number in enumerate(have):
+        if number not in (0, num_ranks):
+            raise ConfigError(
+                f"loader: {number:g} of the {num_ranks} ranks of data rank {rank}'s model group have a batch {index}, "
+                "the others have not; give all ranks of a model group the same batches"
+            )
+    if index == 0 and not any(have):
+        raise ConfigError("loader: yielded no batch, expected at least one; an iterator can be used up only once")
+    return any(have)
+
+
+def _batch(batch: Any) -> Batch:
+    if isinstance(batch, Mapping):
+        return Batch.of(batch)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return Batch.of(*batch)
+    raise ConfigError(
+        f"loader: yielded {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list)) else ''}, "
+        "expected a pair (inputs, target), or a mapping of the model's keyword inputs"
+    )
+
+
+def _parts(batch: Batch, num_microbatches: int) -> Iterator[tuple[Batch, int, int]]:
+    """``batch`` in parts that divide into microbatches: the part, samples of a microbatch, microbatches to count."""
+    size = batch.size
+    each, rest = divmod(size, num_microbatches)
+    whole = size - rest
+    if not rest:
+        yield batch, each, num_microbatches
+        return
+    if whole:
+        yield batch.rows(slice(0, whole)), each, num_microbatches
+    copies = itertools.islice(itertools.cycle(range(whole, size)), num_microbatches)
+    yield batch.rows([*copies]), 1, rest

@@ -1,0 +1,140 @@
+"""Models as torch's own wrappers leave them: compiled ones train eagerly, distributed ones are refused."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import paramp
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Doubled(nn.Linear):
+    pass
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Doubled(8, 8))
+    model[2].forward = lambda x: 2.0 * x  # an attribute of the module only
+    return model
+
+
+def compiled(thing):
+    return torch.compile(thing, backend="eager")
+
+
+def whole(model):
+    return compiled(model)
+
+
+def blocks(model):
+    for index in (0, 1):
+        model[index] = compiled(model[index])
+    return model
+
+
+def in_place(model):
+    model[0].compile(backend="eager")
+    model.compile(backend="eager")
+    return model
+
+
+def forwards(model):
+    for module in model:
+        module.forward = compiled(module.forward)
+    return model
+
+
+def twice(model):
+    return compiled(nn.Sequential(compiled(model[0]), model[1], model[2]))
+
+
+def train(parallel, change=lambda model: model):
+    """The losses of two steps, and the model's weights."""
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        model = change(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = {"*.up": "colwise", "*.down": "rowwise"}
+        warned = context.is_main and change in WAYS
+        with pytest.warns(UserWarning, match="^model: it was compiled") if warned else nullcontext() as found:
+            engine, *_ = paramp.initialize(model, optimizer, F.mse_loss, plan=plan)
+        assert not warned or (len(found) == 1 and found[0].filename == __file__)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(2):
+            losses.append(engine.forward_backward(x, x.flip(0)).item())
+            engine.step()
+        return losses, engine.full_state_dict()
+
+
+WAYS = (whole, blocks, in_place, forwards, twice)
+
+
+def assert_trains_as_plain(parallel, ways=WAYS):
+    losses, weights = train(parallel)
+    for way in ways:
+        others, theirs = train(parallel, way)
+        assert others == losses, way
+        assert [*theirs] == [*weights], way
+        assert all(torch.equal(value, weights[name]) for name, value in theirs.items()), way
+
+
+def test_a_compiled_model_trains_eagerly_and_says_so_once():
+    assert_trains_as_plain({})
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@on_ranks(2)
+def test_a_compiled_model_is_sharded_and_partitioned(world, axis):
+    assert_trains_as_plain({axis: 2}, [blocks, in_place])
+
+
+@on_ranks(2)
+def test_models_that_are_distributed_already_are_refused(world):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    def in_ddp(model, mesh):
+        return nn.parallel.DistributedDataParallel(model)
+
+    def in_fsdp(model, mesh):
+        with warnings.catch_warnings(action="ignore"):
+            return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+    def fsdp2(model, mesh):
+        fully_shard(model[1], mesh=mesh)
+        return model
+
+    def dtensors(model, mesh):
+        return distribute_module(model, mesh)
+
+    def compiled_ddp(model, mesh):
+        return compiled(in_ddp(model, mesh))
+
+    expected = {
+        in_ddp: r"it is a DistributedDataParallel, expected the plain model; remove DistributedDataParallel\(",
+        compiled_ddp: "it is a DistributedDataParallel",
+        in_fsdp: r"it is a FullyShardedDataParallel, .*parallel\.zero=1",
+        fsdp2: r"'1' is sharded by fully_shard, .*remove fully_shard.*paramp\.DistributedGradScaler",
+        dtensors: r"'0.up.weight' is a DTensor already, .*build a new model .*or remove parallelize_module",
+    }
+    for wrap, message in expected.items():
+        with paramp.launch_from_torch({"parallel": {"data": 2}}):
+            model = wrap(build(), init_device_mesh("cpu", (2,)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(paramp.ConfigError, match=f"^model: {message}"):
+                paramp.initialize(model, optimizer, F.mse_loss)

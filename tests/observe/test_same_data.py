@@ -1,0 +1,107 @@
+"""Ranks of one model group that are given different data: an error on each of them before the batch runs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from counting import Collectives
+from pool import on_ranks
+from torch import nn
+
+import paramp
+from paramp.observe.same_data import NUM_COMPARED
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+RANKS = {"tensor": [f"rank {rank} (pp 0, dp 0, tp {rank})" for rank in (0, 1)]}
+RANKS["pipeline"] = [f"rank {rank} (pp {rank}, dp 0, tp 0)" for rank in (0, 1)]
+
+
+def build(**kwargs):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return paramp.initialize(model, optimizer, F.mse_loss, plan=PLAN, **kwargs)[0]
+
+
+def outcome(function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("axis", RANKS)
+@on_ranks(2)
+def test_different_batches_are_an_error_on_every_rank(world, axis):
+    first, second = RANKS[axis]
+    x, y = torch.ones(4, 4), torch.zeros(4, 4)
+    wrong = {
+        "other values": (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
+        "sizes": (
+            *(x[: 4 - 2 * world.rank], y[: 4 - 2 * world.rank]),
+            f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)",
+        ),
+        "dtype": (x, y.to((torch.float32, torch.int64)[world.rank]), f"{second} has int64 (4, 4)"),
+    }
+    for name, (own_x, own_y, message) in wrong.items():
+        with paramp.launch_from_torch({"parallel": {axis: 2}}):
+            engine = build()
+            for call in ("forward_backward", "evaluate"):
+                found = outcome(getattr(engine, call), own_x, own_y)
+                assert found.startswith("ConfigError: "), (name, found)
+                assert message in found, (name, call, found)
+                assert "use the loader that initialize returns" in found
+                engine.zero_grad()
+                engine.forward_backward(x, y)  # nothing is lost, and no rank is out of step
+                assert engine.step().stepped
+
+
+@on_ranks(2)
+def test_arguments_of_a_call_are_compared_by_their_names(world):
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) * mask
+
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = Masked(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss, plan={})
+        mask = torch.ones(4, dtype=torch.bool)
+        engine(torch.ones(2, 4), mask=mask)
+        mask[3] = bool(world.rank)
+        with pytest.raises(paramp.ConfigError, match=r"^inputs\['mask'\]: rank 0 .* has bool \(4,\), but rank 1 "):
+            engine(torch.ones(2, 4), mask=mask)
+
+
+@on_ranks(2)
+def test_only_the_first_batches_are_compared(world):
+    x = torch.ones(2, 4)
+    for axis, expected in (("tensor", NUM_COMPARED), ("data", 0)):
+        with paramp.launch_from_torch({"parallel": {axis: 2}}):
+            engine = build()
+            counted = []
+            for _ in range(NUM_COMPARED + 2):
+                with Collectives() as collectives:
+                    engine.forward_backward(x, x)
+                counted.append(bool(collectives.counts["allgather"]))
+                engine.step()
+            assert counted == [True] * expected + [False] * (NUM_COMPARED + 2 - expected)
+
+
+@on_ranks(2)
+def test_the_report_of_replicas_that_differ_says_that_data_differed(world):
+    config = {"parallel": {"tensor": 2}, "check_replicas_every": NUM_COMPARED + 1}
+    x, y = torch.ones(4, 4), torch.zeros(4, 4)
+    for other in (0.0, 1.0):
+        with paramp.launch_from_torch(config):
+            engine = build()
+            for _ in range(NUM_COMPARED):
+                engine.forward_backward(x, y)
+                engine.step()
+            engine.forward_backward(x, y + other * world.rank)
+            engine.module[2].bias.grad.add_(float(world.rank))
+            with pytest.raises(paramp.ReplicaDrift) as found:
+                engine.step()
+            assert "the weight of '2.bias' on rank 1" in str(found.value)
+            assert ("had different data: target of batch 1 of the last window: rank 0" in str(found.value)) == bool(
+                other
+            )
