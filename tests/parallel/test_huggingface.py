@@ -215,9 +215,9 @@ def test_plans_that_are_not_known():
     from paramp.parallel.huggingface.plan import pretrained_plan
 
     model = build("llama")
-    model._tp_plan = {"model.layers.*.mlp": "moe_tp_experts"}
+    model._tp_plan = {"model.layers.*.mlp": "grouped_gemm"}
     with pytest.raises(
-        paramp.ConfigError, match=r"has for 'model\.layers\.\*\.mlp' the style 'moe_tp_experts'.*pass plan="
+        paramp.ConfigError, match=r"has for 'model\.layers\.\*\.mlp' the style 'grouped_gemm'.*pass plan="
     ):
         pretrained_plan(model, 2, False)
     model._tp_plan = {}

@@ -1,1 +1,1 @@
-"""Tensor-parallel plans, stages, initial weights and outputs of Hugging Face models; never imports transformers."""
+"""Plans, stages, initial weights, files and outputs of Hugging Face models; imports transformers only to use files."""

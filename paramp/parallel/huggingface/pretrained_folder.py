@@ -37,6 +37,8 @@ def write_folder(module: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
     for name in (CONVERSIONS, "generation_config"):
         if name in module.__dict__:
             whole.__dict__[name] = module.__dict__[name]
+    for name, adapter in getattr(module, "peft_config", {}).items():
+        whole.add_adapter(adapter, name)  # then only adapters are written
     whole.save_pretrained(folder, state_dict=weights)
 
 

@@ -1,0 +1,129 @@
+"""Folders of Hugging Face models: written from every layout, and read shard by shard."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks, shared_folder
+
+import paramp
+
+pytest.importorskip("transformers")
+
+from pretrained import batches, build
+
+PIPELINE = {"size": 2, "microbatches": 2}
+LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": PIPELINE}, "zero": {"data": 2, "zero": 1}}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def reloaded(name, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return type(build(name)).from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "mode"),
+    [("Mixtral", "tp2", "16-naive"), ("T5", "pp2", "32-true"), ("Qwen2", "zero", "16-naive")],
+)
+@on_ranks(2)
+def test_logits_after_reload_are_the_engines(world, name, layout, mode):
+    """With fused experts, which are stored one by one, and with tied weights on two stages."""
+    folder = shared_folder() / "model"
+    batch = next(batches(name, 1))
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": mode}):
+        engine, *_ = paramp.initialize(build(name), sgd)
+        engine.forward_backward(batch)
+        engine.step()
+        engine.save_pretrained(folder)
+        engine.eval()
+        model = reloaded(name, folder)
+        assert model.dtype == torch.float32
+        for key, value in engine.full_state_dict().items():
+            assert torch.equal(model.state_dict()[key], value), key
+        tolerance = 2e-5 if mode == "32-true" else 2e-2
+        torch.testing.assert_close(engine(**batch).logits, model(**batch).logits.detach(), atol=tolerance, rtol=0)
+        if layout != "zero":
+            with pytest.raises(RuntimeError, match=r"part of the model only; call engine\.save_pretrained\(folder\)"):
+                engine.module.save_pretrained(folder)
+        engine.save_pretrained(folder, dtype=torch.float16)
+        assert reloaded(name, folder).dtype == torch.float16
+
+
+@on_ranks(2)
+def test_errors_of_saving_are_on_every_rank(world):
+    folder = shared_folder()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        engine, *_ = paramp.initialize(build("Llama"), sgd)
+        with pytest.raises(paramp.ConfigError, match=r"dtype: got torch\.int8"):
+            engine.save_pretrained(folder, dtype=torch.int8)
+        (folder / "file").touch()
+        with pytest.raises(OSError if world.rank == 0 else RuntimeError, match="file"):
+            engine.save_pretrained(folder / "file" / "model")
+    with paramp.launch_from_torch():
+        engine, *_ = paramp.initialize(torch.nn.Sequential(torch.nn.Linear(2, 2)), sgd)
+        with pytest.raises(paramp.ConfigError, match="got Sequential, expected a Hugging Face model"):
+            engine.save_pretrained(folder)
+
+
+def on_meta(name, folder):
+    """What ``from_pretrained(folder, device_map="meta")`` returns, which needs the package accelerate."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    kind = type(build(name))
+    config = type(build(name).config).from_pretrained(folder)
+    with torch.device("meta"):
+        model = kind(config)
+    model._weight_conversions = get_model_conversion_mapping(model)
+    return model
+
+
+@pytest.mark.parametrize(("name", "layout"), [("Mixtral", "tp2"), ("Qwen2", "pp2"), ("LLaVA", "pp2")])
+@on_ranks(2)
+def test_a_model_on_meta_gets_its_files_values(world, name, layout):
+    folder = shared_folder()
+    source = build(name)
+    if world.rank == 0:
+        source.save_pretrained(folder, max_shard_size="100KB")
+    dist.barrier()
+    assert len(list(Path(folder).glob("*.safetensors"))) > 1
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+        engine, *_ = paramp.initialize(on_meta(name, folder), sgd)
+        actual = engine.full_state_dict()
+        for key, value in source.state_dict().items():
+            assert torch.equal(actual[key], value), key
+        for key, value in engine.module.named_buffers():  # tables of positions, which are in no file
+            assert torch.equal(value, source.get_buffer(key)), key
+        batch = next(batches(name, 1))
+        loss = source.eval()(**batch).loss.item()
+        assert engine.evaluate(batch).item() == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_tensor_of_a_file_is_a_view_and_a_missing_one_is_initialised(tmp_path):
+    from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
+
+    build("Llama").model.save_pretrained(tmp_path)  # without the head
+    files = PretrainedFiles(on_meta("Llama", tmp_path))
+    assert "lm_head.weight" not in files
+    weight = files("model.layers.0.mlp.up_proj.weight")
+    assert torch.equal(weight, build("Llama").model.layers[0].mlp.up_proj.weight)
+    with paramp.launch_from_torch():
+        engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)
+        assert engine.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, weight)
+
+
+def test_a_model_on_meta_whose_files_are_gone(tmp_path):
+    from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
+
+    build("Llama").save_pretrained(tmp_path)
+    model = on_meta("Llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
+        PretrainedFiles(model)
