@@ -18,7 +18,7 @@ from ..distributed.collectives import broadcast_
 from ..distributed.context import ParallelContext
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
-from ..observe.same_data import FirstBatches, leaves
+from ..observe.same_data import FirstBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
@@ -87,7 +87,7 @@ class BatchRunner:
         self._failure.refuse_if_alone()
         problem: Exception | None
         try:
-            self._first_batches.check(backward, leaves(inputs=x, target=y))
+            self._first_batches.check(backward, inputs=x, target=y)
             problem = self._problem_of(x, y)
         except ConfigError as error:
             problem = error
@@ -151,7 +151,7 @@ class BatchRunner:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
         if self.pipeline is None:
-            self._first_batches.check(training, leaves(inputs={**dict(enumerate(args)), **kwargs}))
+            self._first_batches.check(training, inputs={**dict(enumerate(args)), **kwargs})
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             with failing, self._context.phase("forward"), self._compute.enter():
@@ -270,7 +270,7 @@ class BatchRunner:
             )
         (x,) = args
         labels = torch.zeros(x.shape[0])
-        self._first_batches.check(False, leaves(inputs={**dict(enumerate(args)), **kwargs}))
+        self._first_batches.check(False, inputs={**dict(enumerate(args)), **kwargs})
         if (problem := self._problem_of(x, labels)) is not None:
             raise problem
         self._failure.begin_batch()

@@ -30,7 +30,7 @@ from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
 from .replay import Window
-from .same_data import different_data, leaves
+from .same_data import different_data
 
 Column = tuple[str, "ReplicaGroup"]
 """A column of the table of sums: the kind of value, and its replica group."""
@@ -259,7 +259,7 @@ class Replicas:
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
-        batches = [leaves(inputs=call.x, target=call.y) for call in self._batches.calls or ()]
+        batches = [{"inputs": call.x, "target": call.y} for call in self._batches.calls or ()]
         if (found := different_data(batches, self._context)) is not None:
             reported += f". A model group had different data: {found}"
         if not repair:

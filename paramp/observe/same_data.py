@@ -8,7 +8,7 @@ an engine are compared, by a hash of their bits (:mod:`paramp.observe.bit_hash`)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +46,8 @@ class FirstBatches:
         in_group = dist.get_world_size(context.model_group) > 1
         self._left = dict.fromkeys((False, True), NUM_COMPARED if in_group else 0)
 
-    def check(self, training: bool, batch: Iterable[tuple[str, Any]]) -> None:
-        """Compare a batch; a collective of the model group for the first batches, nothing for later ones.
-
-        Args:
-            training: whether it is a batch of training or of evaluation.
-            batch: the path and value of each leaf of its inputs and target.
+    def check(self, training: bool, **parts: Any) -> None:
+        """Compare ``parts`` of a batch, trees of tensors by name; a collective of the model group for first batches.
 
         Raises:
             ConfigError: on every rank of the model group: they differ.
@@ -61,7 +57,7 @@ class FirstBatches:
         self._left[training] -= 1
         group = self._context.model_group
         ranks = dist.get_process_group_ranks(group)
-        found = _difference(gather_objects([_leaf(*leaf) for leaf in batch], group), ranks, self._context)
+        found = _difference(gather_objects(list(_leaves(parts)), group), ranks, self._context)
         if found is not None:
             raise ConfigError(
                 f"{found}. The ranks of a model group hold one replica of the model, and need the same batch: use the "
@@ -70,19 +66,19 @@ class FirstBatches:
             )
 
 
-def different_data(batches: Iterable[Iterable[tuple[str, Any]]], context: ParallelContext) -> str | None:
+def different_data(batches: Sequence[Mapping[str, Any]], context: ParallelContext) -> str | None:
     """Where ranks of a model group have different ``batches`` of a window; None if nowhere, or if none are known.
 
     Args:
-        batches: of each, the path and value of each leaf.
+        batches: the parts of each batch, trees of tensors, by name.
 
     Returns:
         The same on every rank; a collective of the world.
     """
     own = [
-        _leaf(f"{path} of batch {number} of the last window", value)
-        for number, batch in enumerate(batches, start=1)
-        for path, value in batch
+        leaf
+        for number, parts in enumerate(batches, start=1)
+        for leaf in _leaves({f"{name} of batch {number} of the last window": part for name, part in parts.items()})
     ]
     everyone = gather_objects(own)
     for ranks in gather_objects(dist.get_process_group_ranks(context.model_group)):
@@ -92,11 +88,10 @@ def different_data(batches: Iterable[Iterable[tuple[str, Any]]], context: Parall
     return None
 
 
-def leaves(**parts: Any) -> Iterator[tuple[str, Any]]:
-    """The path and value of each leaf of ``parts``, trees by name: ``inputs['mask']``."""
+def _leaves(parts: Mapping[str, Any]) -> Iterator[Leaf]:
     for name, part in parts.items():
         for path, value in tree_flatten_with_path(part)[0]:
-            yield f"{name}{keystr(path)}", value
+            yield _leaf(f"{name}{keystr(path)}", value)
 
 
 def _leaf(path: str, value: Any) -> Leaf:
