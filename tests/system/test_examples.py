@@ -28,6 +28,7 @@ def test_an_example_is_the_same_on_one_rank_and_on_four():
     assert alone.returncode == 0, alone.stderr
     spread = torchrun(4, "examples/own_model.py", "2", "2")
     assert spread.returncode == 0, spread.stderr
+    assert (alone.stderr, spread.stderr) == ("", "")
     assert len(losses(alone.stdout)) == 4
     assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]
     assert losses(spread.stdout) == pytest.approx(losses(alone.stdout), abs=2e-3)

@@ -48,6 +48,7 @@ def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_pat
     arguments = ["--tp", "2", "--pp", "2", *SMALL, "--precision", "32-true", "--log-dir", str(tmp_path), "--trace", "2"]
     result = torchrun(1, "launch/train.py", *arguments, **COLD)
     assert result.returncode == 0, result.stderr
+    assert result.stderr == ""  # no library's warning
     assert "the layout needs 4: starting them" in result.stdout
     assert result.stdout.count("parallel.tensor.size = 2") == 1
     steps = records(tmp_path)
