@@ -160,7 +160,7 @@ def _kind(leaf: Any) -> Any:
         return "whole", leaf.tensor.shape, leaf.tensor.dtype
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf)
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
 
 
 def join(parts: list[Any]) -> Any:

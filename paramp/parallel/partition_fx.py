@@ -27,6 +27,8 @@ from ..precision import norms
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 from .tracing import Call, call_of, check_mode, likely_calls, skeleton, trace
 
+MAX_CALLS = 16
+"""The number of calls with different inputs whose graphs are cached."""
 UNBALANCED = 1.5
 """Modules are opened while the heaviest stage has more than this multiple of the average number of parameters."""
 
@@ -146,6 +148,8 @@ class _Graphs:
         """The graphs of all stages in both modes."""
         key = repr(call)
         if key not in self._cache:
+            if len(self._cache) == MAX_CALLS:
+                self._cache.pop(next(iter(self._cache)))
             graphs = trace(self.model, self.opened, call)
             self._cache[key] = {
                 mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()
@@ -179,6 +183,8 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             check_mode(name, module, part)
         key = mode, repr(call)
         if key not in interpreters:  # at the first call: a plan may have changed modules
+            if len(interpreters) == MAX_CALLS:
+                interpreters.pop(next(iter(interpreters)))
             graph, keywords = graphs.of(call)[mode][index]
             _check_names(part, graph, graphs.model, call)
             interpreters[key] = fx.Interpreter(part, graph=graph), keywords
