@@ -235,14 +235,16 @@ def test_the_trainer_accumulates_as_the_engine_does(world):
     assert history[0][0] == pytest.approx(metrics[0][0], rel=1e-5)
 
 
-def test_the_trainer_ends_after_max_steps_and_predicts():
+def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
     with colossalai.launch_from_torch({}):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         loader = get_dataloader(samples(), batch_size=BATCH)
         engine, loader, _, _ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss(), loader)
         trainer = Trainer(engine)
-        trainer.fit(loader, epochs=3, max_steps=7)
+        written = hooks.TensorboardHook(log_dir=str(tmp_path), ranks=[0])
+        trainer.fit(loader, epochs=3, max_steps=7, hooks=[hooks.LossHook(), written])
+        assert list((tmp_path / "rank_0").glob("events.*"))
         assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (7, 2, 7)
         x, _ = in_order()[0]
         assert torch.equal(trainer.predict(x), model(x))

@@ -215,12 +215,16 @@ def classify(model, optimizer, fabric=None):
         model.eval()
         with torch.no_grad():
             total = sum(nn.functional.mse_loss(model(x), y, reduction="sum") for x, y in loader)
-        losses.append(float(total if fabric is None else fabric.all_gather(total).sum()))
+        if fabric is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's, about Lightning's code
+                total = fabric.all_gather(total).sum()
+        losses.append(float(total))
     if fabric is None:
-        return {name: value.detach() for name, value in model.named_parameters()}, losses
+        return list(model.parameters()), losses
     with tempfile.TemporaryDirectory() as folder:
         fabric.save(f"{folder}/model.pt", model.state_dict())
-    return [value.detach() for value in model.module.parameters()], losses
+    return list(model.module.parameters()), losses
 
 
 @on_ranks(2)
@@ -280,9 +284,11 @@ def test_fabric_with_the_plugin(world):
     weights, losses = classify(model, optimizer, fabric)
     expected_weights, expected_losses = classify(build(), None)
     assert losses == pytest.approx(expected_losses, rel=1e-3)
-    for (name, first), weight in zip(build().named_parameters(), weights, strict=True):
-        way = expected_weights[name] - first
-        assert (weight - expected_weights[name]).norm() < 24 * 2.0**-11 * way.norm(), name
+    first, found, wanted = (
+        torch.cat([value.detach().flatten() for value in values])
+        for values in (build().parameters(), weights, expected_weights)
+    )
+    assert 0 < (found - wanted).norm() / (wanted - first).norm() < 24 * 2.0**-11
 
     # mpi4py without an MPI library is no MPI, but under mpirun, where each process would train alone.
     with mock.patch.dict(sys.modules, {"mpi4py": WithoutLibrary("mpi4py")}):
