@@ -78,6 +78,7 @@ def on_meta(name, folder):
 
     kind = type(build(name))
     config = type(build(name).config).from_pretrained(folder)
+    config.name_or_path = str(folder)
     with torch.device("meta"):
         model = kind(config)
     model._weight_conversions = get_model_conversion_mapping(model)
