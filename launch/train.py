@@ -28,8 +28,9 @@ from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
+from paramp.observe.metrics import set_aside
 from paramp.observe.mfu import mfu, world_peak_flops
-from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, set_aside
+from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes
 from paramp.observe.timeline import Timeline
 from paramp.tools import train_data
 from paramp.tools.exit_status import report_failure
@@ -138,8 +139,13 @@ def open_checkpoints(job: TrainConfig) -> Checkpoints | None:
     """The checkpoints in ``train.checkpoint_dir``; None without one."""
     if job.checkpoint_dir is None:
         return None
-    folder = Path(job.checkpoint_dir)
-    return Checkpoints(folder, job.checkpoint_every, job.checkpoint_keep_last, job.checkpoint_keep_every)
+    return Checkpoints(
+        job.checkpoint_dir,
+        job.checkpoint_every,
+        job.checkpoint_keep_last,
+        job.checkpoint_keep_every,
+        keep_best="min" if job.checkpoint_keep_best else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +179,9 @@ def train_steps(run: Run, stop: StopRequest) -> int:
             run.batches.fetch(step + 1)
         signal, failed = agree(run, record, stop)
         ending = bool(signal or failed)
-        save(run, step, ending)
         if not ending and (step % job.eval_every == 0 or step == job.steps):
-            start = time.perf_counter()
-            record["val_loss"] = train_data.evaluate(run.engine, run.corpus)
-            record["val_seconds"] = time.perf_counter() - start
+            evaluate(run, step, record)
+        save(run, step, ending, record.get("val_loss"))
         report(run, record, timeline)
         if failed:
             raise_on_all_ranks(context, run.batches.failure)
@@ -252,11 +256,22 @@ def agree(run: Run, record: dict[str, Any], stop: StopRequest) -> tuple[int, boo
     return int(signal), bool(failed)
 
 
-def save(run: Run, step: int, ending: bool) -> None:
+def evaluate(run: Run, step: int, record: dict[str, Any]) -> None:
+    """Record the validation loss. If the data cannot be read any more, save before the error ends the run."""
+    start = time.perf_counter()
+    try:
+        record["val_loss"] = train_data.evaluate(run.engine, run.corpus)
+    except paramp.DataError:
+        save(run, step, ending=True)
+        raise
+    record["val_seconds"] = time.perf_counter() - start
+
+
+def save(run: Run, step: int, ending: bool, val_loss: float | None = None) -> None:
     """Write a checkpoint if one is due after ``step`` or the run is ending. When ending, wait until it is written."""
     last = step == run.engine.context.config.train.steps
-    if run.checkpoints is not None and (ending or last or run.checkpoints.due(step)):
-        saved = run.checkpoints.save(run.engine, step, wait=ending)
+    if run.checkpoints is not None and (ending or last or run.checkpoints.due(step, val_loss)):
+        saved = run.checkpoints.save(run.engine, step, metric=val_loss, wait=ending)
         if ending:
             run.reporter.say(f"saved {saved}")
 

@@ -52,6 +52,8 @@ class TrainConfig:
     """How many of the newest checkpoints are kept."""
     checkpoint_keep_every: int | None = None
     """Checkpoints of steps that are multiples of this are never deleted."""
+    checkpoint_keep_best: bool = False
+    """Also save after an evaluation whose ``val_loss`` is the lowest so far, and keep that checkpoint."""
     resume: str | None = None
     """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
     Else the path of a checkpoint."""
@@ -81,6 +83,8 @@ class TrainConfig:
         missing, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
         writes = there or self.checkpoint_every is None
         self._require(writes, "checkpoint_every", f"None, {missing} write to; {fix}")
+        best = there or not self.checkpoint_keep_best
+        self._require(best, "checkpoint_keep_best", f"False, {missing} write to; {fix}")
         for name in ("checkpoint_dir", "resume"):
             self._require(getattr(self, name) != "", name, "a path")
         looks = there or self.resume != "auto"

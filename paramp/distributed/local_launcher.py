@@ -24,7 +24,7 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
     """Run ``command`` once per rank on this machine, with torchrun's variables set; the exit code of the first failure.
 
     When one rank fails, the others have 5 s to end before they are terminated. SIGINT and SIGTERM stop the ranks with
-    SIGTERM.
+    SIGTERM, and give them time to save; a second one kills them.
     """
     # Hosted here, the store outlives every rank, so that the last of them can still read which failed first.
     store = host_store(0)
@@ -34,8 +34,12 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
         for rank in range(num_processes)
     ]
 
+    stopping = False
+
     def stop(number: int, _frame: FrameType | None) -> NoReturn:
-        _end(processes, to_stop=SECONDS_TO_SAVE)
+        nonlocal stopping
+        again, stopping = stopping, True
+        _end(processes, to_stop=0.0 if again else SECONDS_TO_SAVE)
         sys.exit(128 + number)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -2,14 +2,15 @@
 
 ::
 
-    checkpoints = Checkpoints("runs/a", every=100)
+    checkpoints = Checkpoints("runs/a", every=100, keep_best="min")
     with StopRequest() as stop:
         for step in range(first, last + 1):
             ...
             engine.step()
+            loss = engine.evaluate(test_loader).item() if step % 50 == 0 else None
             stopping = stop.agreed(context)
-            if checkpoints.due(step) or stopping:
-                checkpoints.save(engine, step, wait=stopping)
+            if checkpoints.due(step, loss) or stopping:
+                checkpoints.save(engine, step, metric=loss, wait=stopping)
             if stopping:
                 break
 """
@@ -17,56 +18,121 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 
-from ..base.errors import CheckpointError, ConfigError
+from ..base.errors import CheckpointError, ConfigError, require
 from ..checkpoint.atomic_dir import remove
 from ..checkpoint.open_checkpoint import problem_together
 from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder
 from .engine import Engine
 
+BEST = "best.json"
+"""The file in the folder that names the best checkpoint, and its metric."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Checkpoints:
     """The checkpoints of one run: folders ``step-00000100`` and so on in one folder. Old ones are deleted."""
 
     folder: str | Path
     every: int | None = None
-    """Steps between checkpoints. None: :meth:`due` is never True."""
+    """Steps between checkpoints. None: :meth:`due` is only True for a new best."""
     keep_last: int = 3
     """The number of newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints of steps that are multiples of this are never deleted. None: only the newest are kept."""
+    keep_best: Literal["min", "max"] | None = None
+    """Keep the checkpoint with the lowest or highest ``metric``, however old; ``best.json`` in the folder names it."""
 
-    def due(self, step: int) -> bool:
-        """Whether to save after ``step``."""
-        return self.every is not None and step % self.every == 0
+    def __post_init__(self) -> None:
+        require(self.keep_best in (None, "min", "max"), "keep_best", self.keep_best, '"min", "max" or None')
+        self._best: Best | None = None
+        self._knows_best = False
 
-    def save(self, engine: Engine, step: int, *, wait: bool = False) -> Path:
+    def due(self, step: int, metric: float | None = None) -> bool:
+        """Whether to save after ``step``: in turn, or because ``metric`` is the best so far. Every rank calls it.
+
+        ``metric`` is that of the evaluation after ``step``, equal on every rank; None without one.
+        """
+        return (self.every is not None and step % self.every == 0) or self._is_best(metric)
+
+    def save(self, engine: Engine, step: int, *, metric: float | None = None, wait: bool = False) -> Path:
         """Save the engine after ``step``, and return the folder. A collective; ``wait`` as for :meth:`Engine.save`.
 
-        After writing, older checkpoints that are not kept are deleted.
+        ``metric`` as for :meth:`due`. After writing, older checkpoints that are not kept are deleted.
         """
         path = step_folder(Path(self.folder), step)
-        then = functools.partial(self._delete_old, step) if engine.context.is_main else None
+        if self._is_best(metric):
+            assert metric is not None
+            self._best = Best(step, float(metric), path.name)
+        then = functools.partial(self._saved, step, self._best) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
 
-    def _delete_old(self, saved: int) -> None:
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric of those saved, also by an earlier process; None without one."""
+        found = _read_best(Path(self.folder))
+        return None if found is None else Path(self.folder) / found.checkpoint
+
+    def _is_best(self, metric: float | None) -> bool:
+        if self.keep_best is None or metric is None or not math.isfinite(metric):
+            return False
+        if not self._knows_best:
+            self._best, self._knows_best = _same_on_all_ranks(functools.partial(_read_best, Path(self.folder))), True
+        best = self._best
+        return best is None or (metric < best.metric if self.keep_best == "min" else metric > best.metric)
+
+    def _saved(self, saved: int, best: Best | None) -> None:
+        """Record the best checkpoint, and delete old ones."""
+        if best is not None and best.step == saved:
+            _write_best(Path(self.folder), best)
         before = [(step, path) for step, path in checkpoints_in(Path(self.folder)) if step <= saved]
         for step, path in before[self.keep_last :]:
-            if self.keep_every is None or step % self.keep_every:
+            kept = best is not None and step == best.step
+            if not kept and (self.keep_every is None or step % self.keep_every):
                 try:
                     remove(path)
                 except OSError as error:
                     warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
+
+
+class Best(NamedTuple):
+    """The best checkpoint so far, as ``best.json`` has it."""
+
+    step: int
+    metric: float
+    checkpoint: str
+
+
+def _read_best(folder: Path) -> Best | None:
+    """The best checkpoint in ``folder``; None if there is none, or it was deleted."""
+    try:
+        best = Best(**json.loads((folder / BEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return best if (folder / best.checkpoint).is_dir() else None
+
+
+def _write_best(folder: Path, best: Best) -> None:
+    partial = folder / f"{BEST}.partial"
+    partial.write_text(json.dumps(best._asdict()) + "\n", encoding="utf-8")
+    partial.replace(folder / BEST)
+
+
+def _same_on_all_ranks(read: Callable[[], Best | None]) -> Best | None:
+    """What rank 0 reads: other machines may see files of a shared folder later."""
+    found = [read() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def find(resume: str | Path | None, folder: str | Path | None, report: Callable[[str], None] = print) -> Path | None:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import os
 import resource
 import sys
@@ -17,6 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from ..base.errors import ConfigError
+from .metrics import Metrics, is_finite, set_aside
 
 TAGS = {
     "loss": "train/loss",
@@ -124,35 +123,16 @@ class TextLog(Writer):
 
 
 class JsonLines(Writer):
-    """``metrics.jsonl``: one JSON object a step; a value that is not finite is null.
-
-    A resumed run keeps the lines of the steps before it. The earlier file, with all its lines, is renamed.
-    """
+    """``metrics.jsonl``, of the metrics as :class:`~paramp.observe.metrics.Metrics` writes them."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
-        path = folder / "metrics.jsonl"
-        kept = [] if resumed_at is None else _lines_up_to(path, resumed_at)
-        self._file = set_aside(path).open("w", encoding="utf-8", buffering=1)
-        self._file.writelines(kept)
+        self._metrics = Metrics(folder, resumed_at=resumed_at)
 
     def step(self, record: dict[str, Any], line: str) -> None:
-        clean = {key: value if _is_finite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._metrics.write(**record)
 
     def close(self) -> None:
-        self._file.close()
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the steps up to ``step``; an incomplete last line is dropped."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return kept
+        self._metrics.close()
 
 
 class TensorBoard(Writer):
@@ -168,16 +148,12 @@ class TensorBoard(Writer):
     def step(self, record: dict[str, Any], line: str) -> None:
         for key, tag in TAGS.items():
             value = record.get(key)
-            if value is not None and _is_finite(value):
+            if value is not None and is_finite(value):
                 # by default torch stores fp32, which rounds large byte counts
                 self._writer.add_scalar(tag, value, record["step"], new_style=True, double_precision=True)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class Reporter:
@@ -241,16 +217,6 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
         return False
-
-
-def set_aside(path: Path) -> Path:
-    """Return ``path``, after renaming an existing file to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
-    if path.exists():
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(aside)
-    return path
 
 
 def step_line(record: dict[str, Any], total: int, num_skipped: int) -> str:

@@ -19,7 +19,8 @@ from ..data.corpus import Corpus
 from ..distributed.context import ParallelContext
 from ..models.gpt import PRESETS, GPTConfig
 from ..models.presets import choose
-from ..observe.reporter import Reporter, set_aside
+from ..observe.metrics import set_aside
+from ..observe.reporter import Reporter
 from .flags import FLAGS, Parser, add_flags, flag_settings, formatter, nested
 
 NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerNorm()], "fused": [FusedLayerNorm()]}

@@ -1,6 +1,7 @@
 """Runs that end before their time, and go on."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.checkpoint.open_checkpoint import problems
 from paramp.distributed.rendezvous import free_port
-from paramp.engine.checkpoint_manager import accumulation_for
+from paramp.engine.checkpoint_manager import Checkpoints, accumulation_for
 from paramp.engine.signals import StopRequest
 
 SCRIPT = [*TINY, "--precision", "32-true"]
@@ -63,6 +64,78 @@ def test_every_rank_learns_that_one_was_asked_to_stop(world):
         assert stop.agreed(context)
         assert (stop.received is None) == (context.rank == 0)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+INTERRUPTED = """
+import os, signal, time
+from paramp.engine.signals import StopRequest
+with StopRequest() as stop:
+    worker = os.fork()  # as a loader forks its workers
+    for process in (worker, os.getpid(), os.getpid()):  # one Ctrl-C: the launcher passes on what the terminal sent too
+        os.kill(process, signal.SIGINT)
+    if worker:
+        print(stop.received, flush=True)
+        os.kill(worker, signal.SIGTERM)
+        print(os.waitpid(worker, 0)[1], flush=True)
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here", flush=True)
+"""
+
+
+def test_ctrl_c_once_more_ends_a_process_at_once():
+    result = python("-c", INTERRUPTED)
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{signal.SIGINT:d}\n{signal.SIGTERM:d}\n")
+    assert result.stderr.count("paramp: interrupted; this run saves after the current step") == 1
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
+    folder = tmp_path / "checkpoints"
+    options = ["--checkpoint-dir", str(folder), "--checkpoint-every", "2", "--steps", "100000"]
+    with Run([PYTHON, *SCRIPT, *options], tmp_path / "out") as run:
+        assert run.wait_for((folder / "step-00000002").exists), run.log.read_text()
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.log.read_text()
+        text = run.log.read_text()
+    stopped = max(folder.iterdir())
+    assert "(Ctrl-C once more: stop at once)" in text
+    assert f"saved {stopped}" in text
+    assert "by signal 2; --resume auto continues from there" in text
+    assert not problems(stopped)
+
+
+@on_ranks(2)
+def test_the_best_checkpoint_is_kept(world, tmp_path):
+    """Also by the process that resumes, and although it is older than those that are deleted."""
+    x = torch.ones(2, 1)
+
+    def names():
+        torch.distributed.barrier()
+        return sorted(path.name for path in folder.iterdir())
+
+    with paramp.launch_from_torch({}):
+        folders = [tmp_path]
+        torch.distributed.broadcast_object_list(folders)
+        folder = folders[0] / "run"
+        model = torch.nn.Linear(1, 1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+        for keep_best, metrics, best in (
+            ("min", {1: 3.0, 2: 1.0, 3: None, 4: math.nan, 5: 1.0, 6: 2.0}, 2),
+            ("min", {7: 1.5, 8: 0.5, 9: 0.9, 10: 0.7}, 8),
+            ("max", {11: 0.4, 12: 0.8, 13: None, 14: 0.8}, 12),
+        ):
+            checkpoints = Checkpoints(folder, every=3, keep_last=2, keep_best=keep_best)
+            for step, metric in metrics.items():
+                engine.forward_backward(x, x)
+                engine.step()
+                assert checkpoints.due(step, metric) == (step in (1, 2, 8, 12) or step % 3 == 0)
+                checkpoints.save(engine, step, metric=metric)
+            engine.finish_saving()
+            last = max(metrics)
+            assert names() == ["best.json", *(f"step-{step:08d}" for step in sorted({best, last - 1, last}))]
+            assert Checkpoints(folder).best() == folder / f"step-{best:08d}"
+        with pytest.raises(ConfigError, match=r"keep_best: got 'lowest', expected \"min\", \"max\" or None"):
+            Checkpoints(folder, keep_best="lowest")
 
 
 @on_ranks(2)
@@ -172,6 +245,25 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     other = python(*command, "--data", "LICENSE")
     assert other.returncode == 2
     assert "train.data: 'LICENSE' differs from the data of the saved run (" in other.stderr
+
+
+def test_the_script_keeps_the_checkpoint_with_the_lowest_loss(tmp_path):
+    """The loss rises again, because the learning rate is far too high."""
+    folder, log = tmp_path / "checkpoints", tmp_path / "log"
+    options = ["--steps", "8", "--lr", "1.0", "--checkpoint-dir", str(folder), "--log-dir", str(log)]
+    keep = ["--set", "train.checkpoint_keep_best=true", "--set", "train.checkpoint_keep_last=1"]
+    result = python(*SCRIPT, *options, *keep, "--set", "train.eval_every=1")
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    best = min(records, key=lambda record: record["val_loss"])
+    assert best["step"] < 7
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["best.json", f"step-{best['step']:08d}", "step-00000008"]
+    assert json.loads((folder / "best.json").read_text()) == {
+        "step": best["step"],
+        "metric": best["val_loss"],
+        "checkpoint": names[1],
+    }
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, tmp_path):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import paramp
+from paramp.observe.metrics import Metrics
 from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, step_line
+from paramp.tools.plot import read_run
 
 RECORD = {
     "step": 1,
@@ -61,6 +63,22 @@ def test_a_step_is_one_line_of_text():
 
 def test_memory_bytes_is_the_peak_of_this_process():
     assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
+
+
+def test_a_loop_writes_metrics_of_its_own(tmp_path):
+    folder = tmp_path / "new" / "run"
+    for resumed_at in (None, 2):
+        with Metrics(folder, resumed_at=resumed_at) as metrics:
+            for step in range((resumed_at or 0) + 1, 4):
+                metrics.write(step, loss=torch.tensor(0.5), grad_norm=math.inf, accuracy=step / 4, skipped=0)
+    run = read_run(folder)  # as `paramp plot` does
+    assert run.records == [
+        {"step": step, "loss": 0.5, "grad_norm": None, "accuracy": step / 4, "skipped": 0} for step in (1, 2, 3)
+    ]
+    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 3
+    with Metrics(tmp_path / "none", enabled=False) as metrics:
+        metrics.write(1, loss=0.5)
+    assert not (tmp_path / "none").exists()
 
 
 def test_tensorboard_gets_every_finite_scalar(tmp_path):
