@@ -10,6 +10,7 @@ from tutorial_model import Transformer, counting
 import paramp
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.signals import StopRequest
+from paramp.observe.metrics import Metrics
 
 FOLDER = "runs/tutorial"
 tensor, pipeline = map(int, sys.argv[1:] or (2, 2))
@@ -30,30 +31,30 @@ with paramp.launch_from_torch(config) as context, StopRequest() as stop:
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loaders = DataLoader(counting(336, seed=0), batch_size=16, shuffle=True), DataLoader(counting(100, seed=1), 32)
     engine, training, held_out, warmup = paramp.initialize(model, optimizer, criterion, *loaders, warmup, plan=plan)
-    checkpoints, best = Checkpoints(FOLDER), torch.nn.Module()
-    best.register_buffer("loss", torch.tensor(torch.inf))
-    engine.track("best", best)
+    checkpoints = Checkpoints(FOLDER, keep_best="min")
     if found := find("auto", FOLDER):
         engine.load(found)
+    metrics = Metrics(FOLDER, resumed_at=engine.num_steps if found else None, enabled=context.is_main)
     for epoch in range(training.epoch, 4):
         for x, y in training:
-            engine.forward_backward(x, y)
-            engine.step()
+            engine.forward_backward(x, y, return_loss=False)
+            result = engine.step()
             warmup.step()
             engine.zero_grad()
-            if stop.agreed(context):  # a signal to any rank
+            if result.stepped:  # not while gradients accumulate, nor after an overflow
+                metrics.write(engine.num_steps, loss=result.loss, loss_scale=result.loss_scale)
+            if stop.agreed(context):  # Ctrl-C, or a signal to any rank
                 engine.flush()
                 checkpoints.save(engine, engine.num_steps, wait=True)
                 sys.exit(128 + (stop.received or 15))
         engine.flush()  # the epoch's last window may have one batch only
-        loss = engine.evaluate(held_out)
-        if loss < best.loss:
-            best.loss.fill_(loss)
-            engine.save(f"{FOLDER}/best")
-        checkpoints.save(engine, engine.num_steps)
+        loss = engine.evaluate(held_out).item()
+        metrics.write(engine.num_steps, val_loss=loss)
+        checkpoints.save(engine, engine.num_steps, metric=loss)
         if context.is_main:
             print(f"epoch {epoch}: {engine.num_steps} steps, {engine.num_skipped} skipped, held-out loss {loss:.4f}")
-    engine.load(f"{FOLDER}/best", weights_only=True)
+    engine.finish_saving()
+    engine.load(checkpoints.best(), weights_only=True)
     weights = engine.state_dict()  # the whole model in fp32, on every rank
     if context.is_main:
         torch.save(weights, f"{FOLDER}/model.pt")
