@@ -153,6 +153,7 @@ class _StageForward:
         self._last_output: Any = None
         kwargs = {**self._options, **kwargs, **self._received["inputs"], "return_dict": True}
         kwargs = with_count(kwargs, self._count((), kwargs), self._kind)
+        self._device = next(tensors(kwargs)).device
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
         # The first run with gradients, on zeros, finds out which values depend on weights.
         self._is_probe = torch.is_grad_enabled() and self._kind_of_inputs not in self._sent_arguments
@@ -192,7 +193,8 @@ class _StageForward:
     def skip(self, name: str, _unit: nn.Module, _args: Any, _kwargs: Any) -> Any:
         """The output of the unit ``name`` of an earlier stage."""
         last, values = self._received["last"]
-        return _filled(self._shapes[name], torch.nan if self._is_probe else 0, values if name == last else {})
+        with torch.device(self._device):
+            return _filled(self._shapes[name], torch.nan if self._is_probe else 0, values if name == last else {})
 
     def end(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of the unit ``name`` of a later stage."""
