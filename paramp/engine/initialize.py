@@ -49,7 +49,7 @@ def initialize(
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
         optimizer: a new one over the model's parameters, whose param groups are kept; or a callable that creates it.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
-            None: the ``loss`` in the model's output.
+            None: the model's output has a ``loss``.
         train_dataloader, test_dataloader: a ``DataLoader`` is sharded; anything else is returned unchanged.
         lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
@@ -73,7 +73,6 @@ def initialize(
     setup.prepare_criterion(criterion, context.device)
     scheduler = build_scheduler(lr_scheduler, optimizer)
     names_of = setup.read_names(model, optimizer, context)
-    num_parameters = sum(parameter.numel() for parameter in names_of)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
@@ -87,7 +86,7 @@ def initialize(
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
-    params = ParamChunks(own.module, weights, ties, context, first_names, shapes, num_parameters)
+    params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
     setup.redirect_saving(own.module, context)
     engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
