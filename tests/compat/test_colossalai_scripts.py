@@ -147,6 +147,7 @@ def fit(parallel, extra, *, batch, epochs=EPOCHS, more_hooks=(), test_batch=12):
         engine, loader, test_loader, _ = colossalai.initialize(
             model, optimizer, col_nn.CrossEntropyLoss(), loader, test_loader
         )
+        assert len(test_loader) == 24 // test_batch  # not sharded
         reader = Reader()
         trainer = Trainer(engine=engine, timer=timer, logger=logger)
         trainer.fit(
@@ -213,14 +214,14 @@ def test_the_examples_of_the_trainer(world, layout):
 
 @on_ranks(2)
 def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
-    """Two epochs, then the third in new objects: bit for bit as in one run, the schedule included."""
+    """One epoch, then two in new objects: bit for bit as in one run, the schedule included."""
     with shared_folder() as folder, contextlib.redirect_stderr(io.StringIO()):
         whole, metrics = fit({}, {}, batch=4)
-        fit({}, {}, batch=4, epochs=2, more_hooks=[hooks.SaveCheckpointHook(checkpoint_dir=str(folder))])
+        fit({}, {}, batch=4, epochs=1, more_hooks=[hooks.SaveCheckpointHook(checkpoint_dir=str(folder))])
         again, last = fit({}, {}, batch=4, more_hooks=[hooks.LoadCheckpointHook(checkpoint_dir=str(folder))])
         with pytest.raises(FileNotFoundError, match="epoch7"):
             fit({}, {}, batch=4, more_hooks=[hooks.LoadCheckpointHook(checkpoint_dir=str(folder), epoch=7)])
-    assert last == metrics[2:]
+    assert last == metrics[1:]
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
