@@ -114,19 +114,24 @@ class _Given:
         return len(self.batches)  # type: ignore[arg-type]
 
 
+class _Epoch:
+    """Reads a loader's epoch; not a property, so that a user's class of loaders may set an attribute of this name."""
+
+    def __get__(self, loader: Any, kind: type) -> Any:
+        return self if loader is None else loader.position.epoch
+
+
 class WithPosition:
     """A mixin for the class of a sharded loader; it counts the batches it yields."""
 
     position: LoaderPosition
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the loader is in, 0 before the first; after a load, the one to continue.
+    epoch = _Epoch()
+    """The epoch that the loader is in, 0 before the first; after a load, the one to continue.
 
-        The next one from the moment at which an iteration ends, so that a loop that resumes is
-        ``for epoch in range(loader.epoch, epochs)``.
-        """
-        return self.position.epoch
+    The next one from the moment at which an iteration ends, so that a loop that resumes is
+    ``for epoch in range(loader.epoch, epochs)``.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         return self.position.begin(super().__iter__)  # type: ignore[misc]

@@ -214,11 +214,12 @@ def test_the_users_loader_is_not_changed_and_the_copy_keeps_its_class():
         def __init__(self, name):
             super().__init__(Numbers(8), batch_size=2)
             self.name = name
+            self.epoch = 7  # of its own meaning
 
     own = Own("mine")
     sharded = shard_loader(own, 1, 2, 5)
     assert isinstance(sharded, Own)
-    assert (sharded.name, sharded.batch_size, sharded.dataset) == ("mine", 2, own.dataset)
+    assert (sharded.name, sharded.epoch, sharded.batch_size, sharded.dataset) == ("mine", 7, 2, own.dataset)
     assert epoch(own) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert epoch(sharded) == [[1, 3], [5, 7]]
     assert shard_loader([1, 2], 1, 2, 5) == [1, 2]
