@@ -265,10 +265,14 @@ def _substitute(unit: nn.Module, name: str, role: Role) -> nn.Module:
     """A module in place of ``unit``, of its class and with its attributes, but without tensors, calling ``role``."""
     kind, outlined = type(unit), _on_meta(unit)
     made: nn.Module = PassThrough.__new__(type(kind.__name__, (PassThrough, kind), {}))
-    made.__dict__.update(unit.__dict__)
+    nn.Module.__init__(made)  # hooks of its own
+    made.__dict__ |= {key: value for key, value in unit.__dict__.items() if key not in made.__dict__}
+    made.training = unit.training
     # Models read attributes of units, such as the dtype of a weight.
     made.__dict__ |= outlined._modules | outlined._parameters | outlined._buffers
-    made._modules, made._parameters, made._buffers = {}, {}, {}
+    for hook in unit._forward_hooks.values():
+        if getattr(hook, "__module__", "").startswith("transformers."):  # it records hidden states
+            made.register_forward_hook(hook)
     made.__dict__["forward"] = lambda *args, **kwargs: role(name, made, args, kwargs)
     return made
 
