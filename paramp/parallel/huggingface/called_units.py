@@ -134,6 +134,8 @@ class _StageForward:
         self._options, self._count = call_options(model), label_count(model)
         self._sent_arguments: dict[Any, list[str]] = {}
         """For each set of inputs, the paths of the arguments that are sent."""
+        self._lost: set[str] = set()
+        """The fields of the model's output that this stage cannot compute."""
 
     def run(self, x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, on the others what is sent; ``x``: received, or a positional input."""
@@ -164,8 +166,7 @@ class _StageForward:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._check(output)
-        return output
+        return self._checked(output)
 
     def _hooks(self, name: str) -> list[Any]:
         unit = self.stage.get_submodule(name)
@@ -222,21 +223,26 @@ class _StageForward:
             "next": (end.name, {path: arguments[path] for path in self._sent_arguments[self._kind_of_inputs]}),
         }
 
-    def _check(self, output: Any) -> None:
+    def _checked(self, output: Any) -> Any:
+        """``output`` without what this stage has no values for: hidden states of units of earlier stages."""
         missing = [name for name in self._names if self._called.count(name) != 1]
         if missing or (not self._is_last and not isinstance(output, dict)):
             raise ConfigError(
                 f"parallel.pipeline.size: {self._kind.__name__} calls {(missing or ['later units'])[0]} "
                 f"{self._called.count(missing[0]) if missing else 0} times, expected once; set the size to 1"
             )
-        if self._is_probe and any(_has_nan(tensor) for tensor in tensors(output)):
-            raise ConfigError(
-                f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent to "
-                f"the stage of {self._names[0]}; split elsewhere"
-            )
+        self._received, self._last_output = {}, None
         if self._is_probe:
             self._sent_arguments.setdefault(self._kind_of_inputs, [])
-        self._received, self._last_output = {}, None
+            self._lost = {name for name, value in output.items() if any(map(_has_nan, tensors(value)))}
+            if self._lost & {"last", "next", "loss", "logits", "last_hidden_state"}:
+                raise ConfigError(
+                    f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent "
+                    f"to the stage of {self._names[0]}; split elsewhere"
+                )
+        if not self._lost:
+            return output
+        return type(output)(**{name: value for name, value in output.items() if name not in self._lost})
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
