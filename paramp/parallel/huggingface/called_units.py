@@ -153,6 +153,7 @@ class _StageForward:
         self._shapes = dict(self._received["shapes"])
         self._called: list[str] = []
         self._last_output: Any = None
+        self._looked_up = False
         kwargs = {**self._options, **kwargs, **self._received["inputs"], "return_dict": True}
         kwargs = with_count(kwargs, self._count((), kwargs), self._kind)
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
@@ -201,6 +202,7 @@ class _StageForward:
         if not missing:
             raise _Ended(name, (args, kwargs))
         if isinstance(unit, nn.Embedding):  # of tokens, which a model may look up before it runs another tower
+            self._looked_up = True
             ids = [*args, *kwargs.values()][0]
             return torch.zeros(*ids.shape, unit.embedding_dim, device=ids.device)
         raise ConfigError(
@@ -214,7 +216,11 @@ class _StageForward:
         if self._is_probe:
             known = {id(value) for value in last.values()}
             self._sent_arguments[self._kind_of_inputs] = [
-                path for path, value in arguments.items() if value.requires_grad and id(value) not in known
+                path
+                for path, value in arguments.items()
+                if value.requires_grad
+                and id(value) not in known
+                and not self._looked_up  # the next stage looks them up
             ]
         return {
             "inputs": self._received["inputs"],
