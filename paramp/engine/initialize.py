@@ -87,7 +87,6 @@ def initialize(
     stages = setup.make_stages(own, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
-    setup.redirect_saving(own.module, context)
     engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
     wrapped = None if scheduler is None else Scheduler(scheduler, engine)
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)

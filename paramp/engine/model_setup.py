@@ -277,6 +277,7 @@ def flatten_weights(
 
 def make_stages(stages: Joined, context: ParallelContext) -> Stages:
     """This rank's modules as stages that compute in the mode's precision, each with a random stream."""
+    _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
     stream = functools.partial(context.activation_stream, engine=context.num_engines)
@@ -289,7 +290,7 @@ def make_stages(stages: Joined, context: ParallelContext) -> Stages:
     )
 
 
-def redirect_saving(module: nn.Module, context: ParallelContext) -> None:
+def _redirect_saving(module: nn.Module, context: ParallelContext) -> None:
     """Make ``module.save_pretrained`` an error where this rank has a part of the model only."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

@@ -135,6 +135,54 @@ def test_the_tolerance_rejects_a_gradient_of_one_ranks_heads(world):
     assert apart(halved, plain_training("Qwen3"), "16-naive")[1] > 2 * UNITS_WEIGHTS
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("T5", ["encoder.block.1", "decoder.embed_tokens", "decoder.block.1"]),
+        ("T5", ["encoder.final_layer_norm", "decoder.block.0", "lm_head"]),
+        ("LLaVA", ["model.vision_tower.encoder.layers.3", "model.language_model.embed_tokens", "lm_head"]),
+        ("Whisper", ["encoder.conv2", "encoder.embed_positions", "encoder.layers.0"]),
+    ],
+)
+def test_stages_one_after_another_are_the_model(name, split):
+    """Wherever it is split: between towers, within one, and where several values cross."""
+    from paramp.parallel.adapters import adapter_for
+    from paramp.parallel.partition import plan_stages
+
+    model = build(name)
+    partition = adapter_for(model).partition(4, split)
+    stages = partition.stages(plan_stages(partition.units, 4, split))
+    held = {key for stage in stages for key, _ in stage.named_parameters(remove_duplicate=False)}
+    assert held == {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    batch = next(batches(name, 1))
+    for _ in range(2):  # the first run finds out what is sent
+        value = stages[0](**batch)
+        for stage in stages[1:]:
+            value = stage(value, **batch)
+    expected = build(name)
+    loss = expected(**batch).loss
+    torch.testing.assert_close(value.logits, expected(**batch).logits)
+    loss.backward()
+    value.loss.backward()
+    for key, parameter in expected.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(model.get_parameter(key).grad, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_split_that_loses_a_value_is_an_error():
+    """The hidden states before the last vision layer are used behind the tower."""
+    from paramp.parallel.adapters import adapter_for
+    from paramp.parallel.partition import plan_stages
+
+    model = build("LLaVA")
+    partition = adapter_for(model).partition(2, None)
+    split = ["model.vision_tower.post_layernorm"]
+    first, second = partition.stages(plan_stages(partition.units, 2, split))
+    batch = next(batches("LLaVA", 1))
+    with pytest.raises(paramp.ConfigError, match=r"uses outputs of earlier stages .*post_layernorm"):
+        second(first(**batch), **batch)
+
+
 @family
 def test_the_documents_table_is_what_came_out(green, request):
     """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""

@@ -134,6 +134,8 @@ class _StageForward:
         self._options, self._count = call_options(model), label_count(model)
         self._sent_arguments: dict[Any, list[str]] = {}
         """For each set of inputs, the paths of the arguments that are sent."""
+        self._lost: set[str] = set()
+        """The fields of the model's output that this stage cannot compute."""
 
     def run(self, x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, on the others what is sent; ``x``: received, or a positional input."""
@@ -151,6 +153,7 @@ class _StageForward:
         self._shapes = dict(self._received["shapes"])
         self._called: list[str] = []
         self._last_output: Any = None
+        self._looked_up = False
         kwargs = {**self._options, **kwargs, **self._received["inputs"], "return_dict": True}
         kwargs = with_count(kwargs, self._count((), kwargs), self._kind)
         self._device = next(tensors(kwargs)).device
@@ -165,8 +168,7 @@ class _StageForward:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._check(output)
-        return output
+        return self._checked(output)
 
     def _hooks(self, name: str) -> list[Any]:
         unit = self.stage.get_submodule(name)
@@ -202,6 +204,7 @@ class _StageForward:
         if not missing:
             raise _Ended(name, (args, kwargs))
         if isinstance(unit, nn.Embedding):  # of tokens, which a model may look up before it runs another tower
+            self._looked_up = True
             ids = [*args, *kwargs.values()][0]
             return torch.zeros(*ids.shape, unit.embedding_dim, device=ids.device)
         raise ConfigError(
@@ -215,7 +218,11 @@ class _StageForward:
         if self._is_probe:
             known = {id(value) for value in last.values()}
             self._sent_arguments[self._kind_of_inputs] = [
-                path for path, value in arguments.items() if value.requires_grad and id(value) not in known
+                path
+                for path, value in arguments.items()
+                if value.requires_grad
+                and id(value) not in known
+                and not self._looked_up  # the next stage looks them up
             ]
         return {
             "inputs": self._received["inputs"],
@@ -224,21 +231,26 @@ class _StageForward:
             "next": (end.name, {path: arguments[path] for path in self._sent_arguments[self._kind_of_inputs]}),
         }
 
-    def _check(self, output: Any) -> None:
+    def _checked(self, output: Any) -> Any:
+        """``output`` without what this stage has no values for: hidden states of units of earlier stages."""
         missing = [name for name in self._names if self._called.count(name) != 1]
         if missing or (not self._is_last and not isinstance(output, dict)):
             raise ConfigError(
                 f"parallel.pipeline.size: {self._kind.__name__} calls {(missing or ['later units'])[0]} "
                 f"{self._called.count(missing[0]) if missing else 0} times, expected once; set the size to 1"
             )
-        if self._is_probe and any(_has_nan(tensor) for tensor in tensors(output)):
-            raise ConfigError(
-                f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent to "
-                f"the stage of {self._names[0]}; split elsewhere"
-            )
+        self._received, self._last_output = {}, None
         if self._is_probe:
             self._sent_arguments.setdefault(self._kind_of_inputs, [])
-        self._received, self._last_output = {}, None
+            self._lost = {name for name, value in output.items() if any(map(_has_nan, tensors(value)))}
+            if self._lost & {"last", "next", "loss", "logits", "last_hidden_state"}:
+                raise ConfigError(
+                    f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent "
+                    f"to the stage of {self._names[0]}; split elsewhere"
+                )
+        if not self._lost:
+            return output
+        return type(output)(**{name: value for name, value in output.items() if name not in self._lost})
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -267,10 +279,14 @@ def _substitute(unit: nn.Module, name: str, role: Role) -> nn.Module:
     """A module in place of ``unit``, of its class and with its attributes, but without tensors, calling ``role``."""
     kind, outlined = type(unit), _on_meta(unit)
     made: nn.Module = PassThrough.__new__(type(kind.__name__, (PassThrough, kind), {}))
-    made.__dict__.update(unit.__dict__)
+    nn.Module.__init__(made)  # hooks of its own
+    made.__dict__ |= {key: value for key, value in unit.__dict__.items() if key not in made.__dict__}
+    made.training = unit.training
     # Models read attributes of units, such as the dtype of a weight.
     made.__dict__ |= outlined._modules | outlined._parameters | outlined._buffers
-    made._modules, made._parameters, made._buffers = {}, {}, {}
+    for hook in unit._forward_hooks.values():
+        if getattr(hook, "__module__", "").startswith("transformers."):  # it records hidden states
+            made.register_forward_hook(hook)
     made.__dict__["forward"] = lambda *args, **kwargs: role(name, made, args, kwargs)
     return made
 
