@@ -24,6 +24,16 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
+def copy_on_meta(module: nn.Module) -> nn.Module:
+    """A copy of ``module``, whose tensors are on ``meta``: its structure, without its memory."""
+    copied = shallow_copy(module)
+    copied._modules = {name: child and copy_on_meta(child) for name, child in module._modules.items()}
+    for table in ("_parameters", "_buffers"):
+        tensors = getattr(module, table).items()
+        setattr(copied, table, {name: None if value is None else value.detach().to("meta") for name, value in tensors})
+    return copied
+
+
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A shallow copy of ``module``, with the same submodules and parameters, whose forward is ``forward``."""
     changed = shallow_copy(module)

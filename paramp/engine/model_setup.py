@@ -161,9 +161,13 @@ def plan_layers(
         plan = adapter.plan(size, context.config.parallel.sequence_parallel)
     if not plan:
         return {}
+    from ..parallel.huggingface.lora import extend_to_adapters
     from ..parallel.tensor_plan import check_divisible, resolve_plan
 
+    if isinstance(plan, Mapping):
+        plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
     styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
+    styles = extend_to_adapters(adapter.model, styles)
     check_divisible(adapter.model, styles, size)
     return styles
 
@@ -201,6 +205,7 @@ def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], contex
     if pipeline.num_stages == 1:
         return [adapter.single_stage()]
     split = adapter.split(pipeline.num_stages) if pipeline.split is None else pipeline.split
+    split = split and [adapter.full_name(name) for name in split]
     units = adapter.partition(pipeline.num_stages, split)
     for name in units.opened & styles.keys():
         raise ConfigError(

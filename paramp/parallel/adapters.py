@@ -38,6 +38,10 @@ class ModelAdapter:
         """Whether ``model`` is of this family."""
         return True
 
+    def full_name(self, name: str) -> str:
+        """The name in the model of what the user calls ``name`` in a plan or split."""
+        return name
+
     def plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         """The tensor-parallel plan of the model over ``tensor_size`` ranks; ConfigError if it has none."""
         own: Callable[[int, bool], Plan] = getattr(self.model, "tensor_parallel_plan", None) or self.family_plan
@@ -109,9 +113,10 @@ class HuggingFaceAdapter(ModelAdapter):
         return any(kind.__module__.startswith("transformers.") for kind in bases)
 
     def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        from .huggingface.lora import without_adapters
         from .huggingface.plan import pretrained_plan
 
-        return pretrained_plan(self.model, tensor_size, sequence_parallel)
+        return pretrained_plan(without_adapters(self.model), tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .huggingface.missing_plans import find_architecture
@@ -135,9 +140,12 @@ class HuggingFaceAdapter(ModelAdapter):
         return token_loss(self.model)
 
     def filler(self) -> Callable[[nn.Module], None]:
+        if not self._is_on_meta:
+            return super().filler()
         from .huggingface.initial_weights import pretrained_filler
+        from .huggingface.lora import without_adapters
 
-        return pretrained_filler(self.model, self._files or ()) if self._is_on_meta else super().filler()
+        return pretrained_filler(without_adapters(self.model), self._files or ())
 
     def stored(self) -> Callable[[str], torch.Tensor | None]:
         return self._files or super().stored()
@@ -145,9 +153,11 @@ class HuggingFaceAdapter(ModelAdapter):
     @functools.cached_property
     def _files(self) -> PretrainedFiles | None:
         """The files of a model that ``from_pretrained`` has put on ``meta``."""
+        from .huggingface.lora import without_adapters
         from .huggingface.pretrained_folder import PretrainedFiles, is_from_folder
 
-        return PretrainedFiles(self.model) if self._is_on_meta and is_from_folder(self.model) else None
+        is_stored = self._is_on_meta and is_from_folder(self.model)
+        return PretrainedFiles(without_adapters(self.model)) if is_stored else None
 
     @property
     def _is_on_meta(self) -> bool:
@@ -159,6 +169,56 @@ class HuggingFaceAdapter(ModelAdapter):
         return write_folder
 
 
+class PeftAdapter(ModelAdapter):
+    """A model that peft has wrapped, by the adapter of the model in it, whose names get a prefix."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from .huggingface import lora
+
+        super().__init__(model)
+        self._lora = lora
+        self._inside = adapter_for(model.get_submodule(lora.PREFIX.strip(".")))
+
+    @staticmethod
+    def accepts(model: nn.Module) -> bool:
+        is_wrapped = any(
+            kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in type(model).__mro__
+        )
+        return is_wrapped and not model.active_peft_config.is_prompt_learning  # type: ignore[union-attr]
+
+    def full_name(self, name: str) -> str:
+        return name if name.startswith(self._lora.PREFIX) else f"{self._lora.PREFIX}{name}"
+
+    def plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
+        plan = self._inside.plan(tensor_size, sequence_parallel)
+        return {self.full_name(name): style for name, style in plan.items()}
+
+    def split(self, num_stages: int) -> Sequence[str] | None:
+        split = self._inside.split(num_stages)
+        return split and [self.full_name(name) for name in split]
+
+    def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        inside = split and [name.removeprefix(self._lora.PREFIX) for name in split]
+        return self._lora.WrappedPartition(self.model, self._inside.partition(num_stages, inside))
+
+    def single_stage(self) -> nn.Module:
+        return self._lora.wrapped(self.model, self._inside.single_stage())
+
+    def own_loss(self) -> Callable[[Any, Batch], Any]:
+        return self._inside.own_loss()
+
+    def filler(self) -> Callable[[nn.Module], None]:
+        self._lora.check_filled(self.model)
+        return self._inside.filler()
+
+    def stored(self) -> Callable[[str], torch.Tensor | None]:
+        inside = self._inside.stored()
+        return lambda name: inside(self._lora.original_name(name))
+
+    def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
+        return self._lora.write_adapters
+
+
 class TracedAdapter(ModelAdapter):
     """Any other model. For a pipeline its forward is traced."""
 
@@ -168,7 +228,7 @@ class TracedAdapter(ModelAdapter):
         return TracedPartition(self.model, num_stages, split)
 
 
-ADAPTERS: tuple[type[ModelAdapter], ...] = (SequentialAdapter, HuggingFaceAdapter, TracedAdapter)
+ADAPTERS: tuple[type[ModelAdapter], ...] = (PeftAdapter, SequentialAdapter, HuggingFaceAdapter, TracedAdapter)
 """The first one that accepts a model is used."""
 
 

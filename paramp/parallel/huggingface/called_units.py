@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import PassThrough, keep_only, names_outside, shallow_copy, with_forward
+from ...base.module_surgery import PassThrough, copy_on_meta, keep_only, names_outside, with_forward
 from ...base.trees import leaves, map_tensors, tensors
 from .missing_plans import find_architecture
 from .output import call_options, check_output, label_count, with_count
@@ -277,7 +277,7 @@ Role = Callable[[str, nn.Module, Any, Any], Any]
 
 def _substitute(unit: nn.Module, name: str, role: Role) -> nn.Module:
     """A module in place of ``unit``, of its class and with its attributes, but without tensors, calling ``role``."""
-    kind, outlined = type(unit), _on_meta(unit)
+    kind, outlined = type(unit), copy_on_meta(unit)
     made: nn.Module = PassThrough.__new__(type(kind.__name__, (PassThrough, kind), {}))
     nn.Module.__init__(made)  # hooks of its own
     made.__dict__ |= {key: value for key, value in unit.__dict__.items() if key not in made.__dict__}
@@ -289,12 +289,3 @@ def _substitute(unit: nn.Module, name: str, role: Role) -> nn.Module:
             made.register_forward_hook(hook)
     made.__dict__["forward"] = lambda *args, **kwargs: role(name, made, args, kwargs)
     return made
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    copied = shallow_copy(module)
-    copied._modules = {name: child and _on_meta(child) for name, child in module._modules.items()}
-    for table in ("_parameters", "_buffers"):
-        tensors = getattr(module, table).items()
-        setattr(copied, table, {name: None if value is None else value.detach().to("meta") for name, value in tensors})
-    return copied

@@ -72,32 +72,8 @@ def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan
         style = TENSOR_STYLES.get(kind, kind) if isinstance(kind, str) else kind
         if style is not None:
             plan |= {name: style if isinstance(style, (str, ParallelStyle)) else style() for name in names}
-    covered |= _extend_to_adapters(modules, plan)
     _check_regions(model, plan, covered)
     return plan
-
-
-def _extend_to_adapters(modules: Mapping[str, nn.Module], plan: Plan) -> set[str]:
-    """Move the styles of layers with LoRA adapters (PEFT) to their base layers, and shard the adapters.
-
-    Of a colwise layer, B is sharded as the layer is; of a rowwise one, A. Returns the names of what is replicated.
-    """
-    replicated: set[str] = set()
-    for name in [name for name in plan if hasattr(modules[name], "base_layer")]:
-        style = plan.pop(name)
-        plan[f"{name}.base_layer"] = style
-        parts = {part: [key for key in modules if matches(key, f"{name}.{part}.*")] for part in ADAPTER_PARTS}
-        sharded, whole = ("lora_A", "lora_B") if style == "rowwise" else ("lora_B", "lora_A")
-        if parts[sharded] and style not in ("colwise", "rowwise"):
-            raise ConfigError(f"parallel.tensor.size: {name!r} has an adapter, but its style is {style}; pass plan=")
-        plan |= dict.fromkeys(parts[sharded], style)
-        replicated.update([name, *parts[whole]])
-        if style == "rowwise":  # its inputs are this rank's
-            plan |= dict.fromkeys(parts["lora_dropout"], "sharded_random")
-    return replicated
-
-
-ADAPTER_PARTS = ("lora_A", "lora_B", "lora_dropout")
 
 
 def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> None:
@@ -131,7 +107,7 @@ def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
     sharded = {
         parent
         for name, style in plan.items()
-        if (style == "colwise" or isinstance(style, PackedColwise)) and "att" in (parent := _layer(name))
+        if (style == "colwise" or isinstance(style, PackedColwise)) and "att" in (parent := name.rpartition(".")[0])
     }
     for name in sharded:
         config = _nearest_config(model, name)
@@ -148,11 +124,6 @@ def _shard_attention(model: nn.Module, plan: Plan, size: int) -> None:
         for child, module in model.get_submodule(name).named_children():
             if isinstance(module, nn.Dropout):
                 plan.setdefault(f"{name}.{child}", "replicated_random")
-
-
-def _layer(name: str) -> str:
-    """The parent of the layer ``name``; of the layer that has it, for the base layer of an adapter."""
-    return name.partition(".base_layer")[0].partition(".lora_")[0].rpartition(".")[0]
 
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
