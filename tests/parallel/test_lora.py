@@ -171,6 +171,14 @@ def test_what_cannot_be_sharded_is_an_error():
         styles_of(adapted("own", use_dora=True), {"base_model.model.layers.*.up": "colwise"})
 
 
+def test_adapters_without_values_are_an_error():
+    from paramp.parallel.adapters import adapter_for
+
+    model = adapted("own").to("meta")
+    with pytest.raises(paramp.ConfigError, match=r"layers\.0\.up\.lora_A\.default\.weight' is on the meta device"):
+        adapter_for(model).filler()
+
+
 def test_entries_of_slices_of_the_sequence():
     """Each rank applies one half to its slice, so that half's gradient is partial."""
     model = adapted("own", lora_dropout=0.1)
