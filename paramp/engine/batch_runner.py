@@ -174,7 +174,7 @@ class BatchRunner:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
         if self.pipeline is None:
-            batch = Batch(args, kwargs).unwrapped()
+            batch = Batch.called_with(args, kwargs).unwrapped()
             self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
@@ -288,7 +288,7 @@ class BatchRunner:
             ConfigError: the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
-        batch = Batch(args, kwargs)
+        batch = Batch.called_with(args, kwargs)
         self._first_batches.check(False, batch)
         microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []

@@ -66,6 +66,13 @@ class Batch:
             )
         return Batch((inputs,), {}, target)
 
+    @staticmethod
+    def called_with(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """The batch of a call: of one tuple, list or mapping as :meth:`of`, else of arguments as a model takes them."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list, Mapping)):
+            return Batch.of(args[0])
+        return Batch(args, kwargs)
+
     def __str__(self) -> str:
         """The shapes of the inputs, for messages."""
         return ", ".join(

@@ -98,6 +98,10 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
     The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph. Inputs that hold
     tensors are placeholders, whose ``meta["keyword"]`` is their name if they are keywords.
     """
+    try:
+        inspect.signature(type(model).forward).bind(model, *call[0], **dict(call[1]))
+    except TypeError as error:
+        raise ConfigError(f"inputs: the forward of {type(model).__name__} does not take them: {error}") from None
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
         check_mode(name, model.get_submodule(name), model)

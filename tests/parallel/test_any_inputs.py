@@ -63,7 +63,7 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
         expected = model.eval()(**batch)
         assert engine.evaluate(own(context, batch)).item() == pytest.approx(expected.loss.item(), abs=1e-5)
         engine.eval()
-        reply = engine(**{**batch, "bias": paramp.whole(batch["bias"])})
+        reply = engine({**batch, "bias": paramp.whole(batch["bias"])})
         assert isinstance(reply, Reply)
         torch.testing.assert_close(reply.logits, expected.logits.detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(reply.hidden[0], expected.hidden[0].detach(), atol=1e-5, rtol=1e-5)
@@ -192,7 +192,7 @@ BAD = {
         None,
         "initialize got none, and the model",
     ),
-    "keyword": ({"idz": torch.zeros(4, LENGTH, dtype=torch.long)}, None, "idz"),
+    "keyword": ({"idz": torch.zeros(4, LENGTH, dtype=torch.long)}, None, "ids|idz"),
 }
 
 
