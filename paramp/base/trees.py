@@ -18,20 +18,20 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
 
     A part in which nothing changes is the same object; others are copies of their class.
     """
-    children = _children(tree)
-    if children is None:
+    parts = children(tree)
+    if parts is None:
         return function(path, tree)
-    changed = {key: map_leaves(function, child, path + _step(tree, key)) for key, child in children.items()}
-    return tree if all(changed[key] is child for key, child in children.items()) else _rebuilt(tree, changed)
+    changed = {key: map_leaves(function, child, path + _step(tree, key)) for key, child in parts.items()}
+    return tree if all(changed[key] is child for key, child in parts.items()) else rebuilt(tree, changed)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The path and value of each leaf of ``tree``, in order."""
-    children = _children(tree)
-    if children is None:
+    parts = children(tree)
+    if parts is None:
         yield path, tree
         return
-    for key, child in children.items():
+    for key, child in parts.items():
         yield from leaves(child, path + _step(tree, key))
 
 
@@ -45,7 +45,7 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _children(tree: Any) -> dict[Any, Any] | None:
+def children(tree: Any) -> dict[Any, Any] | None:
     """The direct parts of ``tree`` by index, key or field; None for a leaf."""
     if isinstance(tree, torch.Tensor) or (isinstance(tree, tuple) and isinstance(tree, torch.Size)):
         return None
@@ -64,7 +64,7 @@ def _step(tree: Any, key: Any) -> str:
     return f"[{key!r}]" if isinstance(tree, (tuple, list, Mapping)) else f".{key}"
 
 
-def _rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
+def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     """A tree of the class of ``tree`` with other ``parts``."""
     if isinstance(tree, (tuple, list)):
         values = list(parts.values())

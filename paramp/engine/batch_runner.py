@@ -130,10 +130,15 @@ class BatchRunner:
         seen: Seen | None = [] if return_output_label else None
         with torch.set_grad_enabled(not forward_only):
             self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
+        shown: tuple[Any, Any] = (None, None)
+        try:
+            shown = joined(seen) if seen else shown
+        except Exception as error:  # outputs that do not join; on the last stage only
+            self._failure.record(error)
         if not return_loss:
             self._failure.agree(self._failure.take())
         mean = losses.mean(totals) if return_loss else None
-        return *(joined(seen) if seen else (None, None)), mean
+        return *shown, mean
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
@@ -298,17 +303,18 @@ class BatchRunner:
             return _no_loss(output, microbatch)
 
         self._failure.begin_batch()
-        failure = None
+        output, failure = None, None
         with self._computing():
             try:
                 self.pipeline.run(microbatches, see, backward=False)
+                output = join(outputs) if outputs else None
             except Exception as error:
                 if not self.pipeline.in_step:
                     raise
                 failure = error
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
         self._failure.agree(failure, group)
-        return broadcast_tree(join(outputs) if outputs else None, self._context.device, group, last_rank)
+        return broadcast_tree(output, self._context.device, group, last_rank)
 
 
 def next_batch(data_iter: Iterator[Any], failure: SharedFailure) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.trees import leaves, map_leaves
+from .stage_io import CONSTANTS
 
 
 class Whole:
@@ -167,7 +168,7 @@ def _kind(leaf: Any) -> Any:
         return "whole", leaf.tensor.shape, leaf.tensor.dtype
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+    return (type(leaf), repr(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)  # True is not 1
 
 
 def join(parts: list[Any]) -> Any:

@@ -19,13 +19,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import keep_only, names_outside, with_forward
+from ..base.trees import leaves, tensors
 from ..precision import norms
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
-from .tracing import Call, call_of, check_mode, likely_calls, skeleton, trace
+from .tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 
 MAX_CALLS = 16
 """The number of calls with different inputs whose graphs are cached."""
@@ -131,7 +133,7 @@ def _modules_called(graphs: Mapping[bool, fx.Graph]) -> list[str]:
 class _StageGraph(NamedTuple):
     graph: fx.Graph
     keywords: list[str]
-    """The names of the placeholders after those for what the stage receives."""
+    """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
 
 
 class _Graphs:
@@ -142,11 +144,11 @@ class _Graphs:
         self.opened = opened
         self._stage_of = {name: stage for stage, names in enumerate(plan) for name in names}
         self.num_stages = len(plan)
-        self._cache: dict[str, dict[bool, list[_StageGraph]]] = {}
+        self._cache: dict[Any, dict[bool, list[_StageGraph]]] = {}
 
     def of(self, call: Call) -> dict[bool, list[_StageGraph]]:
         """The graphs of all stages in both modes."""
-        key = repr(call)
+        key = key_of(call)
         if key not in self._cache:
             if len(self._cache) == MAX_CALLS:
                 self._cache.pop(next(iter(self._cache)))
@@ -174,26 +176,27 @@ def _may_open(module: nn.Module) -> bool:
 
 def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
     """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
-    interpreters: dict[tuple[bool, str], tuple[fx.Interpreter, list[str]]] = {}
+    interpreters: dict[Any, tuple[fx.Interpreter, list[str]]] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        call, values = (call_of(args, kwargs), _with_tensors(args)) if index == 0 else args[0]
+        call, values = (call_of(args, kwargs), tensors(args)) if index == 0 else args[0]
         mode = part.training
         for name, module in opened_modules:
             check_mode(name, module, part)
-        key = mode, repr(call)
+        key = mode, key_of(call)
         if key not in interpreters:  # at the first call: a plan may have changed modules
             if len(interpreters) == MAX_CALLS:
                 interpreters.pop(next(iter(interpreters)))
             graph, keywords = graphs.of(call)[mode][index]
             _check_names(part, graph, graphs.model, call)
-            interpreters[key] = fx.Interpreter(part, graph=graph), keywords
+            interpreters[key] = _Interpreter(part, graph=graph), keywords
         interpreter, keywords = interpreters[key]
         try:
-            output = interpreter.run(*values, *(kwargs[name] for name in keywords))
+            given = dict(leaves(kwargs)) if keywords else {}
+            output = interpreter.run(*values, *(given[path] for path in keywords))
         finally:
             interpreter.env = {}
-        return _plain(output) if is_last else (call, output)
+        return output if is_last else (call, output)
 
     is_last = index == graphs.num_stages - 1
     part = with_forward(keep_only(model, kept), forward)
@@ -203,18 +206,22 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
     return part
 
 
-def _plain(output: Any) -> Any:
-    """``output`` with dicts and lists in place of those of a graph, which cannot be changed."""
-    if isinstance(output, fx.immutable_collections.immutable_dict):
-        return {name: _plain(value) for name, value in output.items()}
-    if isinstance(output, fx.immutable_collections.immutable_list):
-        return [_plain(value) for value in output]
-    return tuple(map(_plain, output)) if type(output) is tuple else output
+class _Interpreter(fx.Interpreter):
+    """Calls modules and functions with dicts and lists in place of those of a graph, which cannot be changed."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return _plain(super().fetch_args_kwargs_from_env(n))
 
 
-def _with_tensors(args: tuple[Any, ...]) -> list[Any]:
-    """Those of ``args`` that are inputs of the graph."""
-    return [value for value, kind in zip(args, call_of(args, {})[0], strict=True) if kind is ...]
+def _plain(value: Any) -> Any:
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return [_plain(part) for part in value]
+    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+        return value
+    parts = map(_plain, value)
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call) -> None:

@@ -12,6 +12,7 @@ A :class:`StageOutput` describes such a tree, for one stage and one shape of the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from ..base.trees import leaves, map_leaves
 from ..precision.policy import Precision
 
 CONSTANTS = (
-    *(int, float, complex, str, type(None), type(...), slice, range),
+    *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 

@@ -6,6 +6,7 @@ code that a graph would not repeat: random numbers from other generators, ``torc
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import inspect
 import random
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
-from ..base.trees import map_leaves, tensors
+from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
 from .materialize import outline
 from .partition import is_sequential
 
@@ -33,16 +34,21 @@ RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 
 
 Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""The arguments of a forward, positional and keyword: ``...`` for what holds tensors, else the value."""
+"""The arguments of a forward, positional and keyword, with ``...`` in place of each tensor in them."""
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """What a trace of a forward with these arguments depends on."""
 
     def kind(value: Any) -> Any:
-        return ... if next(tensors(value), None) is not None else value
+        return map_tensors(lambda _: ..., value)  # type: ignore[arg-type, return-value]
 
     return tuple(map(kind, args)), tuple((name, kind(value)) for name, value in sorted(kwargs.items()))
+
+
+def key_of(call: Call) -> tuple[tuple[str, str], ...]:
+    """What tells ``call`` from others; not its own ``repr``, which a dataclass may define."""
+    return tuple((path, repr(leaf)) for path, leaf in leaves(call))
 
 
 def likely_calls(model: nn.Module) -> list[Call]:
@@ -95,8 +101,8 @@ def _thin(tensor: torch.Tensor) -> torch.Tensor:
 def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx.Graph]:
     """The graphs of ``call`` of ``model`` in training mode (True) and evaluation mode (False), which may differ.
 
-    The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph. Inputs that hold
-    tensors are placeholders, whose ``meta["keyword"]`` is their name if they are keywords.
+    The forwards of the modules called ``opened`` are traced too; other modules are calls in the graph. The tensors in
+    inputs are placeholders; ``meta["keyword"]`` is the path to those in keyword inputs.
     """
     try:
         inspect.signature(type(model).forward).bind(model, *call[0], **dict(call[1]))
@@ -173,15 +179,31 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         args, keywords = self._call
-        inputs = [self._input(f"input_{index}", value) for index, value in enumerate(args)]
-        named = {name: self._input(name, value) for name, value in keywords}
-        for name, value in named.items():
-            if isinstance(value, fx.Proxy):
-                value.node.meta["keyword"] = name
+
+        def placeholder(path: str, value: Any) -> Any:
+            return self.create_proxy("placeholder", f"input{path}", (), {}) if value is ... else value
+
+        def keyword(path: str, value: Any) -> Any:
+            proxy = placeholder(path, value)
+            if value is ...:
+                proxy.node.meta["keyword"] = path
+            return proxy
+
+        inputs, named = map_leaves(placeholder, args), map_leaves(keyword, dict(keywords))
         return lambda root, *given: root_fn(root, *given, **named), [self.root, *inputs]
 
-    def _input(self, name: str, value: Any) -> Any:
-        return self.create_proxy("placeholder", name, (), {}) if value is ... else value
+    def create_arg(self, a: Any) -> Any:
+        # A graph takes no other mappings than dicts, and makes dataclasses of all their fields.
+        if isinstance(a, nn.Module) or not (isinstance(a, Mapping) or dataclasses.is_dataclass(a)):
+            return super().create_arg(a)
+        parts = children(a)
+        if parts is None or type(a) in (dict, fx.immutable_collections.immutable_dict):
+            return super().create_arg(a)
+
+        def container(parts: dict[str, Any]) -> Any:
+            return rebuilt(a, parts)
+
+        return self.create_node("call_function", container, (super().create_arg(parts),), {})
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:

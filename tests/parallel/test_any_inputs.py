@@ -1,7 +1,9 @@
 """Batches of several inputs, in tuples and mappings, and outputs with names, against plain torch."""
 
+import dataclasses
 import functools
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -161,6 +163,49 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world, layout):
         shift = torch.full((8, 1), 2.0)
         shown = engine(x, (left, right), shift=shift)
         torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
+
+
+class Views(NamedTuple):
+    x: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    y: torch.Tensor
+    more: tuple
+
+
+class Optional(Gate):
+    """Asks for None inside an input, and returns containers inside a dataclass."""
+
+    def forward(self, views):
+        y = self.one(views.x)
+        y = torch.tanh(y) if views.mask is None else y * views.mask
+        y = self.two(y)
+        return Shown(y, ({"sign": [y > 0, None]}, "name"))
+
+
+@on_ranks(2)
+def test_what_is_none_inside_an_input_chooses_the_code(world):
+    torch.manual_seed(3)
+    model = Optional()
+    x, mask = torch.randn(4, 4), torch.rand(4, 1)
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}) as context:
+        assert context.pp.size == 2
+        mine = Optional()
+        mine.load_state_dict(model.state_dict())
+        engine, *_ = paramp.initialize(mine, functools.partial(torch.optim.SGD, lr=0.1), lambda shown: shown.y.mean())
+        for views in (Views(x), Views(x, mask), Views(x)):
+            expected = model(views)
+            assert engine.forward_backward((views,)).item() == pytest.approx(expected.y.mean().item(), abs=1e-6)
+            engine.zero_grad()
+            engine.eval()
+            shown = engine(views)
+            engine.train()
+            torch.testing.assert_close(shown.y, expected.y.detach())
+            assert torch.equal(shown.more[0]["sign"][0], expected.y > 0)
+            assert shown.more[1] == "name"
 
 
 BAD = {
