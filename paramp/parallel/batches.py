@@ -69,8 +69,11 @@ class Batch:
 
     @staticmethod
     def called_with(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """The batch of a call: of one tuple, list or mapping as :meth:`of`, else of arguments as a model takes them."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list, Mapping)):
+        """The batch of a call: of one tuple, list or mapping as :meth:`of`, else of arguments as a model takes them.
+
+        A named tuple is one argument.
+        """
+        if len(args) == 1 and not kwargs and (type(args[0]) in (tuple, list) or isinstance(args[0], Mapping)):
             return Batch.of(args[0])
         return Batch(args, kwargs)
 
