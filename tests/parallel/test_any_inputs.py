@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from assistant import LENGTH, PLAN, Reply, assistant, dialogue
+from families import cases, family
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays
 from torch import nn
@@ -44,7 +45,8 @@ def engine_for(context, *, optimizer=adamw, criterion=None):
     return paramp.initialize(assistant(), optimizer, criterion, plan=plan)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@family
+@pytest.mark.parametrize("layout", cases("any inputs", [*LAYOUTS], {"dp2-tp2", "pp2-tp2", "interleaved"}, 1))
 @on_ranks(4)
 def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
     model = assistant()
@@ -102,7 +104,11 @@ def follow(world, precision, expected):
     assert_strays(train_in(precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-naive", "bf16-mixed", "bf16-naive", "O2"])
+MODES = ["16-mixed", "16-naive", "bf16-mixed", "bf16-naive", "O2"]
+
+
+@family
+@pytest.mark.parametrize("precision", cases("any inputs in half", MODES, {"16-mixed", "16-naive"}, 1))
 def test_half_precision_follows_its_single_process_run(precision):
     expected = train_in(precision, {})
     run_on_ranks(4, __name__, "follow", {"precision": precision, "expected": expected})

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from families import cases, family
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
 from torch.distributed.tensor import DTensor
@@ -307,8 +308,13 @@ def padded(seed, size=8, length=7):
     return {"input_ids": x * mask, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("layout", ["pp2-tp2", "dp2-tp2", "pp4", "interleaved-dp2"])
+OWN_LOSS = [(name, layout) for name in ("llama", "gpt2") for layout in ("pp2-tp2", "dp2-tp2", "pp4", "interleaved-dp2")]
+
+
+@family
+@pytest.mark.parametrize(
+    ("name", "layout"), cases("own loss", OWN_LOSS, {("llama", "pp2-tp2"), ("gpt2", "interleaved-dp2")}, 1)
+)
 @on_ranks(4)
 def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
     """Over microbatches, of which one has no label, accumulated batches and data ranks."""
