@@ -24,7 +24,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, copy_on_meta, keep_only, names_outside, with_forward
 from ...base.trees import leaves, map_tensors, tensors
 from .missing_plans import find_architecture
-from .output import call_options, check_output, label_count, with_count
+from .output import call_options, check_output, counting
 from .partition import no_plan, put_at
 
 
@@ -131,7 +131,7 @@ class _StageForward:
         self._is_first, self._is_last = is_first, is_last
         self._kind = type(model)
         self._main_input: str = model.main_input_name  # type: ignore[assignment]
-        self._options, self._count = call_options(model), label_count(model)
+        self._options, self._counted = call_options(model), counting(model)
         self._sent_arguments: dict[Any, list[str]] = {}
         """For each set of inputs, the paths of the arguments that are sent."""
         self._lost: set[str] = set()
@@ -155,7 +155,7 @@ class _StageForward:
         self._last_output: Any = None
         self._looked_up = False
         kwargs = {**self._options, **kwargs, **self._received["inputs"], "return_dict": True}
-        kwargs = with_count(kwargs, self._count((), kwargs), self._kind)
+        kwargs = self._counted((), kwargs)
         self._device = next(tensors(kwargs)).device
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
         # The first run with gradients, on zeros, finds out which values depend on weights.

@@ -21,11 +21,11 @@ def without_cache(model: nn.Module) -> nn.Module:
     """``model`` without a cache of keys and values, whose loss is the mean over the microbatch's labels."""
     check_output(model)
     options = call_options(model)
-    count = label_count(model)
+    counted = counting(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
-        return type(model).forward(changed, *args, **with_count(kwargs, count(args, kwargs), type(model)))
+        return type(model).forward(changed, *args, **counted(args, kwargs))
 
     changed = with_forward(model, forward)
     return changed
@@ -64,17 +64,25 @@ def label_count(model: nn.Module) -> Count:
     return count
 
 
-def with_count(kwargs: dict[str, Any], count: torch.Tensor | None, model: type[nn.Module]) -> dict[str, Any]:
-    """``kwargs`` of a call of ``model`` with the ``count`` of its labels: a mean over no label would be NaN."""
-    if kwargs.get("num_items_in_batch") is not None:
-        raise ConfigError(
-            "inputs['num_items_in_batch']: got a value, expected none: the labels of all microbatches, accumulated "
-            "batches and data ranks are counted; leave it out"
-        )
-    parameters = inspect.signature(model.forward).parameters.values()
-    if count is None or not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return kwargs
-    return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+def counting(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """A function that adds the count of its labels to a call of ``model``: a mean over no label would be NaN.
+
+    It takes the call's arguments, and returns its keyword arguments. It does not keep the model.
+    """
+    count = label_count(model)
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_count = any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+    def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if kwargs.get("num_items_in_batch") is not None:
+            raise ConfigError(
+                "inputs['num_items_in_batch']: got a value, expected none: the labels of all microbatches, accumulated "
+                "batches and data ranks are counted; leave it out"
+            )
+        number = count(args, kwargs) if takes_count else None
+        return kwargs if number is None else {**kwargs, "num_items_in_batch": number.clamp(min=1)}
+
+    return counted
 
 
 def token_loss(model: nn.Module) -> Callable[[Any, Batch], Any]:

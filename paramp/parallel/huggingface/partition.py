@@ -24,7 +24,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
 from .missing_plans import HEAD, find_architecture
-from .output import call_options, check_output, label_count, main_output, with_count
+from .output import call_options, check_output, counting, main_output
 
 FIRST = frozenset({"input_ids", "inputs_embeds"})
 """The inputs of the first stage only."""
@@ -82,7 +82,7 @@ class PretrainedPartition:
         for name, _ in self.units:
             if name not in names:
                 put_at(part, model, name, _Nothing() if name in self._positions else PassThrough())
-        kind, options, count = type(model), call_options(model), label_count(model)
+        kind, options, counted = type(model), call_options(model), counting(model)
 
         def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
             if more:
@@ -93,7 +93,7 @@ class PretrainedPartition:
                 )
             _check_router(kwargs, stage)
             kwargs = {**options, **kwargs, "return_dict": True}
-            kwargs = with_count(kwargs, count((), kwargs), kind)
+            kwargs = counted((), kwargs)
             if not is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in FIRST} | {"inputs_embeds": x}
             elif x is not None:
