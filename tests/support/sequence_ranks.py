@@ -457,8 +457,10 @@ class SegmentRunner:
         """Train what was frozen when the engine was made: no optimizer state is there for it."""
         if not self.case["frozen"] or self.case["accumulation"] > 1:
             return
-        self.zero_grad("engine")
         name = self.case["frozen"][seed % len(self.case["frozen"])]
+        if int(name.partition(".")[0]) in self.plain.inactive:
+            return  # a module that the forward leaves out gives no gradient: nothing would be trained
+        self.zero_grad("engine")
         for _, parameter in self.holding(name):
             parameter.requires_grad_(True)
 
