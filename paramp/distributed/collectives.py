@@ -116,6 +116,16 @@ def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.Proces
     _all_gather(whole, own, group=group)
 
 
+def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``own`` with this rank's slice of the sum of ``whole`` over ``group``; one reduce-scatter.
+
+    Args:
+        own: 1-dim.
+        whole: 1-dim, group size x slice size elements.
+    """
+    _reduce_scatter(own, whole, group=group)
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``value``, by rank; a collective of ``group``, or of the world. ``value`` must pickle."""
     everyone: list[Any] = [None] * dist.get_world_size(group)

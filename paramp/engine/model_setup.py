@@ -162,7 +162,7 @@ def plan_layers(
     if not plan:
         return {}
     from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor_plan import check_divisible, resolve_plan
+    from ..parallel.tensor.plan import check_divisible, resolve_plan
 
     if isinstance(plan, Mapping):
         plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
@@ -184,7 +184,7 @@ def float8_conversion(
         return lambda module: module
     dims: dict[str, int] = {}
     if styles:
-        from ..parallel.tensor_plan import sharded_dims
+        from ..parallel.tensor.plan import sharded_dims
 
         dims = sharded_dims(styles)
     return functools.partial(
@@ -245,7 +245,7 @@ def shard(
     whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
     if styles and context.tensor_axis.size > 1:
-        from ..parallel.tensor_plan import apply_plan
+        from ..parallel.tensor.plan import apply_plan
 
         apply_plan(module, styles, tensor_mesh(context))
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..parallel.loss import mask_tail
+from ..parallel.tensor.loss import mask_tail
 from .presets import PresetModel
 from .transformer import Linear, TransformerConfig
 
@@ -79,9 +79,12 @@ class Head(Linear):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.width, config.padded_vocab_size, config.init_std, bias=False)
         self.vocab_size = config.vocab_size
+        self.register_forward_hook(_mask_padding)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mask_tail(super().forward(x), self.vocab_size)
+
+def _mask_padding(head: Head, _inputs: object, logits: torch.Tensor) -> torch.Tensor:
+    """A hook, so that the forward is that of a Linear, which the plan computes on local tensors."""
+    return mask_tail(logits, head.vocab_size)
 
 
 class GPT(PresetModel):

@@ -20,7 +20,7 @@ from .partition import Partition, SequentialPartition, is_sequential
 
 if TYPE_CHECKING:
     from .huggingface.pretrained_folder import PretrainedFiles
-    from .tensor_plan import Plan
+    from .tensor.plan import Plan
 
 
 class ModelAdapter:

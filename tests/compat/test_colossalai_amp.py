@@ -22,7 +22,7 @@ from paramp.compat.colossalai.amp import (
     convert_to_naive_amp,
     convert_to_torch_amp,
 )
-from paramp.parallel.tensor_plan import apply_plan, resolve_plan
+from paramp.parallel.tensor.plan import apply_plan, resolve_plan
 from paramp.precision.fp16_emulation import emulate_fp16
 
 SCALE = 2.0**10

@@ -200,7 +200,7 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
 )
 def test_sizes_that_do_not_divide(name, changes, message):
     from paramp.parallel.huggingface.plan import pretrained_plan
-    from paramp.parallel.tensor_plan import check_divisible, resolve_plan
+    from paramp.parallel.tensor.plan import check_divisible, resolve_plan
 
     model = build(name, **changes)
 

@@ -161,7 +161,7 @@ def test_adapters_are_saved_as_peft_reads_them(world, layout, tmp_path):
 
 def styles_of(model, plan):
     from paramp.parallel.huggingface.lora import extend_to_adapters
-    from paramp.parallel.tensor_plan import resolve_plan
+    from paramp.parallel.tensor.plan import resolve_plan
 
     return extend_to_adapters(model, resolve_plan(plan, [key for key, _ in model.named_modules()]))
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pool import on_ranks
 
 import paramp
-from paramp.parallel.loss import vocab_parallel_loss
+from paramp.parallel.tensor.loss import vocab_parallel_loss
 
 
 @on_ranks(2)

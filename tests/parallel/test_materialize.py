@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 import paramp
 from paramp.optim import param_buffer
 from paramp.parallel.materialize import materialize, outline
-from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
+from paramp.parallel.tensor.linear import PackedColwise, PackedRowwise
 from paramp.precision.policy import ALIASES, PRESETS
 
 WEIGHTS = {

@@ -8,7 +8,7 @@ from reference import batches, small_gpt
 from torch import nn
 
 import paramp
-from paramp.parallel.tensor_styles import PackedColwise
+from paramp.parallel.tensor.linear import PackedColwise
 
 
 class Halves(nn.Module):

@@ -19,8 +19,8 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.base.optional_packages import PackageStatus, find_transformer_engine
 from paramp.models import GPT
-from paramp.parallel.tensor_plan import apply_plan, resolve_plan, sharded_dims
-from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
+from paramp.parallel.tensor.linear import PackedColwise, PackedRowwise
+from paramp.parallel.tensor.plan import apply_plan, resolve_plan, sharded_dims
 from paramp.precision.autocast import computing
 from paramp.precision.capabilities import find_library
 from paramp.precision.float8 import convert

@@ -24,8 +24,8 @@ import paramp
 from paramp import algorithms, functional
 from paramp.nn import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm
 from paramp.parallel.partition_fx import TracedPartition
-from paramp.parallel.tensor_plan import apply_plan
-from paramp.parallel.tensor_styles import STYLES
+from paramp.parallel.tensor.plan import apply_plan
+from paramp.parallel.tensor.styles import STYLES
 from paramp.precision import norms
 from paramp.precision.fp16_emulation import emulate_fp16
 

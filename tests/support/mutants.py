@@ -81,7 +81,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [SEQUENCES, "tests/optim/test_zero.py"],
     ),
     "tensor styles": (
-        ["parallel/tensor_styles.py", "parallel/tensor_plan.py"],
+        ["parallel/tensor/styles.py", "parallel/tensor/plan.py"],
         [
             *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
             *("tests/engine/test_model_setup.py", "tests/parallel/test_huggingface.py", ENGINE),

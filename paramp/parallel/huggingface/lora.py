@@ -82,7 +82,7 @@ def extend_to_adapters(model: nn.Module, styles: Mapping[str, ParallelStyle]) ->
 
 def _parts(name: str, layer: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, ParallelStyle]]:
     """The modules in ``layer``, called ``name``, that have a style if the layer has ``style``, with theirs."""
-    from ..tensor_styles import PartialGradient, ReplicatedRandom, ShardedRandom, sharded_dim
+    from ..tensor.styles import PartialGradient, ReplicatedRandom, ShardedRandom, sharded_dim
 
     dim, inside = sharded_dim(style), _wrapped(layer)
     if inside is None or (dim is None and not isinstance(style, PartialGradient)):
@@ -110,7 +110,8 @@ def _keys(layer: nn.Module, own: str) -> list[str]:
 
 def _are_whole(style: ParallelStyle) -> tuple[bool, bool]:
     """Whether the input and the output of a layer with ``style`` are replicated over the tensor axis."""
-    from ..tensor_styles import PackedColwise, PackedRowwise, PartialGradient
+    from ..tensor.linear import PackedColwise, PackedRowwise
+    from ..tensor.styles import PartialGradient
 
     if isinstance(style, PartialGradient):
         return False, False

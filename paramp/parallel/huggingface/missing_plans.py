@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..tensor_styles import LocalHeads, PackedColwise, PackedRowwise
+from ..tensor.linear import PackedColwise, PackedRowwise
+from ..tensor.styles import LocalHeads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...base.errors import ConfigError
 from ...base.globs import matches
-from ..tensor_plan import Plan
-from ..tensor_styles import ExpertSlices, PackedColwise, PackedRowwise
+from ..tensor.linear import PackedColwise, PackedRowwise
+from ..tensor.plan import Plan
+from ..tensor.styles import ExpertSlices
 from .missing_plans import tensor_entries
 
 TENSOR_STYLES: dict[str, str | Callable[[], ParallelStyle] | None] = {

@@ -42,7 +42,7 @@ class RankRecord:
     """The names of this rank's modules, with all names of shared ones."""
     packed: list[int] = field(default_factory=list)
     """The numbers of blocks (such as 3 for query, key and value) in layers that shard each block separately
-    (:class:`paramp.parallel.tensor_styles.PackedColwise`)."""
+    (:class:`paramp.parallel.tensor.linear.PackedColwise`)."""
     random_in: str | None = None
     """The first module whose forward changed torch's random state."""
     trained: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Tensor-parallel plans, ``{name of modules: style}``, and their application with DTensor.
 
 A plan is data. Names are globs over the model's module names, with ``*`` for one part between dots; styles are
-the keys of :data:`paramp.parallel.tensor_styles.STYLES`, or any ``ParallelStyle`` of torch's. Activations between
+the keys of :data:`paramp.parallel.tensor.styles.STYLES`, or any ``ParallelStyle`` of torch's. Activations between
 layers stay plain tensors.
 """
 
@@ -21,12 +21,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..base.dtensor import is_dtensor
-from ..base.errors import ConfigError, nearest
-from ..base.globs import matches
-from ..base.module_surgery import PassThrough, carry_over, keeping_ties
-from ..base.shape_errors import PLAN_ENTRY
-from .tensor_styles import STYLES, ExpertSlices, PackedColwise, sharded_dim
+from ...base.dtensor import is_dtensor
+from ...base.errors import ConfigError, nearest
+from ...base.globs import matches
+from ...base.module_surgery import PassThrough, carry_over, keeping_ties
+from ...base.shape_errors import PLAN_ENTRY
+from .linear import Colwise, PackedColwise, Rowwise
+from .styles import STYLES, ExpertSlices, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -72,8 +73,8 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
             style.check(name, layer, size)
             _check_packed_hooks(name, layer)
         for kind in (ColwiseParallel, RowwiseParallel):
-            own = type(style)._apply is kind._apply  # a subclass may support other layers
-            if own and not isinstance(layer, (nn.Linear, nn.Embedding)):
+            own = type(style)._apply in (kind._apply, Colwise._apply, Rowwise._apply)  # others may support more layers
+            if own and isinstance(style, kind) and not isinstance(layer, (nn.Linear, nn.Embedding)):
                 what = f"{name!r} is a {type(layer).__name__}"
                 raise ConfigError(f"plan: {what}: {type(style).__name__} supports Linear and Embedding only")
             features = "out_features" if kind is ColwiseParallel else "in_features"

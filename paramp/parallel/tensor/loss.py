@@ -18,8 +18,8 @@ from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..base.dtensor import full_tensor, is_dtensor, wrap
-from ..base.errors import ConfigError
+from ...base.dtensor import full_tensor, is_dtensor, wrap
+from ...base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -1,0 +1,265 @@
+"""Linear layers and embeddings whose weight is sharded over the tensor axis, computed on local tensors.
+
+Parameters are DTensors. The forward takes plain tensors and computes on this rank's shards, with the communication of
+:mod:`paramp.parallel.tensor.exchange`, because DTensor's dispatch costs up to 2 ms of Python a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from ...base.dtensor import is_dtensor
+from ...base.errors import ConfigError
+from .exchange import enter, gather, gather_and_enter, local_shard, own_slice, sum_over_ranks, sum_slices
+
+SEQUENCE = Shard(1)
+"""Activations are (batch, sequence, features)."""
+LocalForward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Colwise(ColwiseParallel):
+    """``ColwiseParallel`` that computes a Linear on local tensors.
+
+    A Linear whose forward was replaced (float8) or overridden, and an Embedding, run on DTensors, as torch's style.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not _has_forward_of(module, nn.Linear) or self.desired_input_layouts != (Replicate(),):
+            return super()._apply(module, device_mesh)
+        distribute(module, "weight", device_mesh, Shard(0))
+        distribute(module, "bias", device_mesh, Shard(0))
+        group, layout, gathers = device_mesh.get_group(), self.input_layouts[0], self.output_layouts[0].is_replicate()
+
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = _plain(x, layout)
+            x = enter(x, group) if layout.is_replicate() else gather_and_enter(x, group, SEQUENCE.dim)
+            output = F.linear(x, _weight(module), _bias(module))
+            if gathers:
+                return gather(output, group, -1)
+            if self.use_local_output:
+                return output
+            return DTensor.from_local(output, device_mesh, [Shard(output.ndim - 1)], run_check=False)
+
+        return with_local_forward(module, forward)
+
+
+class Rowwise(RowwiseParallel):
+    """``RowwiseParallel`` that computes a Linear, or an Embedding that is looked up only, on local tensors.
+
+    Others run on DTensors: see :class:`Colwise`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group, layout = device_mesh.get_group(), self.output_layouts[0]
+
+        def leave(output: torch.Tensor) -> torch.Tensor:
+            return sum_over_ranks(output, group) if layout.is_replicate() else sum_slices(output, group, SEQUENCE.dim)
+
+        if _is_lookup(module, device_mesh.size()):
+            distribute(module, "weight", device_mesh, Shard(0))
+            return with_local_forward(module, lambda module, tokens: leave(_look_up(module, tokens, group)))
+        if not _has_forward_of(module, nn.Linear):
+            return super()._apply(module, device_mesh)
+        distribute(module, "weight", device_mesh, Shard(1))
+        distribute(module, "bias", device_mesh, Replicate())
+        slices = self.input_layouts[0].is_replicate()
+
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
+            output = leave(F.linear(x, _weight(module)))
+            bias = _bias(module, is_partial=layout.is_shard())  # partial: applied to a slice of the sequence
+            return output if bias is None else output + bias.to(output.dtype)
+
+        return with_local_forward(module, forward)
+
+
+def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling ``module`` calls the forward of torch's ``kind``, with parameters of its own."""
+    own = "forward" not in module.__dict__ and type(module).forward is kind.forward
+    return own and "weight" in module._parameters
+
+
+def _is_lookup(module: nn.Module, size: int) -> bool:
+    """Whether ``module`` is an Embedding that only looks up rows, which divide over ``size`` ranks."""
+    if not isinstance(module, nn.Embedding) or not _has_forward_of(module, nn.Embedding):
+        return False
+    others = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return not others and module.num_embeddings % size == 0
+
+
+def _look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows ``tokens`` (any dims, integers) that this rank has, and 0 for others' rows; dims of ``tokens`` + 1."""
+    table = cast(nn.Embedding, module)
+    if tokens.device.type == "cpu" and tokens.numel():  # elsewhere it would synchronise
+        low, high = (int(value) for value in torch.aminmax(tokens))
+        if low < 0 or high >= table.num_embeddings:
+            raise IndexError(f"token {low if low < 0 else high}, expected one of 0 to {table.num_embeddings - 1}")
+    weight = _weight(module)
+    first, padding = dist.get_rank(group) * len(weight), table.padding_idx
+    own = tokens - first
+    others = (own < 0) | (own >= len(weight))
+    if padding is not None:
+        padding = padding - first if 0 <= padding - first < len(weight) else None
+    return F.embedding(own.masked_fill(others, 0), weight, padding).masked_fill(others.unsqueeze(-1), 0.0)
+
+
+def _plain(x: torch.Tensor, layout: Placement) -> torch.Tensor:
+    """``x``, or its local part in ``layout`` if another style has left it a DTensor."""
+    return x.redistribute(placements=[layout]).to_local() if is_dtensor(x) else x
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    return local_shard(cast(DTensor, module._parameters["weight"]))
+
+
+def _bias(module: nn.Module, is_partial: bool = False) -> torch.Tensor | None:
+    bias = module._parameters["bias"]
+    return None if bias is None else local_shard(cast(DTensor, bias), is_partial=is_partial)
+
+
+def with_local_forward(module: nn.Module, forward: LocalForward) -> nn.Module:
+    """``module``, whose forward is ``forward(module, ...)`` from now on, also in copies of it."""
+    module.__dict__["forward"] = MethodType(forward, module)
+    return module
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make the parameter ``name`` of ``module``, equal on all ranks, a DTensor. Without the parameter, do nothing."""
+    parameter: Any = module._parameters[name]
+    if parameter is not None:
+        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
+
+
+class PackedColwise(ParallelStyle):
+    """``ColwiseParallel`` for a layer with several fused outputs of the same size, such as query, key and value.
+
+    Each rank has a shard of each of the ``parts``. The weight of a Linear, (outputs, inputs), is stored as a DTensor
+    (parts, outputs / parts, inputs) that is sharded over its dim 1; the weight of a Hugging Face ``Conv1D`` has inputs
+    and outputs swapped.
+    """
+
+    what = "outputs"
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def dim(self, module: nn.Module) -> int:
+        """The dim of the weight of ``module`` that is sharded."""
+        return 1 if _is_conv1d(module) else 0
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        """Check that ``module`` is a linear layer whose sharded size divides over ``size`` ranks."""
+        if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+            raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
+        features = module.get_parameter("weight").shape[self.dim(module)]
+        if features % (self.parts * size):
+            multiple = f"{self.parts} parts x parallel.tensor.size {size}"
+            raise ConfigError(f"plan: {name!r} has {features} {self.what}, expected a multiple of {multiple}")
+
+    def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+        parameter = module._parameters[name]
+        if parameter is None:
+            return
+        if self.parts > 1:
+            unpacked = parameter.detach().unflatten(dim, (self.parts, -1))
+            module.register_parameter(name, nn.Parameter(unpacked, parameter.requires_grad))
+            dim += 1
+        distribute(module, name, mesh, Shard(dim))
+
+    def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
+        """This rank's shard of a parameter, packed."""
+        value = module.get_parameter(name)
+        assert isinstance(value, DTensor)
+        part = local_shard(value)
+        return part.flatten(dim, dim + 1) if self.parts > 1 else part
+
+    def _weight(self, module: nn.Module) -> torch.Tensor:
+        weight = self._own(module, "weight", self.dim(module))
+        return weight.t() if _is_conv1d(module) else weight
+
+    def _run_on_dtensors(
+        self,
+        module: nn.Module,
+        own: Callable[[torch.Tensor], Any],
+        x: DTensor,
+        placement: Shard,
+        bias: torch.Tensor | None = None,
+    ) -> DTensor:
+        """Run ``own``, a forward that replaces the module's (float8), with its packed parameters as DTensors.
+
+        Reductions in it over a whole tensor, such as its largest element, then cover all ranks.
+        """
+        shards = {
+            name: None if value is None else DTensor.from_local(value, x.device_mesh, [placement], run_check=False)
+            for name, value in (("weight", self._weight(module)), ("bias", bias))
+        }
+        with with_parameters(module, shards):
+            return own(x)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, "weight", self.dim(module), device_mesh)
+        self._shard(module, "bias", 0, device_mesh)
+        replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
+
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            bias = None if module._parameters["bias"] is None else self._own(module, "bias", 0)
+            if replaced is not None:
+                whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+                return self._run_on_dtensors(module, replaced, whole, Shard(0), bias).to_local()
+            return F.linear(enter(x, group), self._weight(module), bias)
+
+        return with_local_forward(module, forward)
+
+
+class PackedRowwise(PackedColwise):
+    """``RowwiseParallel`` for a layer with several fused inputs of the same size; see :class:`PackedColwise`."""
+
+    what = "inputs"
+
+    def dim(self, module: nn.Module) -> int:
+        return 0 if _is_conv1d(module) else 1
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, "weight", self.dim(module), device_mesh)
+        replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
+
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if replaced is not None:
+                parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
+                part = self._run_on_dtensors(module, replaced, parts, Shard(1))
+                output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
+            else:
+                output = sum_over_ranks(F.linear(x, self._weight(module)), group)
+            bias = module._parameters["bias"]
+            return output if bias is None else output + bias.to(output.dtype)
+
+        return with_local_forward(module, forward)
+
+
+@contextmanager
+def with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """A context in which the parameters of ``module`` are ``values``."""
+    own = module._parameters
+    module._parameters = {**own, **values}  # type: ignore[dict-item]
+    try:
+        yield
+    finally:
+        module._parameters = own
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' ``Conv1D``, a Linear whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")

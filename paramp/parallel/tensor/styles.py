@@ -1,0 +1,199 @@
+"""Tensor-parallel styles, which shard one module over the tensor axis.
+
+A style is a class, torch's own or one below. Plans use its name in :data:`STYLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.utils._pytree import tree_map
+
+from ...base.dtensor import is_dtensor
+from ...base.errors import ConfigError
+from ...base.module_surgery import run_within
+from ...distributed.rng import replicated_random, sharded_random
+from .exchange import enter, gather, local_shard, own_slice, sum_over_ranks
+from .linear import (
+    SEQUENCE,
+    Colwise,
+    PackedColwise,
+    PackedRowwise,
+    Rowwise,
+    distribute,
+    with_local_forward,
+    with_parameters,
+)
+
+
+class ShardedRandom(ParallelStyle):
+    """A module whose random numbers differ over the tensor axis: for dropout on sharded activations."""
+
+    random = staticmethod(sharded_random)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        run_within(module, lambda _: self.random())
+        return module
+
+
+class ReplicatedRandom(ShardedRandom):
+    """A module whose random numbers are equal over the tensor axis, inside a :class:`ShardedRandom` module."""
+
+    random = staticmethod(replicated_random)
+
+
+class LocalHeads(ShardedRandom):
+    """An attention module that computes its rank's heads, with different dropout masks on each rank.
+
+    ``sizes`` are its attributes with the number of features of all heads. They are divided by the size of the axis.
+    """
+
+    def __init__(self, *sizes: str) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.sizes:
+            setattr(module, name, getattr(module, name) // device_mesh.size())
+        return super()._apply(module, device_mesh)
+
+
+class PartialGradient(ParallelStyle):
+    """A replicated module with partial gradients: each rank applies it to its slice, such as a norm of each head."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for child in module.modules():
+            for name in list(child._parameters):
+                distribute(child, name, device_mesh, Replicate())
+            if child._parameters:
+                run_within(child, _partial_gradients)
+        return module
+
+
+class SliceOfSequence(PartialGradient):
+    """A module that each rank applies to its slice of the sequence, such as a norm; others may draw random numbers."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        is_norm = hasattr(module, "normalized_shape")
+        return module if is_norm else ShardedRandom()._apply(module, device_mesh)
+
+
+def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
+    own = module._parameters.items()
+    return with_parameters(
+        module, {name: local_shard(value, is_partial=True) for name, value in own if is_dtensor(value)}
+    )
+
+
+EXPERTS = "gate_up_proj", "down_proj"
+
+
+class ExpertSlices(ParallelStyle):
+    """The fused experts of a Hugging Face layer: each rank has a slice of the features of every expert.
+
+    ``gate_up_proj`` (experts, 2 x features, hidden) is stored as a DTensor (experts, 2, features, hidden) that is
+    sharded over its dim 2; ``down_proj`` (experts, hidden, features) is sharded over its dim 2. The forward takes
+    activations and routing weights, whose gradients are partial on each rank.
+    """
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        """Check that ``module`` has such weights, and that their features divide over ``size`` ranks."""
+        shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
+        up, down = (shapes.get(own, ()) for own in EXPERTS)
+        if len(shapes) != 2 or len(down) != 3 or up != (down[0], 2 * down[2], down[1]):
+            raise ConfigError(
+                f"plan: {name!r} has the parameters {shapes}, expected gate_up_proj (experts, 2 x features, hidden) "
+                "and down_proj (experts, hidden, features)"
+            )
+        if down[2] % size:
+            raise ConfigError(
+                f"plan: {name!r} has {down[2]} features, expected a multiple of parallel.tensor.size {size}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        up = module.get_parameter("gate_up_proj")
+        unpacked = nn.Parameter(up.detach().unflatten(1, (2, -1)), up.requires_grad)
+        module.register_parameter("gate_up_proj", unpacked)
+        for name in EXPERTS:
+            distribute(module, name, device_mesh, Shard(2))
+
+        group = device_mesh.get_group()
+
+        def enter_each(value: Any) -> Any:
+            return enter(value, group) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            args, kwargs = tree_map(enter_each, (args, kwargs))
+            up, down = (local_shard(cast(DTensor, module.get_parameter(name))) for name in EXPERTS)
+            with with_parameters(module, {"gate_up_proj": up.flatten(1, 2), "down_proj": down}):
+                return sum_over_ranks(type(module).forward(module, *args, **kwargs), group)
+
+        return with_local_forward(module, forward)
+
+
+class ScatterSequence(ParallelStyle):
+    """Shard the module's replicated output (batch, sequence, ...) along the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def scatter(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            if output.shape[SEQUENCE.dim] % device_mesh.size():
+                multiple = f"a multiple of parallel.tensor.size {device_mesh.size()} under sequence_parallel"
+                raise ConfigError(f"sequence of {output.shape[SEQUENCE.dim]}: expected {multiple}")
+            return own_slice(output, device_mesh.get_group(), SEQUENCE.dim)
+
+        module.register_forward_hook(scatter)
+        return module
+
+
+class GatherSequence(ParallelStyle):
+    """Gather the module's input (batch, sequence, ...), this rank's slice of the sequence, to the whole sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather_input(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return gather(inputs[0], device_mesh.get_group(), SEQUENCE.dim), *inputs[1:]
+
+        module.register_forward_pre_hook(gather_input)
+        return module
+
+
+def sharded_dim(style: ParallelStyle | None) -> int | None:
+    """The dim of a Linear's weight (outputs, inputs) that ``style`` shards; None if it does not shard the weight."""
+    if isinstance(style, (RowwiseParallel, PackedRowwise)):
+        return 1
+    return 0 if isinstance(style, (ColwiseParallel, PackedColwise)) else None
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    # A Linear whose outputs are sharded, and one whose inputs are: a pair needs one all-reduce in each direction.
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    # A colwise Linear whose output is gathered, for a last layer without a rowwise partner.
+    "colwise_gather": lambda: Colwise(output_layouts=Replicate()),
+    # An Embedding whose rows, the vocabulary, are sharded.
+    "vocab": lambda: Rowwise(input_layouts=Replicate()),
+    # A Linear to logits whose vocabulary stays sharded, as a DTensor: the loss reduces it.
+    "vocab_logits": lambda: Colwise(output_layouts=Shard(-1), use_local_output=False),
+    # Between such pairs each rank keeps a slice of the sequence.
+    "sequence": SliceOfSequence,
+    "scatter_sequence": ScatterSequence,
+    # A module without weights whose input is gathered to the whole sequence on every rank.
+    "gather_sequence": GatherSequence,
+    "sequence_colwise": lambda: Colwise(input_layouts=SEQUENCE),
+    "sequence_rowwise": lambda: Rowwise(output_layouts=SEQUENCE),
+    "sequence_vocab_logits": lambda: Colwise(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False),
+    "sharded_random": ShardedRandom,
+    "replicated_random": ReplicatedRandom,
+    # A rowwise Linear whose input is replicated.
+    "rowwise_scatter": lambda: Rowwise(input_layouts=Replicate()),
+    # A replicated module that each rank applies to its slice of an activation.
+    "partial_gradient": PartialGradient,
+}
+"""The styles by the names that plans use."""
