@@ -16,6 +16,7 @@ of one to the other is the spread, by which the limit of the verdict is widened.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -39,7 +40,6 @@ from common import (
     write_json,
 )
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence  # noqa: F401
 
 import paramp
 from paramp.models import GPT, GPTConfig
@@ -313,12 +313,8 @@ def measure(layout: Layout, options: argparse.Namespace, mode: str, width: int, 
         tied=False,
     )
     microbatches = options.microbatches if layout.pp > 1 else 1
-    parallel = {
-        "tensor": layout.tp,
-        "pipeline": {"size": layout.pp, "microbatches": microbatches},
-        "data": {"size": layout.dp},
-    }
-    config = {"parallel": {key: value for key, value in parallel.items() if key != "data"}, "precision": mode}
+    parallel = {"tensor": layout.tp, "pipeline": {"size": layout.pp, "microbatches": microbatches}}
+    config = {"parallel": parallel, "precision": mode}
     with ExitStack() as stack:
         context = stack.enter_context(
             paramp.launch_from_torch({**config, "clip_grad_norm": MAX_NORM}, device=options.device)
@@ -415,7 +411,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     world = int(os.environ.get("WORLD_SIZE", 1))
     layout = Layout(options.pp, world // (options.pp * options.tp), options.tp)
-    shapes = [(mode, width, seq_len) for width in options.widths for seq_len in options.seq_lens for mode in options.precision]
+    shapes = [
+        (mode, width, seq_len) for width in options.widths for seq_len in options.seq_lens for mode in options.precision
+    ]
     rows = [measure(layout, options, *shape) for shape in shapes]
     if int(os.environ.get("RANK", 0)) == 0:
         show(rows)

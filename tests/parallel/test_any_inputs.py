@@ -100,7 +100,8 @@ def train_in(precision, parallel, **options):
 @on_ranks(4)
 def follow(world, precision, expected):
     for layout in ("pp2-tp2", "interleaved"):
-        assert_follows(train_in(precision, LAYOUTS[layout]), expected, precision)
+        # A batch has 32 labels only, over which rounding does not average out.
+        assert_follows(train_in(precision, LAYOUTS[layout]), expected, precision, units=0.5)
     assert_strays(train_in(precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
 
 

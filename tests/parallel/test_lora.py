@@ -188,12 +188,12 @@ def test_entries_of_slices_of_the_sequence():
         for name, style in styles_of(model, plan).items()
     }
     assert found == {
-        "up.base_layer": "ColwiseParallel",
+        "up.base_layer": "Colwise",
         "up.lora_A.default": "PartialGradient",
-        "up.lora_B.default": "ColwiseParallel",
+        "up.lora_B.default": "Colwise",
         "up.lora_dropout.default": "ShardedRandom",
-        "down.base_layer": "RowwiseParallel",
-        "down.lora_A.default": "RowwiseParallel",
+        "down.base_layer": "Rowwise",
+        "down.lora_A.default": "Rowwise",
         "down.lora_B.default": "PartialGradient",
         "down.lora_dropout.default": "ShardedRandom",
     }

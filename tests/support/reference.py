@@ -130,17 +130,20 @@ def units_apart(actual, expected, precision):
     return max(ways) / rounding(precision)
 
 
-def assert_losses_follow(actual, expected, precision):
-    """Losses are reported in fp32 whatever the mode, so they are not counted in anything smaller."""
+def assert_losses_follow(actual, expected, precision, units=UNITS_LOSS):
+    """Losses are reported in fp32 whatever the mode, so they are not counted in anything smaller.
+
+    ``units``: rounding errors allowed in half precision.
+    """
     unit = max(rounding(precision), ROUNDING[torch.float32])
-    allowed = UNITS_LOSS if unit > ROUNDING[torch.float32] else UNITS_WEIGHTS
+    allowed = units if unit > ROUNDING[torch.float32] else UNITS_WEIGHTS
     apart = max(abs(a - b) / b for a, b in zip(actual, expected, strict=True)) / unit
     assert apart <= allowed, f"losses {apart:.2f} units apart, allowed {allowed}"
 
 
-def assert_follows(actual, expected, precision):
+def assert_follows(actual, expected, precision, **tolerance):
     """``actual`` is within the tolerance of ``expected``, each as :func:`train_engine` returns it."""
-    assert_losses_follow(actual[0], expected[0], precision)
+    assert_losses_follow(actual[0], expected[0], precision, **tolerance)
     way = units_apart(actual, expected, precision)
     allowed = allowed_units(precision)
     assert way <= allowed, f"weights {way:.2f} units apart, allowed {allowed}"

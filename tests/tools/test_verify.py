@@ -117,7 +117,7 @@ def wide_batches(step):
 
 
 RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
-SEEDS = (0, 11, 13)
+SEEDS = (3, 16, 17)
 
 
 def test_values_near_the_kink_of_a_relu_are_accepted():

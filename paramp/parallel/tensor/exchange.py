@@ -11,6 +11,7 @@ same on every rank of ``group``, which all call them::
     own_slice          this rank's slice           gather
     gather_and_enter   gather                      sum, then this rank's slice
     sum_slices         sum, then this rank's slice gather
+    on_first_rank      0 on all ranks but the first -
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     return _exchange(x, group, partial(_sum_slices, dim=dim), partial(_gather, dim=dim))
 
 
+def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``bias``, which every rank has, as one term of a sum over the ranks: so it is added before that is rounded."""
+    return _exchange(bias, group, _keep_on_first, _keep)
+
+
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
     """The local tensor of ``weight``, as a view; its gradient is a DTensor.
 
@@ -94,6 +100,10 @@ class _Exchange(torch.autograd.Function):
 
 def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x.view_as(x)
+
+
+def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
-from .exchange import enter, gather, gather_and_enter, local_shard, own_slice, sum_over_ranks, sum_slices
+from .exchange import enter, gather, gather_and_enter, local_shard, on_first_rank, own_slice, sum_over_ranks, sum_slices
 
 SEQUENCE = Shard(1)
 """Activations are (batch, sequence, features)."""
@@ -77,9 +77,7 @@ class Rowwise(RowwiseParallel):
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
-            output = leave(F.linear(x, _weight(module)))
-            bias = _bias(module, is_partial=layout.is_shard())  # partial: applied to a slice of the sequence
-            return output if bias is None else output + bias.to(output.dtype)
+            return leave(F.linear(x, _weight(module), _summed_bias(module, group)))
 
         return with_local_forward(module, forward)
 
@@ -123,9 +121,15 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return local_shard(cast(DTensor, module._parameters["weight"]))
 
 
-def _bias(module: nn.Module, is_partial: bool = False) -> torch.Tensor | None:
+def _bias(module: nn.Module) -> torch.Tensor | None:
     bias = module._parameters["bias"]
-    return None if bias is None else local_shard(cast(DTensor, bias), is_partial=is_partial)
+    return None if bias is None else local_shard(cast(DTensor, bias))
+
+
+def _summed_bias(module: nn.Module, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """The bias of a layer whose outputs are summed over ``group``."""
+    bias = _bias(module)
+    return None if bias is None else on_first_rank(bias, group)
 
 
 def with_local_forward(module: nn.Module, forward: LocalForward) -> nn.Module:
@@ -237,13 +241,13 @@ class PackedRowwise(PackedColwise):
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            if replaced is not None:
-                parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
-                part = self._run_on_dtensors(module, replaced, parts, Shard(1))
-                output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
-            else:
-                output = sum_over_ranks(F.linear(x, self._weight(module)), group)
             bias = module._parameters["bias"]
+            if replaced is None:
+                own = None if bias is None else on_first_rank(bias, group)
+                return sum_over_ranks(F.linear(x, self._weight(module), own), group)
+            parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
+            part = self._run_on_dtensors(module, replaced, parts, Shard(1))
+            output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
             return output if bias is None else output + bias.to(output.dtype)
 
         return with_local_forward(module, forward)
