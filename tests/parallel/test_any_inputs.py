@@ -214,6 +214,34 @@ def test_what_is_none_inside_an_input_chooses_the_code(world):
             assert shown.more[1] == "name"
 
 
+class Weighted(NamedTuple):
+    name: str
+    loss: tuple
+
+
+class Uneven(nn.Linear):
+    """Its loss is a sum and a count, which differ between the microbatches."""
+
+    def forward(self, x, rows):
+        error = (super().forward(x).squeeze(1) * rows).square()
+        return {"dict": dict, "tuple": Weighted}[self.kind](name="y", loss=(error.sum(), rows.sum()))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_a_sum_and_a_count_in_the_output_are_those_of_the_batch(kind):
+    x, rows = torch.randn(6, 3), torch.tensor([1, 1, 1, 1, 0, 0])
+    model = Uneven(3, 1)
+    model.kind = kind
+    expected = model(x, rows)
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 3}}}):
+        engine, *_ = paramp.initialize(model, adamw)
+        output, _, _ = engine.execute_schedule(iter([((x, rows), None)]), forward_only=True)
+    assert type(output) is type(expected)
+    joined, whole = (one["loss"] if kind == "dict" else one.loss for one in (output, expected))
+    assert joined[1] == whole[1] == 4
+    torch.testing.assert_close(joined[0], whole[0].detach())
+
+
 BAD = {
     "string": (
         "abc",
