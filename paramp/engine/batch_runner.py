@@ -162,8 +162,8 @@ class BatchRunner:
             tracer.failure = str(failure)
 
     def run_backward(self, loss: Loss) -> None:
-        """Run the backward of ``loss``, as the criterion returned it, in the accumulation window."""
-        losses = self._losses
+        """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
+        losses, loss = self._losses, self.criterion.counted(loss)
         losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
@@ -187,6 +187,7 @@ class BatchRunner:
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
+            self.criterion.find_count(output, batch)
             for tensor in tensors(output):
                 self._losses.watch(tensor)
             return output

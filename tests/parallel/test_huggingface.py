@@ -341,6 +341,26 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
         assert engine.evaluate(batch).item() == pytest.approx(model.eval()(**batch).loss.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("through_criterion", [False, True])
+@on_ranks(2)
+def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_criterion):
+    """The second data rank has fewer labels than the first."""
+    model = build("llama")
+    batch = padded(4)
+    batch["labels"][4:, 1:] = -100
+    batch["labels"][4, 1:3] = 5
+    expected = model(**batch).loss
+    expected.backward()
+    with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
+        engine, *_ = paramp.initialize(build("llama"), adamw)
+        output = engine({key: rank_slice(value, context.dp.rank, 2) for key, value in batch.items()})
+        loss = engine.backward(engine.criterion(output) if through_criterion else output.loss)
+        norm = engine.step().grad_norm
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), abs=1e-5)
+
+
 def test_units_are_in_the_order_of_their_calls():
     """Phi registers the dropout of its embeddings after its layers."""
     from paramp.parallel.huggingface.partition import PretrainedPartition
