@@ -341,6 +341,24 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
         assert engine.evaluate(batch).item() == pytest.approx(model.eval()(**batch).loss.item(), abs=1e-5)
 
 
+@on_ranks(2)
+def test_values_of_all_units_are_an_error_in_a_pipeline(world):
+    """The last stage would return its own, from which hidden_states[0] is not the embedding."""
+    model = build("llama")
+    batch = padded(4)
+    batch.pop("labels")
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
+        engine, *_ = paramp.initialize(build("llama"), adamw)
+        engine.eval()
+        for name in ("output_hidden_states", "output_attentions"):
+            with pytest.raises(
+                paramp.ConfigError, match=rf"inputs\['{name}'\]: got True, expected False in a pipeline"
+            ):
+                engine(**batch, **{name: True})
+        shown = engine(**batch, output_hidden_states=False).logits
+        torch.testing.assert_close(shown, model.eval()(**batch).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("through_criterion", [False, True])
 @on_ranks(2)
 def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_criterion):
