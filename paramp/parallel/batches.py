@@ -98,14 +98,14 @@ class Batch:
         Raises:
             ConfigError: there is no tensor to read it from.
         """
-        for tree, path in ((self.args, "inputs"), (self.target, "target")):
-            for _, leaf in leaves(tree, path):
-                if isinstance(leaf, torch.Tensor) and leaf.ndim:
-                    return leaf.shape[0]
-        sizes = [leaf.shape[0] for _, leaf in leaves(self.kwargs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        if not sizes:
+        return self._first()[1]
+
+    def _first(self) -> tuple[str, int]:
+        """The path of the tensor that has the number of samples in dim 0, and this number."""
+        kwargs, sizes = _sizes(self.kwargs, "inputs"), [*_sizes(self.args, "inputs"), *_sizes(self.target, "target")]
+        if not sizes and not kwargs:
             raise ConfigError("inputs: got no tensor with dims, expected at least one with the batch in dim 0")
-        return next((size for size in sizes if size != 1), 1)
+        return sizes[0] if sizes else next((one for one in kwargs if one[1] != 1), kwargs[0])
 
     def split(self, num_microbatches: int) -> list[Batch]:
         """The microbatches: equal parts along dim 0.
@@ -128,8 +128,8 @@ class Batch:
         Raises:
             ConfigError: a tensor does not have the batch's size in dim 0.
         """
-        size = self.size
-        return self._mapped(lambda path, leaf: _rows(path, leaf, size, rows))
+        first, size = self._first()
+        return self._mapped(lambda path, leaf: _rows(path, leaf, size, first, rows))
 
     def unwrapped(self) -> Batch:
         """The batch as one microbatch, of whatever sizes."""
@@ -150,8 +150,15 @@ class Batch:
         return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
 
 
-def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
-    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples."""
+def _sizes(tree: Any, path: str) -> list[tuple[str, int]]:
+    """The path of each tensor with dims in ``tree``, and its size in dim 0."""
+    return [
+        (inner, leaf.shape[0]) for inner, leaf in leaves(tree, path) if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
+
+
+def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) -> Any:
+    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples, which is that of the tensor ``first``."""
     if not isinstance(leaf, torch.Tensor):
         if hasattr(leaf, "__array__"):
             raise ConfigError(f"{path}: got {type(leaf).__name__}, expected a tensor; convert it with torch.as_tensor")
@@ -160,8 +167,8 @@ def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
         return leaf
     if leaf.shape[0] != size:
         raise ConfigError(
-            f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in the batch's first tensor, "
-            "or 1; mark a tensor that is not split into microbatches with paramp.whole(tensor)"
+            f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in {first}, or 1; mark a "
+            "tensor that is not split into microbatches with paramp.whole(tensor)"
         )
     return leaf[rows]
 

@@ -235,7 +235,8 @@ def test_a_sum_and_a_count_in_the_output_are_those_of_the_batch(kind):
     expected = model(x, rows)
     with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 3}}}):
         engine, *_ = paramp.initialize(model, adamw)
-        output, _, _ = engine.execute_schedule(iter([((x, rows), None)]), forward_only=True)
+        output, label, _ = engine.execute_schedule(iter([{"x": x, "rows": rows}]), forward_only=True)
+    assert label is None
     assert type(output) is type(expected)
     joined, whole = (one["loss"] if kind == "dict" else one.loss for one in (output, expected))
     assert joined[1] == whole[1] == 4
@@ -260,6 +261,11 @@ BAD = {
         r"inputs\['extras'\]\['roles'\]: got shape \(2, 8\)",
     ),
     "target": ((torch.zeros(4, LENGTH, dtype=torch.long),), [torch.zeros(5)], r"target\[0\]: got shape \(5,\)"),
+    "keywords and target": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long)},
+        [torch.zeros(2)],
+        r"inputs\['ids'\]: got shape \(4, 8\), expected 2 samples in dim 0, as in target\[0\], or 1",
+    ),
     "microbatches": (torch.zeros(3, LENGTH, dtype=torch.long), None, "got 3 samples .* multiple of the 2 microbatches"),
     "array": (
         {"ids": torch.zeros(4, LENGTH, dtype=torch.long), "mask": torch.ones(4, LENGTH).numpy()},
