@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 import paramp
 from paramp.optim import param_buffer
 from paramp.parallel.materialize import materialize, outline
-from paramp.parallel.tensor_styles import PackedColwise, PackedRowwise
+from paramp.parallel.tensor_styles import PackedRowwise
 from paramp.precision.policy import ALIASES, PRESETS
 
 WEIGHTS = {
@@ -194,7 +194,7 @@ class Tied(nn.Module):
 
 PLAN = {
     "table": "vocab",
-    "packed": PackedColwise(3),
+    "packed": "packed_colwise_3",
     "back": PackedRowwise(3),
     "head": "colwise_gather",
 }
