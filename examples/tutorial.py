@@ -50,6 +50,7 @@ with paramp.launch_from_torch(config) as context, paramp.StopRequest() as stop:
         checkpoints.save(engine, engine.num_steps, metric=loss)
         if context.is_main:
             print(f"epoch {epoch}: {engine.num_steps} steps, {engine.num_skipped} skipped, held-out loss {loss:.4f}")
+    metrics.close()
     engine.finish_saving()
     engine.load(checkpoints.best(), weights_only=True)
     weights = engine.state_dict()  # the whole model in fp32, on every rank
