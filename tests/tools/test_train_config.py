@@ -28,7 +28,7 @@ def test_only_settings_that_differ_from_the_default_are_logged():
         ((), "none"),
         (("--precision", "16-mixed", "--steps", "300"), "none"),
         (("--tp", "2", "--set", "model.num_layers=3"), "parallel.tensor.size = 2, model.num_layers = 3"),
-        (("--precision", "16-naive"), "precision.mode = 16-naive"),
+        (("--precision", "16-naive"), "precision = 16-naive"),
     ):
         first, facts, note = lines_of(announce, context_for(*arguments), corpus, 7)
         assert first == f"settings other than the default: {changed}"
