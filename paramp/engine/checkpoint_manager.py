@@ -6,7 +6,7 @@
     if newest := checkpoints.newest():  # of an earlier process
         engine.load(newest)
     with paramp.StopRequest() as stop:
-        for step in range(engine.num_steps + 1, last + 1):
+        for step in range(engine.num_steps + engine.num_skipped + 1, last + 1):
             ...
             engine.step()
             loss = engine.evaluate(test_loader).item() if step % 50 == 0 else None
