@@ -69,11 +69,15 @@ INTERRUPTED = """
 import os, signal, time
 import paramp
 with paramp.StopRequest() as stop:
+    goes_on, report = os.pipe()
     worker = os.fork()  # as a loader forks its workers
-    for process in (worker, os.getpid(), os.getpid()):  # one Ctrl-C: the launcher passes on what the terminal sent too
-        os.kill(process, signal.SIGINT)
+    for _ in range(2):  # one Ctrl-C: the launcher passes on what the terminal sent too
+        os.kill(os.getpid(), signal.SIGINT)
+    if not worker:
+        os.write(report, b"worker")
+    os.close(report)
     if worker:
-        print(stop.received, flush=True)
+        print(stop.received, os.read(goes_on, 9).decode(), flush=True)
         os.kill(worker, signal.SIGTERM)
         print(os.waitpid(worker, 0)[1], flush=True)
     time.sleep(1.1)
@@ -84,7 +88,7 @@ with paramp.StopRequest() as stop:
 
 def test_ctrl_c_once_more_ends_a_process_at_once():
     result = python("-c", INTERRUPTED)
-    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{signal.SIGINT:d}\n{signal.SIGTERM:d}\n")
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{signal.SIGINT:d} worker\n{signal.SIGTERM:d}\n")
     assert result.stderr.count("paramp: interrupted; this run saves after the current step") == 1
 
 
