@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from assistant import LENGTH, PLAN, Reply, assistant, dialogue
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays
 from torch import nn
@@ -53,7 +53,7 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
     optimizer = adamw(model.parameters())
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = engine_for(context)
-        for step in range(20):
+        for step in range(number(10, 20)):
             batch = dialogue(step)
             optimizer.zero_grad()
             loss = model(**batch).loss
@@ -297,21 +297,24 @@ def test_what_does_not_fit_is_an_error_on_every_rank(world):
             assert engine.step().stepped
 
 
+FOUND = {"bias": r"inputs\['bias'\] of the batch", "weight": r"inputs\['extras'\]\['weight'\] of the batch"}
+OVERFLOWS = [(name, layout) for name in FOUND for layout in ("dp4", "pp2", "pp2-tp2")]
+
+
+@family
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("bias", r"inputs\['bias'\] of the batch"), ("weight", r"inputs\['extras'\]\['weight'\] of the batch")],
+    ("name", "layout"), cases("overflow in an input", OVERFLOWS, {("bias", "dp4"), ("weight", "pp2-tp2")}, 1)
 )
 @on_ranks(4)
-def test_an_overflow_in_an_input_is_named(world, name, found):
-    for layout in ("dp4", "pp2", "pp2-tp2"):
-        with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
-            engine = engine_for(context)
-            batch = own(context, dialogue(0))
-            if name == "bias":
-                batch["bias"].tensor[2, 1] = float("nan")
-            else:
-                batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
-            engine.forward_backward(batch)
-            assert engine.step().overflow
-            report = str(engine.diagnose_overflow())
-            assert re.search(found, report), report
+def test_an_overflow_in_an_input_is_named(world, name, layout):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
+        engine = engine_for(context)
+        batch = own(context, dialogue(0))
+        if name == "bias":
+            batch["bias"].tensor[2, 1] = float("nan")
+        else:
+            batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
+        engine.forward_backward(batch)
+        assert engine.step().overflow
+        report = str(engine.diagnose_overflow())
+        assert re.search(FOUND[name], report), report

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
 from torch.distributed.tensor import DTensor
@@ -84,23 +84,28 @@ def plain_training(name, steps):
     return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
+FP32 = [
+    *((name, "pp2-tp2") for name in MODELS),
+    *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
+    ("llama", "pp2-dp2"),
+    ("llama-tied", "zbv-tp2"),
+    ("gpt2", "interleaved-dp2"),
+]
+STEPS = number(3, 5)
+IN_OTHER_CASES = {("llama", "pp2-tp2"), ("llama-tied", "pp2-tp2"), ("gpt2", "dp2-tp2"), ("llama", "pp4")}
+
+
+@family
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, "pp2-tp2") for name in MODELS),
-        *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
-        ("llama", "pp2-dp2"),
-        ("llama-tied", "zbv-tp2"),
-        ("gpt2", "interleaved-dp2"),
-    ],
+    ("name", "layout"), cases("hugging face in fp32", FP32, [case for case in FP32 if case not in IN_OTHER_CASES], 1)
 )
 @on_ranks(4)
 def test_fp32_follows_plain_torch(world, name, layout):
-    expected, weights = plain_training(name, 5)
+    expected, weights = plain_training(name, STEPS)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
         model = build(name)
         engine, *_ = paramp.initialize(model, adamw, loss_of)
-        for (x, y), loss in zip(batches(5), expected, strict=True):
+        for (x, y), loss in zip(batches(STEPS), expected, strict=True):
             x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
             assert engine.forward_backward(x, y).item() == pytest.approx(loss, abs=1e-5)
             assert engine.step().stepped
