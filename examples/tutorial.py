@@ -8,9 +8,6 @@ from torch.utils.data import DataLoader
 from tutorial_model import Transformer, counting
 
 import paramp
-from paramp.engine.checkpoint_manager import Checkpoints, find
-from paramp.engine.signals import StopRequest
-from paramp.observe.metrics import Metrics
 
 FOLDER = "runs/tutorial"
 tensor, pipeline = map(int, sys.argv[1:] or (2, 2))
@@ -24,17 +21,17 @@ def criterion(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-with paramp.launch_from_torch(config) as context, StopRequest() as stop:
+with paramp.launch_from_torch(config) as context, paramp.StopRequest() as stop:
     model = Transformer()
     matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=3e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loaders = DataLoader(counting(336, seed=0), batch_size=16, shuffle=True), DataLoader(counting(100, seed=1), 32)
     engine, training, held_out, warmup = paramp.initialize(model, optimizer, criterion, *loaders, warmup, plan=plan)
-    checkpoints = Checkpoints(FOLDER, keep_best="min")
-    if found := find("auto", FOLDER):
+    checkpoints = paramp.Checkpoints(FOLDER, keep_best="min")
+    if found := checkpoints.newest():
         engine.load(found)
-    metrics = Metrics(FOLDER, resumed_at=engine.num_steps if found else None, enabled=context.is_main)
+    metrics = paramp.Metrics(FOLDER, resumed_at=engine.num_steps if found else None, enabled=context.is_main)
     for epoch in range(training.epoch, 4):
         for x, y in training:
             engine.forward_backward(x, y, return_loss=False)
@@ -53,8 +50,10 @@ with paramp.launch_from_torch(config) as context, StopRequest() as stop:
         checkpoints.save(engine, engine.num_steps, metric=loss)
         if context.is_main:
             print(f"epoch {epoch}: {engine.num_steps} steps, {engine.num_skipped} skipped, held-out loss {loss:.4f}")
+    metrics.close()
     engine.finish_saving()
     engine.load(checkpoints.best(), weights_only=True)
     weights = engine.state_dict()  # the whole model in fp32, on every rank
     if context.is_main:
         torch.save(weights, f"{FOLDER}/model.pt")
+        print(f"all {engine.num_steps} steps are done; the weights of {checkpoints.best()} are in {FOLDER}/model.pt")

@@ -35,7 +35,7 @@ from paramp.observe.timeline import Timeline
 from paramp.tools import train_data
 from paramp.tools.exit_status import report_failure
 from paramp.tools.plot import check_matplotlib, plot_histogram
-from paramp.tools.train_config import NORMS, announce, announce_kept_settings, configure, model_config
+from paramp.tools.train_config import NORMS, announce, announce_resume, configure, model_config
 from paramp.tools.train_data import Batches, DataPosition, max_over_ranks, raise_on_all_ranks
 
 
@@ -76,9 +76,8 @@ def train(context: paramp.ParallelContext) -> int:
     open_reporter = functools.partial(Reporter, job.steps, job.log_dir, enabled=writes, tensorboard=job.tensorboard)
     with StopRequest() as stop, open_reporter(resumed_at=resumed_at) as reporter:
         announce(reporter, context, corpus, num_parameters)
-        if header is not None:
-            reporter.say(f"resumed from {found}, after step {position.step}")
-            announce_kept_settings(reporter, context, header)
+        if found is not None and header is not None:
+            announce_resume(reporter, context, found, header)
         run = Run(
             engine=engine,
             lr_scheduler=lr_scheduler,

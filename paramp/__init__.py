@@ -21,10 +21,13 @@ if TYPE_CHECKING:
         launch_from_slurm,
         launch_from_torch,
     )
+    from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
     from .engine.initialize import initialize
+    from .engine.signals import StopRequest
     from .engine.step_result import StepResult
     from .integrations.fabric import FabricPrecision
+    from .observe.metrics import Metrics
     from .optim.grad_norm import clip_grad_norm_
     from .optim.loss_scaler import DistributedGradScaler
     from .parallel.batches import whole
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "Config",
     "ConfigError",
     "DataError",
@@ -43,10 +47,12 @@ __all__ = [
     "FabricPrecision",
     "LaunchError",
     "LossScaling",
+    "Metrics",
     "ParallelContext",
     "Precision",
     "ReplicaDrift",
     "StepResult",
+    "StopRequest",
     "TrainingDiverged",
     "__version__",
     "algorithms",
@@ -71,10 +77,13 @@ _HOMES = {
     "config.schema": "Config",
     "distributed.context": "ParallelContext get_context",
     "distributed.launchers": "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch",
+    "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",
+    "engine.signals": "StopRequest",
     "engine.step_result": "StepResult",
     "integrations.fabric": "FabricPrecision",
+    "observe.metrics": "Metrics",
     "optim.grad_norm": "clip_grad_norm_",
     "optim.loss_scaler": "DistributedGradScaler",
     "parallel.batches": "whole",

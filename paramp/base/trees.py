@@ -21,7 +21,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
     parts = children(tree)
     if parts is None:
         return function(path, tree)
-    changed = {key: map_leaves(function, child, path + _step(tree, key)) for key, child in parts.items()}
+    changed = {key: map_leaves(function, child, path + step_to(tree, key)) for key, child in parts.items()}
     return tree if all(changed[key] is child for key, child in parts.items()) else rebuilt(tree, changed)
 
 
@@ -32,7 +32,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for key, child in parts.items():
-        yield from leaves(child, path + _step(tree, key))
+        yield from leaves(child, path + step_to(tree, key))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -60,7 +60,8 @@ def children(tree: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _step(tree: Any, key: Any) -> str:
+def step_to(tree: Any, key: Any) -> str:
+    """The part of a path that leads from ``tree`` to the child ``key`` of :func:`children`."""
     return f"[{key!r}]" if isinstance(tree, (tuple, list, Mapping)) else f".{key}"
 
 

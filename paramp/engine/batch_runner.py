@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -162,8 +162,8 @@ class BatchRunner:
             tracer.failure = str(failure)
 
     def run_backward(self, loss: Loss) -> None:
-        """Run the backward of ``loss``, as the criterion returned it, in the accumulation window."""
-        losses = self._losses
+        """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
+        losses, loss = self._losses, self.criterion.counted(loss)
         losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
@@ -187,6 +187,7 @@ class BatchRunner:
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
+            self.criterion.find_count(output, batch)
             for tensor in tensors(output):
                 self._losses.watch(tensor)
             return output
@@ -318,7 +319,7 @@ class BatchRunner:
 
 
 def next_batch(data_iter: Iterator[Any], failure: SharedFailure) -> tuple[Any, Any]:
-    """The next pair ``(data, label)`` of ``data_iter``. A collective of the world.
+    """The next pair ``(data, label)`` of ``data_iter``; a mapping has no label. A collective of the world.
 
     Raises:
         StopIteration: there is no further batch; on every rank.
@@ -339,8 +340,13 @@ def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
     if not hasattr(data_iter, "__next__"):
         raise ValueError(f"data_iter: got {type(data_iter).__name__}, expected an iterator, such as iter(loader)")
     batch = next(data_iter)
+    if isinstance(batch, Mapping):
+        return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"data_iter: yielded {type(batch).__name__}, expected a pair (data, label)")
+        raise ValueError(
+            f"data_iter: yielded {type(batch).__name__}, expected a pair (data, label), or a mapping of the model's "
+            "keyword inputs"
+        )
     return batch[0], batch[1]
 
 

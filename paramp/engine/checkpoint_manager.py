@@ -2,9 +2,11 @@
 
 ::
 
-    checkpoints = Checkpoints("runs/a", every=100, keep_best="min")
-    with StopRequest() as stop:
-        for step in range(first, last + 1):
+    checkpoints = paramp.Checkpoints("runs/a", every=100, keep_best="min")
+    if newest := checkpoints.newest():  # of an earlier process
+        engine.load(newest)
+    with paramp.StopRequest() as stop:
+        for step in range(engine.num_steps + engine.num_skipped + 1, last + 1):
             ...
             engine.step()
             loss = engine.evaluate(test_loader).item() if step % 50 == 0 else None
@@ -77,6 +79,17 @@ class Checkpoints:
         then = functools.partial(self._saved, step, self._best) if engine.context.is_main else None
         engine.save(path, wait=wait, then=then)
         return path
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, to resume from; None in a new folder, which it creates. A collective.
+
+        Rank 0 prints which checkpoints it skips, and why.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is complete; on every rank.
+            ConfigError: the folder cannot be written to; on every rank.
+        """
+        return find("auto", self.folder, print if dist.get_rank() == 0 else lambda _: None)
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric of those saved, also by an earlier process; None without one."""

@@ -118,7 +118,7 @@ class Engine:
 
     def execute_schedule(
         self,
-        data_iter: Iterator[tuple[Any, Any]],
+        data_iter: Iterator[Any],
         forward_only: bool = False,
         return_loss: bool = True,
         return_output_label: bool = True,
@@ -126,7 +126,7 @@ class Engine:
         """Run the next batch of ``data_iter`` in any layout, as in Colossal-AI; no step, no switch of modes.
 
         Args:
-            data_iter: yields pairs ``(data, label)`` of this data rank, such as ``iter(train_dataloader)``.
+            data_iter: yields this data rank's pairs ``(data, label)``, or mappings of inputs: ``iter(train_loader)``.
             forward_only: run no backward, which needs ``return_loss``.
             return_output_label: return output and label too.
 

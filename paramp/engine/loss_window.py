@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.replay import Window
 from ..optim.flat_gradients import FlatGradients
 from ..optim.loss_scaler import DistributedGradScaler
-from ..parallel.batches import Batch
+from ..parallel.batches import Batch, loss_in
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
 
@@ -42,6 +43,7 @@ class CheckedCriterion:
         self._criterion = criterion
         self._own_loss = own_loss
         self._compute = compute
+        self._found: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def is_given(self) -> bool:
@@ -52,13 +54,22 @@ class CheckedCriterion:
         """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
         if self._criterion is not None:
             return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
-        loss = self._own_loss(output, microbatch)
-        if loss is None:
-            raise ValueError(
-                "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
-                "or return a mapping or dataclass with a loss"
-            )
-        return _checked(loss)
+        return _found(self._own_loss(output, microbatch))
+
+    def find_count(self, output: Any, batch: Batch) -> None:
+        """Remember the count of the model's own loss in ``output``, for :meth:`counted`; not the loss."""
+        loss, self._found = loss_in(output), None
+        if self._criterion is None and isinstance(loss, torch.Tensor):
+            counted = self._own_loss(output, batch)
+            if isinstance(counted, tuple):
+                self._found = ref(loss), counted[1]
+
+    def counted(self, loss: Any) -> Any:
+        """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""
+        if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
+            return loss
+        count = self._found[1]
+        return loss * count.to(loss.device), count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
@@ -69,10 +80,20 @@ class CheckedCriterion:
             ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
         """
         if self._criterion is None:
-            return self.of(args[0] if args else None, Batch(target=args[1:]))
+            return _found(self.counted(loss_in(args[0] if args else None)))
         args, kwargs = map_tensors(lambda tensor: tensor.to(self._compute.device), (args, kwargs))
         with self._compute.sharded_loss():
             return _checked(self._criterion(*args, **kwargs))
+
+
+def _found(loss: Any) -> Loss:
+    """The model's own ``loss``, as :func:`_checked` returns it; a ValueError if it is None."""
+    if loss is None:
+        raise ValueError(
+            "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
+            "or return a mapping or dataclass with a loss"
+        )
+    return _checked(loss)
 
 
 def _checked(loss: Any) -> Loss:

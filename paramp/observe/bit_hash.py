@@ -25,8 +25,9 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of ``tensor`` as 1-dim int32, padded with zeros; a view if size and alignment allow."""
-    octets = tensor.detach().reshape(-1).view(torch.uint8)
+    """The bits of ``tensor`` as 1-dim int32, padded with zeros; a view if strides, size and alignment allow."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    octets = plain.reshape(-1).contiguous().view(torch.uint8)  # reshape alone leaves a column its stride
     # view(int32) needs whole words at a 4-byte offset; padding copies, which restores the alignment
     if octets.numel() % 4 or octets.storage_offset() % 4:
         octets = F.pad(octets, (0, -octets.numel() % 4))

@@ -1,6 +1,6 @@
 """A log of metrics, ``metrics.jsonl``: one JSON object a step, which ``paramp plot`` draws. For any loop::
 
-with Metrics("runs/a", enabled=context.is_main) as metrics:
+with paramp.Metrics("runs/a", enabled=context.is_main) as metrics:
     for step in range(1, steps + 1):
         ...
         result = engine.step()

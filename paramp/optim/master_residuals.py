@@ -20,25 +20,27 @@ import torch
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16), elementwise."""
+    wide = weight.float()
     if weight.dtype is torch.bfloat16:
-        upper = weight.view(torch.int16).to(torch.int32) << 16
-        return (upper + remainder).view(torch.float32)
-    return torch.addcmul(weight.float(), remainder.float(), _steps(weight), value=-1)
+        wide.view(torch.int32).add_(remainder)
+        return wide
+    return wide.addcmul_(remainder.float(), _steps(wide), value=-1)
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Round ``master`` (float32) to ``weight``, and store the difference in ``remainder``; both in place."""
     weight.copy_(master)
+    wide = weight.float()
     if weight.dtype is torch.bfloat16:
-        upper = weight.view(torch.int16).to(torch.int32) << 16
-        left = master.view(torch.int32) - upper
-        remainder.copy_(torch.where(weight.isfinite(), left, 0).clamp_(-(2**15), 2**15 - 1))
+        left = master.view(torch.int32) - wide.view(torch.int32)
+        remainder.copy_(left.masked_fill_(~wide.isfinite(), 0).clamp_(-(2**15), 2**15 - 1))
         return
-    left = (weight.float() - master).div_(_steps(weight)).round_()
+    steps = _steps(wide)
+    left = wide.sub_(master).div_(steps).round_()
     remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(1 - 2.0**15, 2.0**15 - 1))
 
 
-def _steps(weight: torch.Tensor) -> torch.Tensor:
-    """2**(e - 26), float32: the value of one step of the remainder of each fp16 ``weight``."""
-    exponent = (weight.view(torch.int16) >> 10).bitwise_and_(31).clamp_(min=1).to(torch.int32)
-    return exponent.add_(127 - 15 - 26).bitwise_left_shift_(23).view(torch.float32)
+def _steps(wide: torch.Tensor) -> torch.Tensor:
+    """2**(e - 26), float32: the value of one step of the remainder of each fp16 weight, given in float32."""
+    powers = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2**exponent; 0 of 0; inf of inf and NaN
+    return powers.clamp_(2.0**-14, 2.0**15).mul_(2.0**-26)

@@ -194,17 +194,11 @@ def follow(weight: torch.Tensor, master: torch.Tensor) -> None:
 
     In place, same shapes.
     """
-    rounded, bits = master.to(weight.dtype).view(torch.int16), weight.view(torch.int16)
+    changed = master.to(weight.dtype).view(torch.int16).bitwise_xor_(weight.view(torch.int16))
     # Mostly nothing has changed. On a CPU the check costs less than the write; on a GPU it would synchronise.
-    if weight.device.type == "cpu" and torch.equal(_in_words(rounded), _in_words(bits)):
+    if weight.device.type == "cpu" and not changed.flatten().view(torch.uint8).any():  # any() is fast for bytes only
         return
-    torch.where(rounded == bits, master, weight, out=master)
-
-
-def _in_words(bits: torch.Tensor) -> torch.Tensor:
-    """``bits`` (int16) viewed as int64 if they are 1-dim and aligned, so that fewer numbers are compared."""
-    divides = bits.ndim == 1 and bits.numel() % 4 == 0 and bits.storage_offset() % 4 == 0
-    return bits.view(torch.int64) if divides else bits
+    torch.where(changed == 0, master, weight, out=master)
 
 
 def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:

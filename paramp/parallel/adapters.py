@@ -6,7 +6,7 @@ A family's modules are imported in the methods, so that only the modules that a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from .batches import Batch
+from .batches import Batch, loss_in
 from .materialize import check_materializable, is_on_meta, reset_parameters
 from .partition import Partition, SequentialPartition, is_sequential
 
@@ -69,7 +69,7 @@ class ModelAdapter:
 
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         """A function that finds the loss in the model's output for a microbatch; it returns None if there is none."""
-        return loss_in
+        return lambda output, _: loss_in(output)
 
     def filler(self) -> Callable[[nn.Module], None]:
         """A function that fills the tensors of one module of the model, which are on ``meta``."""
@@ -86,11 +86,6 @@ class ModelAdapter:
             f"save_pretrained: got {type(self.model).__name__}, expected a Hugging Face model; use engine.save(), and "
             "paramp export for one file of weights"
         )
-
-
-def loss_in(output: Any, microbatch: Batch) -> Any:
-    """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 class SequentialAdapter(ModelAdapter):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.trees import leaves, map_leaves
+from ..base.trees import children, leaves, map_leaves, step_to
 from .stage_io import CONSTANTS
 
 
@@ -98,14 +98,14 @@ class Batch:
         Raises:
             ConfigError: there is no tensor to read it from.
         """
-        for tree, path in ((self.args, "inputs"), (self.target, "target")):
-            for _, leaf in leaves(tree, path):
-                if isinstance(leaf, torch.Tensor) and leaf.ndim:
-                    return leaf.shape[0]
-        sizes = [leaf.shape[0] for _, leaf in leaves(self.kwargs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        if not sizes:
+        return self._first()[1]
+
+    def _first(self) -> tuple[str, int]:
+        """The path of the tensor that has the number of samples in dim 0, and this number."""
+        kwargs, sizes = _sizes(self.kwargs, "inputs"), [*_sizes(self.args, "inputs"), *_sizes(self.target, "target")]
+        if not sizes and not kwargs:
             raise ConfigError("inputs: got no tensor with dims, expected at least one with the batch in dim 0")
-        return next((size for size in sizes if size != 1), 1)
+        return sizes[0] if sizes else next((one for one in kwargs if one[1] != 1), kwargs[0])
 
     def split(self, num_microbatches: int) -> list[Batch]:
         """The microbatches: equal parts along dim 0.
@@ -128,8 +128,8 @@ class Batch:
         Raises:
             ConfigError: a tensor does not have the batch's size in dim 0.
         """
-        size = self.size
-        return self._mapped(lambda path, leaf: _rows(path, leaf, size, rows))
+        first, size = self._first()
+        return self._mapped(lambda path, leaf: _rows(path, leaf, size, first, rows))
 
     def unwrapped(self) -> Batch:
         """The batch as one microbatch, of whatever sizes."""
@@ -150,8 +150,15 @@ class Batch:
         return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
 
 
-def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
-    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples."""
+def _sizes(tree: Any, path: str) -> list[tuple[str, int]]:
+    """The path of each tensor with dims in ``tree``, and its size in dim 0."""
+    return [
+        (inner, leaf.shape[0]) for inner, leaf in leaves(tree, path) if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
+
+
+def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) -> Any:
+    """What the samples ``rows`` get of a leaf of a batch of ``size`` samples, which is that of the tensor ``first``."""
     if not isinstance(leaf, torch.Tensor):
         if hasattr(leaf, "__array__"):
             raise ConfigError(f"{path}: got {type(leaf).__name__}, expected a tensor; convert it with torch.as_tensor")
@@ -160,8 +167,8 @@ def _rows(path: str, leaf: Any, size: int, rows: slice | list[int]) -> Any:
         return leaf
     if leaf.shape[0] != size:
         raise ConfigError(
-            f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in the batch's first tensor, "
-            "or 1; mark a tensor that is not split into microbatches with paramp.whole(tensor)"
+            f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in {first}, or 1; mark a "
+            "tensor that is not split into microbatches with paramp.whole(tensor)"
         )
     return leaf[rows]
 
@@ -177,14 +184,17 @@ def _kind(leaf: Any) -> Any:
 def join(parts: list[Any]) -> Any:
     """The outputs (or targets) of the microbatches as those of the batch.
 
-    Tensors are concatenated along dim 0; of those without dims, such as losses, floating-point ones are averaged.
-    Other values are the first part's.
+    Tensors are concatenated along dim 0; of those without dims, such as losses, floating-point ones are averaged. A
+    loss of an output that is ``(sum, count)`` is summed. Other values are the first part's.
     """
     if len(parts) == 1:
         return parts[0]
     values = [dict(leaves(part)) for part in parts]
+    summed = _sum_and_count(parts[0])
 
     def joined(path: str, first: Any) -> Any:
+        if path in summed:
+            return sum(value[path] for value in values)
         if not isinstance(first, torch.Tensor):
             return first
         several = [value[path] for value in values]
@@ -193,3 +203,17 @@ def join(parts: list[Any]) -> Any:
         return torch.stack(several).mean() if first.is_floating_point() else first
 
     return map_leaves(joined, parts[0])
+
+
+def loss_in(output: Any) -> Any:
+    """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _sum_and_count(output: Any) -> set[str]:
+    """The paths of the sum and the count that are the loss in ``output``; none if it has no such loss."""
+    loss = loss_in(output)
+    if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+        return set()
+    keys = [key for key, child in (children(output) or {}).items() if child is loss]
+    return {path for key in keys for path, _ in leaves(loss, step_to(output, key))}

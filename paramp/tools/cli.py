@@ -112,7 +112,7 @@ def _add_verify_arguments(command: Parser) -> None:
     group = command.add_argument_group("model and data")
     for flag, explained in (
         ("--plan", "plan of tensor parallelism (default: the model's own)"),
-        ("--batches", "step -> (inputs, targets) (default: random tokens)"),
+        ("--batches", "step -> (inputs, target), or a mapping of keyword inputs (default: random tokens)"),
         ("--criterion", "loss (default: the model's .loss, else cross-entropy)"),
     ):
         group.add_argument(flag, metavar="MODULE:NAME", help=explained)

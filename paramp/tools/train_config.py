@@ -130,13 +130,14 @@ def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_p
         path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
 
 
-def announce_kept_settings(reporter: Reporter, context: ParallelContext, header: Header) -> None:
-    """Log the settings that the checkpoint overrides, and whether no step is left."""
-    job = context.config.train
+def announce_resume(reporter: Reporter, context: ParallelContext, found: Path, header: Header) -> None:
+    """Log the checkpoint ``found`` that the run resumes from, the settings it overrides, and whether it is finished."""
+    job, step = context.config.train, header.values.get("tracked", {}).get("position", {}).get("step", 0)
+    reporter.say(f"resumed from {found}, after step {step}")
     for name in ("lr", "weight_decay"):
         asked = getattr(job, name)
         before = header.values.get("config", {}).get(f"train.{name}", asked)
         if before != asked:
             reporter.say(f"train.{name} = {before} from the checkpoint's optimizer is kept; {asked} is not used")
-    if header.values.get("tracked", {}).get("position", {}).get("step", 0) >= job.steps:
-        reporter.say(f"the checkpoint is already at step {job.steps} or later: no step is left")
+    if step >= job.steps:
+        reporter.say(f"all {job.steps} steps are done, and {found} has them; for more, raise --steps")

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from families import cases, family
 from matrix import from_small_scale
 from pool import run_on_ranks
 from reference import ROUNDING, UNITS_LOSS, batches, rank_slice, small_gpt
@@ -98,6 +99,12 @@ def run_resumed(world, layout, precision, path, optimizer="AdamW", dropout=0.0, 
         )
 
 
+def run_both(world, layout, path, wait=True, **options):
+    """One body, as torch's decisions about sharding are kept until its end."""
+    options |= {"layout": layout, "path": path}
+    return run_and_save(world, wait=wait, **options), run_resumed(world, **options)
+
+
 def on(layout, body, **kwargs):
     return run_on_ranks(LAYOUTS[layout][0], __name__, body, {"layout": layout} | kwargs)[0]
 
@@ -115,12 +122,17 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "options"), SAME)
+REPEATED = [SAME[1], SAME[5], SAME[6]]
+"""Whose layout and whose options other cases have, too; ``saved`` has a run like the first of them."""
+
+
+@family
+@pytest.mark.parametrize(
+    ("layout", "options"), cases("resumed", SAME, [case for case in SAME if case not in REPEATED], 1)
+)
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
     path = str(tmp_path / "saved")
-    went_on = on(layout, "run_and_save", path=path, **options)
-    options = {key: value for key, value in options.items() if key != "wait"}
-    resumed = on(layout, "run_resumed", path=path, **options)
+    went_on, resumed = on(layout, "run_both", path=path, **options)
     assert resumed[0] == went_on[0]
     assert all(torch.equal(value, resumed[1][name]) for name, value in went_on[1].items())
     assert resumed[2:4] == went_on[2:4]
@@ -137,7 +149,10 @@ def saved(tmp_path_factory):
     return path, on("pp2·tp2", "run_and_save", precision="16-naive", path=path)
 
 
-@pytest.mark.parametrize("layout", TARGETS)
+@family
+@pytest.mark.parametrize(
+    "layout", cases("resharded", TARGETS, {"1", "pp4", "dp2·tp2", "dp4 + zero1", "pp2·tp2, two stages a rank"}, 1)
+)
 def test_any_layout_goes_on_from_what_another_saved(saved, layout):
     path, went_on = saved
     resumed = on(layout, "run_resumed", precision="16-naive", path=path)
@@ -152,8 +167,7 @@ def test_a_tied_weight_is_written_by_one_of_its_stages(tmp_path):
     """Under ZeRO the stages partition their copies at different places."""
     path = str(tmp_path / "saved")
     options = {"precision": "16-naive", "path": path, "vocab_size": 1200}
-    went_on = on("pp2·dp2 + zero1", "run_and_save", **options)
-    resumed = on("pp2·dp2 + zero1", "run_resumed", **options)
+    went_on, resumed = on("pp2·dp2 + zero1", "run_both", **options)
     assert resumed[0] == went_on[0]
     resharded = on("tp4", "run_resumed", **options)
     assert [loss for loss, *_ in resharded[0]] == pytest.approx([loss for loss, *_ in went_on[0]], rel=0.01)

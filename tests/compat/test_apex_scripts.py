@@ -92,6 +92,10 @@ def test_the_examples_on_distributed_training_and_imagenet(world, level, make):
     criterion = nn.CrossEntropyLoss()
     for step in range(STEPS):
         if step == STEPS // 2:
+            masters = torch.cat([master.detach().flatten() for master in amp.master_params(optimizer)])
+            everywhere = [torch.empty_like(masters) for _ in range(world.size)]
+            dist.all_gather(everywhere, masters)
+            assert torch.equal(*everywhere)
             saved = io.BytesIO()
             torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
             saved.seek(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import COLD, python, torchrun
+from commands import PYTHON, python, torchrun
 from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 from torch import nn
@@ -380,7 +380,8 @@ if {fails}:
 def test_a_script_without_a_with_closes_quietly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(fails=False))
-    result = torchrun(2, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."), **COLD)
+    cold = ("--no-python", "env", "PARAMP_TEST_COLD=1", PYTHON)  # the ranks, whose ends are tested
+    result = torchrun(2, *cold, str(script), PYTHONPATH=str(paramp.__path__[0] + "/.."))
     assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2), result.stderr
     assert "Traceback" not in result.stderr
     assert "Warning" not in result.stderr

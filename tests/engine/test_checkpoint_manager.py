@@ -18,8 +18,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.checkpoint.open_checkpoint import problems
 from paramp.distributed.rendezvous import free_port
-from paramp.engine.checkpoint_manager import Checkpoints, accumulation_for
-from paramp.engine.signals import StopRequest
+from paramp.engine.checkpoint_manager import accumulation_for
 
 SCRIPT = [*TINY, "--precision", "32-true"]
 
@@ -57,7 +56,7 @@ def test_a_batch_that_does_not_divide_is_refused(batch, ranks):
 @on_ranks(2)
 def test_every_rank_learns_that_one_was_asked_to_stop(world):
     before = signal.getsignal(signal.SIGTERM)
-    with paramp.launch_from_torch({}) as context, StopRequest() as stop:
+    with paramp.launch_from_torch({}) as context, paramp.StopRequest() as stop:
         assert not stop.agreed(context)
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -68,13 +67,17 @@ def test_every_rank_learns_that_one_was_asked_to_stop(world):
 
 INTERRUPTED = """
 import os, signal, time
-from paramp.engine.signals import StopRequest
-with StopRequest() as stop:
+import paramp
+with paramp.StopRequest() as stop:
+    goes_on, report = os.pipe()
     worker = os.fork()  # as a loader forks its workers
-    for process in (worker, os.getpid(), os.getpid()):  # one Ctrl-C: the launcher passes on what the terminal sent too
-        os.kill(process, signal.SIGINT)
+    for _ in range(2):  # one Ctrl-C: the launcher passes on what the terminal sent too
+        os.kill(os.getpid(), signal.SIGINT)
+    if not worker:
+        os.write(report, b"worker")
+    os.close(report)
     if worker:
-        print(stop.received, flush=True)
+        print(stop.received, os.read(goes_on, 9).decode(), flush=True)
         os.kill(worker, signal.SIGTERM)
         print(os.waitpid(worker, 0)[1], flush=True)
     time.sleep(1.1)
@@ -85,7 +88,7 @@ with StopRequest() as stop:
 
 def test_ctrl_c_once_more_ends_a_process_at_once():
     result = python("-c", INTERRUPTED)
-    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{signal.SIGINT:d}\n{signal.SIGTERM:d}\n")
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, f"{signal.SIGINT:d} worker\n{signal.SIGTERM:d}\n")
     assert result.stderr.count("paramp: interrupted; this run saves after the current step") == 1
 
 
@@ -124,7 +127,8 @@ def test_the_best_checkpoint_is_kept(world, tmp_path):
             ("min", {7: 1.5, 8: 0.5, 9: 0.9, 10: 0.7}, 8),
             ("max", {11: 0.4, 12: 0.8, 13: None, 14: 0.8}, 12),
         ):
-            checkpoints = Checkpoints(folder, every=3, keep_last=2, keep_best=keep_best)
+            checkpoints = paramp.Checkpoints(folder, every=3, keep_last=2, keep_best=keep_best)
+            assert checkpoints.newest() == (folder / f"step-{min(metrics) - 1:08d}" if min(metrics) > 1 else None)
             for step, metric in metrics.items():
                 engine.forward_backward(x, x)
                 engine.step()
@@ -133,9 +137,9 @@ def test_the_best_checkpoint_is_kept(world, tmp_path):
             engine.finish_saving()
             last = max(metrics)
             assert names() == ["best.json", *(f"step-{step:08d}" for step in sorted({best, last - 1, last}))]
-            assert Checkpoints(folder).best() == folder / f"step-{best:08d}"
+            assert paramp.Checkpoints(folder).best() == folder / f"step-{best:08d}"
         with pytest.raises(ConfigError, match=r"keep_best: got 'lowest', expected \"min\", \"max\" or None"):
-            Checkpoints(folder, keep_best="lowest")
+            paramp.Checkpoints(folder, keep_best="lowest")
 
 
 @on_ranks(2)

@@ -112,7 +112,8 @@ def test_a_tensor_of_a_file_is_a_view_and_a_missing_one_is_initialised(tmp_path)
     build("Llama").model.save_pretrained(tmp_path)  # without the head
     files = PretrainedFiles(on_meta("Llama", tmp_path))
     assert "lm_head.weight" not in files
-    weight = files("model.layers.0.mlp.up_proj.weight")
+    weight, again = (files("model.layers.0.mlp.up_proj.weight") for _ in range(2))
+    assert weight.data_ptr() == again.data_ptr()
     assert torch.equal(weight, build("Llama").model.layers[0].mlp.up_proj.weight)
     with paramp.launch_from_torch():
         engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)

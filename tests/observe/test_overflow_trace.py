@@ -140,6 +140,7 @@ def test_planted_overflows_are_named_in_one_process():
 
 
 ON_FOUR = {"pp2-tp2": 1, "interleaved-tp2": 0, "dp2-tp2-sp": 1}
+ON_TWO = {"zbv": 0, "dp2-zero": 1}
 """And at which place ``make test``, which tries every second one, begins."""
 
 
@@ -154,10 +155,15 @@ def test_planted_overflows_are_named_on_four_ranks(world, layout, chosen):
     find_planted(layout, chosen)
 
 
-@pytest.mark.parametrize("layout", ["zbv", "dp2-zero"])
+@family
+@pytest.mark.parametrize(
+    ("layout", "chosen"),
+    [(layout, offset(f"planted {layout}", first, 2)) for layout, first in ON_TWO.items()],
+    ids=ON_TWO,
+)
 @on_ranks(2, cuda=True)
-def test_planted_overflows_are_named_on_two_ranks(world, layout):
-    find_planted(layout)
+def test_planted_overflows_are_named_on_two_ranks(world, layout, chosen):
+    find_planted(layout, chosen)
 
 
 # ------------------------------------------------------------------------------------------------- kinds and messages

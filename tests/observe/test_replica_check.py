@@ -84,9 +84,12 @@ def test_a_hash_equals_the_formula_of_its_docstring(monkeypatch):
         _multipliers.cache_clear()
 
 
-def test_transposed_and_empty_tensors_are_hashed():
-    matrix = torch.randn(3, 5)
-    assert hash_bits(matrix.T) == hash_bits(matrix.T.contiguous())
+def test_tensors_of_any_strides_are_hashed():
+    matrix = torch.randn(3, 6)
+    column = matrix[:, -1]  # such as the labels in a table
+    complex_numbers = torch.view_as_complex(matrix.view(3, 3, 2)).conj()
+    for view in (matrix.T, column, matrix[:, ::2], column[:1].expand(4), complex_numbers):
+        assert hash_bits(view) == hash_bits(view.resolve_conj().clone(memory_format=torch.contiguous_format))
     assert hash_bits(matrix[:0]) == 0
 
 

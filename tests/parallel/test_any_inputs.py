@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from assistant import LENGTH, PLAN, Reply, assistant, dialogue
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays
 from torch import nn
@@ -53,7 +53,7 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
     optimizer = adamw(model.parameters())
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = engine_for(context)
-        for step in range(20):
+        for step in range(number(10, 20)):
             batch = dialogue(step)
             optimizer.zero_grad()
             loss = model(**batch).loss
@@ -215,6 +215,35 @@ def test_what_is_none_inside_an_input_chooses_the_code(world):
             assert shown.more[1] == "name"
 
 
+class Weighted(NamedTuple):
+    name: str
+    loss: tuple
+
+
+class Uneven(nn.Linear):
+    """Its loss is a sum and a count, which differ between the microbatches."""
+
+    def forward(self, x, rows):
+        error = (super().forward(x).squeeze(1) * rows).square()
+        return {"dict": dict, "tuple": Weighted}[self.kind](name="y", loss=(error.sum(), rows.sum()))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_a_sum_and_a_count_in_the_output_are_those_of_the_batch(kind):
+    x, rows = torch.randn(6, 3), torch.tensor([1, 1, 1, 1, 0, 0])
+    model = Uneven(3, 1)
+    model.kind = kind
+    expected = model(x, rows)
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 3}}}):
+        engine, *_ = paramp.initialize(model, adamw)
+        output, label, _ = engine.execute_schedule(iter([{"x": x, "rows": rows}]), forward_only=True)
+    assert label is None
+    assert type(output) is type(expected)
+    joined, whole = (one["loss"] if kind == "dict" else one.loss for one in (output, expected))
+    assert joined[1] == whole[1] == 4
+    torch.testing.assert_close(joined[0], whole[0].detach())
+
+
 BAD = {
     "string": (
         "abc",
@@ -233,6 +262,11 @@ BAD = {
         r"inputs\['extras'\]\['roles'\]: got shape \(2, 8\)",
     ),
     "target": ((torch.zeros(4, LENGTH, dtype=torch.long),), [torch.zeros(5)], r"target\[0\]: got shape \(5,\)"),
+    "keywords and target": (
+        {"ids": torch.zeros(4, LENGTH, dtype=torch.long)},
+        [torch.zeros(2)],
+        r"inputs\['ids'\]: got shape \(4, 8\), expected 2 samples in dim 0, as in target\[0\], or 1",
+    ),
     "microbatches": (torch.zeros(3, LENGTH, dtype=torch.long), None, "got 3 samples .* multiple of the 2 microbatches"),
     "array": (
         {"ids": torch.zeros(4, LENGTH, dtype=torch.long), "mask": torch.ones(4, LENGTH).numpy()},
@@ -264,21 +298,24 @@ def test_what_does_not_fit_is_an_error_on_every_rank(world):
             assert engine.step().stepped
 
 
+FOUND = {"bias": r"inputs\['bias'\] of the batch", "weight": r"inputs\['extras'\]\['weight'\] of the batch"}
+OVERFLOWS = [(name, layout) for name in FOUND for layout in ("dp4", "pp2", "pp2-tp2")]
+
+
+@family
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("bias", r"inputs\['bias'\] of the batch"), ("weight", r"inputs\['extras'\]\['weight'\] of the batch")],
+    ("name", "layout"), cases("overflow in an input", OVERFLOWS, {("bias", "dp4"), ("weight", "pp2-tp2")}, 1)
 )
 @on_ranks(4)
-def test_an_overflow_in_an_input_is_named(world, name, found):
-    for layout in ("dp4", "pp2", "pp2-tp2"):
-        with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
-            engine = engine_for(context)
-            batch = own(context, dialogue(0))
-            if name == "bias":
-                batch["bias"].tensor[2, 1] = float("nan")
-            else:
-                batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
-            engine.forward_backward(batch)
-            assert engine.step().overflow
-            report = str(engine.diagnose_overflow())
-            assert re.search(found, report), report
+def test_an_overflow_in_an_input_is_named(world, name, layout):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
+        engine = engine_for(context)
+        batch = own(context, dialogue(0))
+        if name == "bias":
+            batch["bias"].tensor[2, 1] = float("nan")
+        else:
+            batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
+        engine.forward_backward(batch)
+        assert engine.step().overflow
+        report = str(engine.diagnose_overflow())
+        assert re.search(FOUND[name], report), report

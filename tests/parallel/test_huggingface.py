@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
 from torch.distributed.tensor import DTensor
@@ -84,23 +84,28 @@ def plain_training(name, steps):
     return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
+FP32 = [
+    *((name, "pp2-tp2") for name in MODELS),
+    *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
+    ("llama", "pp2-dp2"),
+    ("llama-tied", "zbv-tp2"),
+    ("gpt2", "interleaved-dp2"),
+]
+STEPS = number(3, 5)
+IN_OTHER_CASES = {("llama", "pp2-tp2"), ("llama-tied", "pp2-tp2"), ("gpt2", "dp2-tp2"), ("llama", "pp4")}
+
+
+@family
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, "pp2-tp2") for name in MODELS),
-        *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4")),
-        ("llama", "pp2-dp2"),
-        ("llama-tied", "zbv-tp2"),
-        ("gpt2", "interleaved-dp2"),
-    ],
+    ("name", "layout"), cases("hugging face in fp32", FP32, [case for case in FP32 if case not in IN_OTHER_CASES], 1)
 )
 @on_ranks(4)
 def test_fp32_follows_plain_torch(world, name, layout):
-    expected, weights = plain_training(name, 5)
+    expected, weights = plain_training(name, STEPS)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
         model = build(name)
         engine, *_ = paramp.initialize(model, adamw, loss_of)
-        for (x, y), loss in zip(batches(5), expected, strict=True):
+        for (x, y), loss in zip(batches(STEPS), expected, strict=True):
             x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
             assert engine.forward_backward(x, y).item() == pytest.approx(loss, abs=1e-5)
             assert engine.step().stepped
@@ -339,6 +344,44 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
             torch.testing.assert_close(value, model.state_dict()[key], atol=2e-5, rtol=0)
         batch = padded(9)
         assert engine.evaluate(batch).item() == pytest.approx(model.eval()(**batch).loss.item(), abs=1e-5)
+
+
+@on_ranks(2)
+def test_values_of_all_units_are_an_error_in_a_pipeline(world):
+    """The last stage would return its own, from which hidden_states[0] is not the embedding."""
+    model = build("llama")
+    batch = padded(4)
+    batch.pop("labels")
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
+        engine, *_ = paramp.initialize(build("llama"), adamw)
+        engine.eval()
+        for name in ("output_hidden_states", "output_attentions"):
+            with pytest.raises(
+                paramp.ConfigError, match=rf"inputs\['{name}'\]: got True, expected False in a pipeline"
+            ):
+                engine(**batch, **{name: True})
+        shown = engine(**batch, output_hidden_states=False).logits
+        torch.testing.assert_close(shown, model.eval()(**batch).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("through_criterion", [False, True])
+@on_ranks(2)
+def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_criterion):
+    """The second data rank has fewer labels than the first."""
+    model = build("llama")
+    batch = padded(4)
+    batch["labels"][4:, 1:] = -100
+    batch["labels"][4, 1:3] = 5
+    expected = model(**batch).loss
+    expected.backward()
+    with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
+        engine, *_ = paramp.initialize(build("llama"), adamw)
+        output = engine({key: rank_slice(value, context.dp.rank, 2) for key, value in batch.items()})
+        loss = engine.backward(engine.criterion(output) if through_criterion else output.loss)
+        norm = engine.step().grad_norm
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), abs=1e-5)
 
 
 def test_units_are_in_the_order_of_their_calls():

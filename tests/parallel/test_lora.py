@@ -126,6 +126,7 @@ def train_half(parallel):
     """Losses, and how far the adapters have gone; the rest stays where it was."""
     build_model = functools.partial(adapted, "llama", modules_to_save=None)
     losses, ways = train_mode(build_model, loss_of, 5, "16-mixed", parallel)
+    assert {key for key, way in ways.items() if way.any()} == {key for key in ways if "lora" in key}
     return losses, {key: way for key, way in ways.items() if "lora" in key}
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 import paramp
 from paramp.optim import param_buffer
 from paramp.parallel.materialize import materialize, outline
-from paramp.parallel.tensor.linear import PackedColwise, PackedRowwise
+from paramp.parallel.tensor.linear import PackedRowwise
 from paramp.precision.policy import ALIASES, PRESETS
 
 WEIGHTS = {
@@ -194,7 +194,7 @@ class Tied(nn.Module):
 
 PLAN = {
     "table": "vocab",
-    "packed": PackedColwise(3),
+    "packed": "packed_colwise_3",
     "back": PackedRowwise(3),
     "head": "colwise_gather",
 }
@@ -210,7 +210,8 @@ def test_packed_and_tied_weights_start_as_unsharded_ones_do(world):
         module = engine.module
         assert module.head.weight is module.table.weight
         assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
-        assert module.packed.weight.to_local().numel() == 24 * 8 // 2
+        assert module.packed.weight.shape == (3, 8, 8)
+        assert module.packed.weight.to_local().shape == (3, 4, 8)
         actual = engine.full_state_dict()
     expected = reference.state_dict()
     assert actual.keys() == expected.keys()

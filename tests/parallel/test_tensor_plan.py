@@ -8,7 +8,6 @@ from reference import batches, small_gpt
 from torch import nn
 
 import paramp
-from paramp.parallel.tensor.linear import PackedColwise
 
 
 class Halves(nn.Module):
@@ -24,7 +23,7 @@ def chain():
     return nn.Sequential(*layers).double()
 
 
-CHAIN_PLAN = {"0": PackedColwise(2), "2": "rowwise", "4": "colwise", "5": "rowwise"}
+CHAIN_PLAN = {"0": "packed_colwise_2", "2": "rowwise", "4": "colwise", "5": "rowwise"}
 
 
 def add_to(model, linear=False):
@@ -172,7 +171,7 @@ def test_hooks_whose_meaning_would_be_lost_are_an_error_on_every_rank(world):
         with pytest.raises(paramp.ConfigError, match=r"'0\.weight' has a hook that runs after the accumulation"):
             start(model, CHAIN_PLAN)
         with pytest.raises(paramp.ConfigError, match="'3' is a LayerNorm, expected a Linear or a Conv1D"):
-            start(chain(), {"3": PackedColwise(2)})
+            start(chain(), {"3": "packed_colwise_2"})
     for schedule, split in (("1f1b", ["1"]), ("zbv", ["1", "2", "3"])):
         with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule, "split": split}}}):
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))

@@ -21,6 +21,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import logging
 import marshal
 import os
 import pkgutil
@@ -33,6 +34,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,6 +56,13 @@ PRELOADED = (
     *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "rich.live", "tomllib"),
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
 )
+OPTIONAL = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "peft",
+    "torchao.float8",
+)
+"""Those that several tests import on each of their ranks."""
 
 CLIENT = """#!{python} -IS
 import marshal, os, signal, socket, sys
@@ -328,10 +337,17 @@ def end_with(function: Callable[..., object], *arguments: object) -> None:
 
 
 def preload() -> None:
-    """Import :data:`PRELOADED` and this tree's package."""
+    """Import :data:`PRELOADED`, what there is of :data:`OPTIONAL`, and this tree's package."""
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)
+    logging.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in OPTIONAL:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     for module in pkgutil.walk_packages(importlib.import_module("paramp").__path__, "paramp."):
         if not module.name.endswith(".__main__"):
             importlib.import_module(module.name)

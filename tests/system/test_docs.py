@@ -23,8 +23,11 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train.eval_sequences=8"]
 """What makes a training command short; a later flag wins over an earlier one."""
 
-SHORT_LOOPS = {"range(training.epoch, 4)": "range(training.epoch, 1)"}
-"""What makes a page's Python short; the tutorial's last script runs whole as an example."""
+SHORT_LOOPS = {
+    "range(training.epoch, 4)": "range(training.epoch, 1)",
+    "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
+}
+"""What makes a page's Python short."""
 
 RUN_BY = {
     "torchrun launch/train.py --tp 2 --pp 2": (
@@ -210,6 +213,23 @@ def test_the_tutorial_has_the_code_of_its_examples():
         example = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
         assert f"```python\n{example.partition(chr(34) * 3 + chr(10) * 2)[2]}```" in page
     assert len(example.splitlines()) <= 60
+
+
+def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, monkeypatch):
+    """After one epoch of 21 batches, of which two make a step and the last one another."""
+    source = next(block for block in blocks("docs/tutorial.md", "python") if "FOLDER =" in block)
+    for long, short in SHORT_LOOPS.items():
+        source = source.replace(long, short)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tutorial.py", "1", "1"])
+    for is_first in (True, False):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(source, "docs/tutorial.md", "exec"), {})
+        *before, last = out.getvalue().splitlines()
+        assert len(before) == is_first
+        assert last == (
+            "all 11 steps are done; the weights of runs/tutorial/step-00000011 are in runs/tutorial/model.pt"
+        )
 
 
 def test_the_readme_has_the_table_of_modes():

@@ -28,33 +28,23 @@ with paramp.launch_from_torch({"precision": "32-true"}):
 """
 
 
-def loaded(source):
-    """The modules that are loaded after ``source`` has run in a process of its own."""
-    result = python(
-        "-c", f"{source}\nimport json, sys; print(json.dumps(list(sys.modules)))", PYTHONPATH=str(ROOT), **COLD
-    )
+def loaded(*sources):
+    """The modules that are loaded after each of ``sources``, which run in turn in a process of their own."""
+    show = "import json, sys; print(json.dumps(list(sys.modules)))"
+    result = python("-c", "\n".join(f"{source}\n{show}" for source in sources), PYTHONPATH=str(ROOT), **COLD)
     assert result.returncode == 0, result.stderr
-    return set(json.loads(result.stdout.splitlines()[-1]))
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return loaded(PLAIN)
+    return [set(json.loads(line)) for line in result.stdout.splitlines() if line.startswith("[")]
 
 
 def test_importing_paramp_loads_neither_layouts_nor_compilers_nor_its_own_parts():
-    modules = loaded("import paramp")
-    assert not modules.intersection(HEAVY)
-    assert {name for name in modules if name.startswith("paramp.")} == set()
+    imported, used = loaded("import paramp", "[getattr(paramp, name) for name in paramp.__all__]")
+    assert not imported.intersection(HEAVY)
+    assert {name for name in imported if name.startswith("paramp.")} == set()
+    assert not used.intersection(HEAVY)  # public names load on use
 
 
-def test_public_names_load_on_use():
-    modules = loaded("import paramp; [getattr(paramp, name) for name in paramp.__all__]")
-    assert not modules.intersection(HEAVY)
-
-
-def test_a_step_without_a_layout_loads_what_a_plain_loop_does(plain):
-    modules = loaded(PARAMP)
+def test_a_step_without_a_layout_loads_what_a_plain_loop_does():
+    plain, modules = loaded(PLAIN, PARAMP)
     assert not modules.intersection(set(HEAVY) - plain)
 
 

@@ -45,12 +45,12 @@ CASES = [*((layout, "mixed") for layout in LAYOUTS), ("pp2-tp2", "naive")]
 @family
 @pytest.mark.parametrize(
     ("layout", "mode", "chosen"),
-    [(*case, offset("overflow", number, 4)) for number, case in enumerate(CASES)],
+    [(*case, offset("overflow", number, 7)) for number, case in enumerate(CASES)],
     ids=map("-".join, CASES),
 )
 @on_ranks(4, cuda=True)
 def test_one_bad_gradient_makes_all_ranks_skip_that_step_and_no_other(world, layout, mode, chosen):
-    """In every parameter of every rank; ``make test`` takes every fourth, another in each case."""
+    """In every parameter of every rank; ``make test`` takes every seventh, another in each case."""
     config = {"parallel": LAYOUTS[layout], "fp16": MODES[mode], "clip_grad_norm": 1.0}
     with paramp.launch_from_torch(config, device=world.device) as context:
         # two blocks so that each stage has one; elsewhere one has every kind of parameter
@@ -119,10 +119,10 @@ def test_a_real_overflow_in_the_backward_finds_a_scale_that_works(world):
     config = {"parallel": LAYOUTS["pp2-tp2"], "fp16": {"mode": AMP_TYPE.NAIVE}}
     with paramp.launch_from_torch(config, device=world.device):
         model = small_gpt(num_layers=2)
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), model.loss)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), model.loss)
         x, y = next(batches(1))
         first = None
-        for _ in range(40):
+        for _ in range(26):
             loss = engine.forward_backward(x, y).item()
             result = engine.step()
             engine.zero_grad()

@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from commands import COLD, ROOT, environment, python, torchrun
+from commands import ROOT, environment, python, torchrun
 
 import paramp
 from paramp.data.sampling import sample_offsets
@@ -46,7 +46,7 @@ def test_a_setting_that_is_not_a_toml_value_is_a_string(text):
 def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_path, single):
     """``torchrun launch/train.py --tp 2 --pp 2``, exactly so, and with metrics."""
     arguments = ["--tp", "2", "--pp", "2", *SMALL, "--precision", "32-true", "--log-dir", str(tmp_path), "--trace", "2"]
-    result = torchrun(1, "launch/train.py", *arguments, **COLD)
+    result = torchrun(1, "launch/train.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # no library's warning
     assert "the layout needs 4: starting them" in result.stdout

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from assistant import PLAN as ASSISTANT_PLAN
+from assistant import dialogue
 from commands import ROOT, python
 from pool import World, run_on_ranks
+from pretrained import build
 from torch import nn
+from verified import WithoutAllReduce
 
 import paramp
 from paramp import ConfigError, Precision
@@ -32,9 +37,9 @@ def see(world, options, run):
         return train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
 
 
-def report_of(model, layout, precision="16-mixed", size=4, **options):
+def report_of(model, layout, precision="16-mixed", size=4, of="verified", **options):
     settings = {"parallel": layout, "precision": precision}
-    options = Options(model=f"verified:{model}", settings=settings, **options)
+    options = Options(model=f"{of}:{model}", settings=settings, **options)
     single = see(World(0, 1, "cpu"), options, "single")
     sharded = run_on_ranks(size, __name__, "see", {"options": options, "run": "sharded"})
     return compare(single, sharded, configure(options, "sharded"))
@@ -120,6 +125,44 @@ RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 SEEDS = (3, 16, 17)
 
 
+def dialogue_batches(step):
+    batch = dialogue(step, size=4)
+    return {**batch, "bias": paramp.whole(batch["bias"])}
+
+
+def llama():
+    return build("Llama")
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}])
+def test_models_with_named_inputs_and_outputs_are_compared(layout):
+    """One with a loss of its own, on mappings with masks; one of transformers on random tokens."""
+    own = {"plan": "assistant:PLAN"} if "tensor" in layout else {}
+    run = functools.partial(report_of, layout=layout, size=2, precision="32-true", steps=2)
+    right = run("assistant", **own, batches=f"{__name__}:dialogue_batches", of="assistant")
+    assert right.ok, "\n".join(right.lines())
+    assert {layer.name for layer in right.layers} >= {"blocks.0.attention.query", "blocks.3"}
+    of_tokens = run("llama", of=__name__)
+    assert of_tokens.ok, "\n".join(of_tokens.lines())
+
+
+def test_a_wrong_layer_of_a_model_with_named_inputs_is_named():
+    wrong = report_of(
+        "assistant",
+        {"tensor": 2},
+        "32-true",
+        size=2,
+        of="assistant",
+        plan=f"{__name__}:WRONG_ASSISTANT",
+        batches=f"{__name__}:dialogue_batches",
+    )
+    assert not wrong.ok
+    assert any("blocks.2.down" in line for line in wrong.lines() if "first layer" in line)
+
+
+WRONG_ASSISTANT = {**ASSISTANT_PLAN, "blocks.2.down": WithoutAllReduce()}
+
+
 def test_values_near_the_kink_of_a_relu_are_accepted():
     options = Options(model=f"{__name__}:relu_blocks", plan=f"{__name__}:RELU_PLAN", batches=f"{__name__}:wide_batches")
     options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
@@ -186,7 +229,11 @@ def no_batches():
 
 
 def zero_dim_batches(step):
-    return wide_batches(step)[0], torch.tensor(1.0)
+    return torch.tensor(1.0), torch.tensor(1.0)
+
+
+def lone_batches(step):
+    return wide_batches(step)[0]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +316,16 @@ def test_runs_that_cannot_be_compared_are_errors(changes, message):
         ({"model": "verifed:blocks"}, r"model: no module 'verifed' on Python's path"),
         ({"model": "none.py:blocks"}, r"model: no file 'none.py'"),
         ({"batches": "verified:TWO_BATCHES"}, r"batches: 'verified:TWO_BATCHES' has 2 batches, expected 3"),
-        ({"batches": "verified:uneven_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
+        ({"batches": "verified:uneven_batches"}, r"batches: .*, step 1: target: got shape \(7, 16\), expected 8"),
         ({"batches": None}, r"batches: Sequential has a Linear as its first layer and no Embedding"),
         ({"model": f"{__name__}:with_an_argument"}, r"model: .* is function, expected an nn.Module, or a callable"),
         ({"model": f"{__name__}:without_parameters"}, r"model: .* has no parameter to train"),
         ({"batches": f"{__name__}:no_batches"}, r"batches: .* is function, expected a function of the step"),
-        ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .* gave tuple for step 1, expected a pair of tensors"),
+        ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .*, step 1: inputs: got no tensor with dims"),
+        (
+            {"batches": f"{__name__}:lone_batches"},
+            r"batches: .* gave Tensor for step 1, expected a pair .* or a mapping",
+        ),
         ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is no default"),
         ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
     ],

@@ -91,7 +91,7 @@ class PretrainedPartition:
                     "pipeline, whose later stages need the others too; pass a mapping, such as "
                     '{"input_ids": x, "attention_mask": mask}'
                 )
-            _check_router(kwargs, stage)
+            _check_requests(kwargs, stage)
             kwargs = {**options, **kwargs, "return_dict": True}
             kwargs = counted((), kwargs)
             if not is_first:
@@ -144,12 +144,21 @@ class PretrainedPartition:
         self.units = [(name, known[name]) for name in order]
 
 
-def _check_router(kwargs: Mapping[str, Any], stage: nn.Module) -> None:
-    if kwargs.get("output_router_logits", getattr(stage.config, "output_router_logits", False)):
-        raise ConfigError(
-            "inputs['output_router_logits']: got True, expected False in a pipeline, because the auxiliary loss needs "
-            "the router logits of all stages; set it to False, or parallel.pipeline.size to 1"
-        )
+OF_ALL_UNITS = {
+    "output_router_logits": "the auxiliary loss needs the router logits of all stages",
+    "output_hidden_states": "the last stage would return those of its own units alone",
+    "output_attentions": "the last stage would return those of its own units alone",
+}
+"""Inputs that ask for values of all units, and why a pipeline cannot return them."""
+
+
+def _check_requests(kwargs: Mapping[str, Any], stage: nn.Module) -> None:
+    for name, reason in OF_ALL_UNITS.items():
+        if kwargs.get(name, getattr(stage.config, name, False)):
+            raise ConfigError(
+                f"inputs[{name!r}]: got True, expected False in a pipeline, because {reason}; set it to False, or "
+                "parallel.pipeline.size to 1"
+            )
 
 
 class _Nothing(PassThrough):

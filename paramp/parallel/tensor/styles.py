@@ -177,6 +177,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": Rowwise,
     # A colwise Linear whose output is gathered, for a last layer without a rowwise partner.
     "colwise_gather": lambda: Colwise(output_layouts=Replicate()),
+    # A Linear of two or three fused layers, one after the other in its rows: gate and up; query, key and value.
+    "packed_colwise_2": lambda: PackedColwise(2),
+    "packed_colwise_3": lambda: PackedColwise(3),
     # An Embedding whose rows, the vocabulary, are sharded.
     "vocab": lambda: Rowwise(input_layouts=Replicate()),
     # A Linear to logits whose vocabulary stays sharded, as a DTensor: the loss reduces it.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...base.dtensor import is_dtensor, local
 from ...base.module_surgery import PassThrough
+from ...base.trees import tensors
 from ...engine.engine import Engine
 
 BUDGET = 2**30
@@ -107,8 +107,8 @@ class ActivationRecorder:
         if self._random is not None and self.record.random_in is None:
             pairs = zip(self._random, self._random_state(), strict=True)
             self.record.random_in = None if all(torch.equal(*pair) for pair in pairs) else name
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        copies = [local(tensor).detach().to("cpu", copy=True) for tensor in tensors]
+        found = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+        copies = [local(tensor).detach().to("cpu", copy=True) for tensor in found]
         self._bytes += sum(copy.nbytes for copy in copies)
         call = {"module": name, "microbatch": self._microbatch, "call": self._calls[name], "tensors": copies}
         self.record.activations.append(call)

@@ -10,26 +10,28 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from ...base.errors import ConfigError
+from ...base.trees import tensors
 from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...engine.loss_window import Criterion
+from ...parallel.batches import Batch
 from ..exit_status import report_failure
 from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
 from .compare import compare
 from .options import Options, configure
 from .report import Report
-from .user_code import Batch, build_model, choose_criterion, cross_entropy, load_attribute, load_batches
+from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
 MOMENTUM = 0.9
 STANDARD_ERROR = 2
@@ -67,8 +69,8 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
 def train(options: Options, context: ParallelContext, num_microbatches: int) -> RankRecord:
     """Train on this rank; ``num_microbatches`` is the total over all data ranks of the sharded run."""
     model = build_model(options, context.config.seed)
-    criterion = choose_criterion(options, model)
-    batches = load_batches(options, model, context.config.seed, options.batch_size or 2 * num_microbatches)
+    batches = [*load_batches(options, model, context.config.seed, options.batch_size or 2 * num_microbatches)]
+    criterion = choose_criterion(options, model, batches[0])
     # SGD with momentum: its state after one step is the gradient, and it does not normalise the gradient's size.
     engine, *_ = initialize(
         model,
@@ -80,41 +82,43 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
     record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
     record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
     _keep(record, "start", engine.full_state_dict(), context)
-    for step, (x, y) in enumerate(_checked(batches, criterion, num_microbatches), start=1):
-        record.microbatch_size = len(x) // num_microbatches
-        record.batches.append(_hash(x, y))
-        x, y = (tensor.chunk(context.batch_axis.size)[context.batch_axis.rank] for tensor in (x, y))
+    axis = context.batch_axis
+    for step, batch in enumerate(_checked(batches, criterion, num_microbatches), start=1):
+        record.microbatch_size = batch.size // num_microbatches
+        record.batches.append(_hash(batch))
+        samples = batch.size // axis.size
+        own = batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
         if step == 1:
             with ActivationRecorder(engine, record):
-                _step(engine, x, y, record)
+                _step(engine, own, record)
             _keep(record, "gradient", first_gradient(engine), context)
             _keep(record, "after_first", engine.full_state_dict(), context)
         else:
-            _step(engine, x, y, record)
+            _step(engine, own, record)
         engine.zero_grad()
     _keep(record, "end", engine.full_state_dict(), context)
     return record
 
 
-def _step(engine: Engine, x: torch.Tensor, y: torch.Tensor, record: RankRecord) -> None:
-    record.losses.append(float(engine.forward_backward(x, y)))
+def _step(engine: Engine, batch: Batch, record: RankRecord) -> None:
+    record.losses.append(float(engine.forward_backward(batch)))
     result = engine.step()
     record.grad_norms.append(result.grad_norm or 0.0)
     record.skipped.append(result.overflow)
 
 
-def _checked(batches: Iterator[Batch], criterion: Criterion, num_microbatches: int) -> Iterator[Batch]:
+def _checked(batches: Iterable[Batch], criterion: Criterion | None, num_microbatches: int) -> Iterator[Batch]:
     """``batches``; a ConfigError if one does not match the microbatches or the criterion."""
-    for x, y in batches:
-        if len(x) % num_microbatches:
+    for batch in batches:
+        if batch.size % num_microbatches:
             expected = f"a multiple of {num_microbatches}, the microbatches of all data ranks"
-            raise ConfigError(f"batch_size: got {len(x)}, expected {expected}")
-        if criterion is cross_entropy and y.is_floating_point():
+            raise ConfigError(f"batch_size: got {batch.size}, expected {expected}")
+        if criterion is cross_entropy and any(target.is_floating_point() for target in tensors(batch.target)):
             raise ConfigError(
                 "criterion: the targets are floating-point numbers, for which there is no default criterion; pass one, "
                 "such as --criterion torch.nn.functional:mse_loss"
             )
-        yield x, y
+        yield batch
 
 
 def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], context: ParallelContext) -> None:
@@ -123,11 +127,13 @@ def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], conte
         setattr(record, name, tensors)
 
 
-def _hash(*tensors: torch.Tensor) -> str:
+def _hash(batch: Batch) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for path, leaf in batch.unwrapped().leaves():
+        digest.update(path.encode())
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...base.errors import ConfigError, nearest
+from ...parallel.batches import Batch
+from ...parallel.huggingface.output import main_output
 from .options import Options, check_target
-
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 if TYPE_CHECKING:
     from ...engine.loss_window import Criterion
@@ -100,22 +100,27 @@ def _takes(found: Any, num_arguments: int) -> bool:
     return True
 
 
-def choose_criterion(options: Options, model: nn.Module) -> Criterion:
-    """The criterion of the options, else the model's ``loss``, else the cross-entropy."""
+def choose_criterion(options: Options, model: nn.Module, batch: Batch) -> Criterion | None:
+    """The criterion of the options, else the model's ``loss``, else the cross-entropy.
+
+    None, for the loss in the model's output, if ``batch``, the first, has no target.
+    """
     if options.criterion is not None:
         found: Criterion = load_attribute(options.criterion, "criterion")
         return found
     own = getattr(model, "loss", None)
-    return own if callable(own) else cross_entropy
+    if callable(own):
+        return own
+    return None if batch.target is None else cross_entropy
 
 
-def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over all positions; ``output`` is (..., classes), ``target`` (...), int64."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+def cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over all positions; ``output`` or its ``logits``: (..., classes), ``target``: (...), int64."""
+    return F.cross_entropy(main_output(output).flatten(0, -2), target.flatten())
 
 
 def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> Iterator[Batch]:
-    """The global batch of each step: inputs and targets, with the samples in dim 0; ``size`` random ones by default.
+    """The global batch of each step, with the samples in dim 0; ``size`` random ones by default.
 
     Raises a ConfigError if the option names anything else, or too few batches.
     """
@@ -123,7 +128,7 @@ def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> It
         generator, vocabulary = torch.Generator().manual_seed(seed), _vocabulary(model)
         for _ in range(options.steps):
             tokens = torch.randint(0, vocabulary, (size, options.seq_len + 1), generator=generator)
-            yield tokens[:, :-1], tokens[:, 1:]
+            yield Batch.of(tokens[:, :-1], tokens[:, 1:])
         return
     found = load_attribute(options.batches, "batches")
     if not (_takes(found, 1) if callable(found) else isinstance(found, Iterable)):
@@ -131,14 +136,19 @@ def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> It
         raise ConfigError(f"batches: {options.batches!r} is {type(found).__name__}, expected {expected}")
     iterator = None if callable(found) else iter(found)
     for step in range(1, options.steps + 1):
-        batch = found(step) if iterator is None else next(iterator, None)
-        if batch is None:
+        given = found(step) if iterator is None else next(iterator, None)
+        if given is None:
             raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
-        tensors = isinstance(batch, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in batch)
-        if not tensors or len(batch) != 2 or not batch[0].ndim or not batch[1].ndim or len(batch[0]) != len(batch[1]):
-            kind, expected = type(batch).__name__, "a pair of tensors (inputs, targets) of the same size in dim 0"
-            raise ConfigError(f"batches: {options.batches!r} gave {kind} for step {step}, expected {expected}")
-        yield batch[0], batch[1]
+        if not isinstance(given, Mapping) and not (isinstance(given, (tuple, list)) and len(given) == 2):
+            expected = "a pair (inputs, target), or a mapping of the model's keyword inputs"
+            got = type(given).__name__
+            raise ConfigError(f"batches: {options.batches!r} gave {got} for step {step}, expected {expected}")
+        try:
+            batch = Batch.of(given) if isinstance(given, Mapping) else Batch.of(*given)
+            batch.rows(slice(0, batch.size))
+        except ConfigError as error:
+            raise ConfigError(f"batches: {options.batches!r}, step {step}: {error}") from None
+        yield batch
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -1,0 +1,46 @@
+"""What a run logs before its first step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from paramp.tools.train_config import announce, announce_resume, configure
+
+
+def context_for(*arguments):
+    axis = SimpleNamespace(size=1)
+    config = configure(arguments)
+    return SimpleNamespace(is_main=True, config=config, world_size=1, batch_axis=axis, device=torch.device("cpu"))
+
+
+def lines_of(function, *arguments):
+    lines = []
+    function(SimpleNamespace(say=lines.append), *arguments)
+    return lines
+
+
+def test_only_settings_that_differ_from_the_default_are_logged():
+    corpus = SimpleNamespace(
+        sha256="0", num_files=1, vocab_size=256, unit="byte", training=[1, 2], held_out=[3], notes=["a note"]
+    )
+    for arguments, changed in (
+        ((), "none"),
+        (("--precision", "16-mixed", "--steps", "300"), "none"),
+        (("--tp", "2", "--set", "model.num_layers=3"), "parallel.tensor.size = 2, model.num_layers = 3"),
+        (("--precision", "16-naive"), "precision = 16-naive"),
+    ):
+        first, facts, note = lines_of(announce, context_for(*arguments), corpus, 7)
+        assert first == f"settings other than the default: {changed}"
+        assert facts.endswith("data_vocab_size = 256, data_bytes = 3, parameters = 7")
+        assert note == "a note"
+
+
+def test_a_run_that_is_finished_says_where_its_checkpoint_is():
+    context, found = context_for("--steps", "20", "--lr", "0.5"), Path("runs/a/step-00000020")
+    for step in (19, 20, 21):
+        values = {"config": {"train.lr": 0.25}, "tracked": {"position": {"step": step}}}
+        resumed, kept, *done = lines_of(announce_resume, context, found, SimpleNamespace(values=values))
+        assert resumed == f"resumed from {found}, after step {step}"
+        assert kept == "train.lr = 0.25 from the checkpoint's optimizer is kept; 0.5 is not used"
+        assert done == [f"all 20 steps are done, and {found} has them; for more, raise --steps"] * (step >= 20)
