@@ -81,10 +81,11 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [SEQUENCES, "tests/optim/test_zero.py"],
     ),
     "tensor styles": (
-        ["parallel/tensor/styles.py", "parallel/tensor/plan.py"],
+        [f"parallel/tensor/{name}.py" for name in ("styles", "plan", "linear", "exchange")],
         [
             *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
             *("tests/engine/test_model_setup.py", "tests/parallel/test_huggingface.py", ENGINE),
+            "tests/parallel/test_local_layers.py",
         ],
     ),
     "ties": (
