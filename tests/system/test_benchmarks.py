@@ -249,6 +249,16 @@ def test_the_loop_on_torch_is_correct_in_every_layout(world):
         assert (result is None) == (world.rank > 0)
 
 
+@on_ranks(2)
+def test_the_gpt_by_hand_computes_the_same_in_every_layout(world):
+    by_hand = benchmark("by_hand")
+    arguments = ["--layers", "2", "--vocab-size", "128", "--rounds", "1", "--device", "cpu"]
+    for layout in ({"tp": 2}, {"pp": 2}, {"dp": 2}):
+        own = [part for name, size in layout.items() if name != "dp" for part in (f"--{name}", str(size))]
+        result = by_hand.measure(by_hand.Layout(**layout), by_hand.parse([*arguments, *own]), "32-true", 64, 8)
+        assert result["seconds"].keys() == {"hand", "again", "paramp"}
+
+
 def test_overhead_reports_bad_options_and_skips_large_layouts(tmp_path, monkeypatch, capsys):
     overhead = benchmark("overhead")
     for arguments, message in (
