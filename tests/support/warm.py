@@ -72,8 +72,10 @@ def cold():
     os.execv({python!r}, [{python!r}, *words])
 if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
     cold()
-known = {libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES")
-if os.environ.get("PARAMP_TEST_COLD") or os.environ.get("LD_LIBRARY_PATH", "") not in known:
+def folders(path):
+    return set(path.split(":"))  # Open MPI's mpirun adds its own a second time
+known = map(folders, [{libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES", "")])
+if os.environ.get("PARAMP_TEST_COLD") or folders(os.environ.get("LD_LIBRARY_PATH", "")) not in known:
     cold()
 for tree in [".", *os.environ.get("PYTHONPATH", "").split(":")]:
     if os.path.isdir(f"{{tree}}/paramp") and not os.path.samefile(f"{{tree}}/paramp", {package!r}):

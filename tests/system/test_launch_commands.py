@@ -16,6 +16,7 @@ from paramp.distributed.rendezvous import free_port
 JOB = ("launch/train.py", "--tp", "2", "--pp", "2", "--precision", "32-true", "--batch-size", "8", "--seq-len", "16")
 JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8")
 MEET = "tests/support/scripts/meet.py"
+SONAMES = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}
 
 
 def losses(folder):
@@ -32,17 +33,17 @@ def expected(tmp_path_factory):
     return losses(folder)
 
 
-def mpi_variables(name, ranks_use_mpi=True):
+def mpi_variables(name, warm=False):
     """The environment in which ``mpirun`` is the one called ``name``.
 
-    Without ``ranks_use_mpi`` ranks start warm, and cannot load its library.
+    Ranks that start ``warm`` load its library by its path, as ``LD_LIBRARY_PATH`` is read when a process starts.
     """
     prefix = Path(sys.prefix, "mpi", name)
     if not (prefix / "bin" / "mpirun").exists():
         pytest.skip(f"the {name} wheel is not installed in {prefix}, as make test does")
     path = os.pathsep.join([str(prefix / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     libraries = str(prefix / "lib")
-    own = {} if ranks_use_mpi else {"PARAMP_TEST_LIBRARIES": libraries}
+    own = {"PARAMP_TEST_LIBRARIES": libraries, "MPI4PY_LIBMPI": f"{libraries}/{SONAMES[name]}"} if warm else {}
     return {"PATH": path, "LD_LIBRARY_PATH": libraries} | own
 
 
@@ -58,10 +59,10 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
-# Each takes a quarter of a minute, so one of the two runs on one host and the other on two.
+# One of the two runs on one host and the other on two, with ranks that import all they need.
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_mpirun_with_a_hostfile(mpi, tmp_path, expected):
-    variables = mpi_variables(mpi, ranks_use_mpi=False)
+    variables = mpi_variables(mpi, warm=True)
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=4\n")
     result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB, "--log-dir", str(tmp_path)], **variables)
@@ -106,7 +107,7 @@ def test_mpirun_on_two_hosts(mpi, hosts, tmp_path, expected):
     command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
     result = run([*command, "--log-dir", str(tmp_path)], **mpi_variables(mpi), **variables)
     assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr  # of a library: these ranks import all they need
+    assert "Warning" not in result.stderr  # of a library
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
@@ -137,7 +138,7 @@ def test_a_world_of_mpiruns_that_differs_from_the_layout(tmp_path):
     """MPICH's mpirun lets the other ranks go on when one has failed."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=3\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich", ranks_use_mpi=False))
+    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich", warm=True))
     assert result.returncode != 0
     assert result.stderr.count("tensor 2 x pipeline 2 = 4 does not divide the world of 3 ranks") == 1, result.stderr
 
