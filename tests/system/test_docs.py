@@ -216,7 +216,7 @@ def test_the_tutorial_has_the_code_of_its_examples():
 
 
 def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, monkeypatch):
-    """After one epoch of 21 batches, of which two make a step and the last one another."""
+    """After one epoch of 7 batches, of which two make a step and the last one another."""
     source = next(block for block in blocks("docs/tutorial.md", "python") if "FOLDER =" in block)
     for long, short in SHORT_LOOPS.items():
         source = source.replace(long, short)
@@ -227,9 +227,7 @@ def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, mo
             exec(compile(source, "docs/tutorial.md", "exec"), {})
         *before, last = out.getvalue().splitlines()
         assert len(before) == is_first
-        assert last == (
-            "all 11 steps are done; the weights of runs/tutorial/step-00000011 are in runs/tutorial/model.pt"
-        )
+        assert last == "all 4 steps are done; the weights of runs/tutorial/step-00000004 are in runs/tutorial/model.pt"
 
 
 def test_the_readme_has_the_table_of_modes():
