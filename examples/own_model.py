@@ -31,7 +31,7 @@ with paramp.launch_from_torch(config) as context:
     plan = {"*.up": "colwise", "*.down": "rowwise"}
     engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss, plan=plan)
     for step in range(1, 41):
-        x = torch.randn(16, 32)  # every rank of a model group passes the same batch
+        x = torch.randn(16, 32)  # the same on all ranks, as launch seeds them alike
         loss = engine.forward_backward(x, x.roll(1, dims=1))
         result = engine.step()
         engine.zero_grad()
