@@ -35,6 +35,9 @@ class Config:
     """The largest norm of the whole model's gradient; a larger one is scaled down to it. None: no clipping."""
     gradient_accumulation: int = 1
     """Calls of ``step()`` that make one optimizer step."""
+    activation_checkpointing: Literal["none", "full", "selective"] | int = "none"
+    """Which of the model's repeated blocks compute their activations again in the backward instead of keeping them: all
+    (``full``), or every N-th. ``selective``: all, but products of matrices and attention outputs are kept."""
     masters: Literal["full", "remainder"] | None = None
     """How fp32 masters are stored, in modes that have them: in full, or as the 16 bits that the half-precision weight
     lacks (:mod:`paramp.optim.master_residuals`). None: the mode's default."""
@@ -78,6 +81,12 @@ class Config:
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
         positive = "a finite number above 0, or None for no clipping"
         require(clip is None or (clip > 0 and math.isfinite(clip)), "clip_grad_norm", clip, positive)
+        every, allowed = self.activation_checkpointing, "'none', 'full', 'selective', or an integer of 1 or more"
+        require(isinstance(every, str) or every >= 1, "activation_checkpointing", every, allowed)
+        pipeline = self.parallel.pipeline
+        splits = pipeline.row.splits_backward and pipeline.size > 1
+        whole = f"'full' or 'none', because the schedule {pipeline.schedule!r} runs each backward in two halves"
+        require(not (splits and every == "selective"), "activation_checkpointing", every, whole)
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
         for name in ("max_skipped_in_a_row", "check_replicas_every"):
             value = getattr(self, name)

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import get_context
+from ..parallel.activation_checkpointing import CheckpointedBlocks
 from ..parallel.adapters import adapter_for
 from ..parallel.stage import Joined, tie_stages
 from . import model_setup as setup
@@ -76,12 +77,14 @@ def initialize(
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     overflow = torch.zeros((), device=context.device)
+    blocks = CheckpointedBlocks(model, context.config.activation_checkpointing)
     to_float8 = setup.float8_conversion(model, styles, overflow, context)
     fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
     own = Joined(all_stages[index] for index in context.local_stages)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
     setup.shard(own, styles, fill, stored, to_float8, context)
+    blocks.apply(own.parts)
     ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
     stages = setup.make_stages(own, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,12 +16,17 @@ class Flag:
 
     name: str
     key: str
-    kind: type  # bool: the flag takes no value and sets True
+    kind: Callable[[str], Any]  # bool: the flag takes no value and sets True
     metavar: str | None
     help: str
     unset: str = "none"  # what a default of None means
     choices: Mapping[str, Any] | None = None
     """Allowed values -> the settings they make. None: the configuration checks the value."""
+
+
+def number_or_word(text: str) -> int | str:
+    """``text``, as an integer if it is one."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 EMULATE = "fp16 products by fp32 on CPUs without fp16: auto, on or off"
@@ -57,6 +62,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--steps", "train.steps", int, "N", "optimizer steps"),
         Flag("--lr", "train.lr", float, "X", "highest learning rate"),
         Flag("--clip-grad-norm", "clip_grad_norm", float, "X", "largest norm of the whole gradient"),
+        Flag(
+            "--activation-checkpointing",
+            "activation_checkpointing",
+            number_or_word,
+            "HOW",
+            "blocks that run again in the backward: full, selective, or N for every N-th",
+        ),
         Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order"),
         Flag("--eval-every", "train.eval_every", int, "N", "steps between evaluations"),
     ),

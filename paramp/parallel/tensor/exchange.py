@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...base.dtensor import wrap
 from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
@@ -107,6 +109,8 @@ def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if is_in_torch_dispatch_mode():  # selective activation checkpointing may keep x, and the sum
+        return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
     dist.all_reduce(dense, group=group)
     return dense
