@@ -7,8 +7,10 @@ numbers, autocast and inputs of the forward (``torch.utils.checkpoint``), so dro
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -60,7 +62,7 @@ class CheckpointedBlocks:
         self.names = names[:: how if isinstance(how, int) else 1]
         self._options: dict[str, Any] = {}
         if how == "selective":
-            self._options["context_fn"] = partial(torchs.create_selective_checkpoint_contexts, _keep_products)
+            self._options["context_fn"] = _selective_contexts
 
     def apply(self, parts: Iterable[nn.Module]) -> None:
         """Checkpoint those that are in ``parts``, this rank's stages, in training."""
@@ -89,6 +91,22 @@ PRODUCTS = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"),
 )
 """The operators whose outputs ``"selective"`` keeps: they take most of the time, for little of the memory."""
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a block's forward and of its repetition."""
+    forward, again = torchs.create_selective_checkpoint_contexts(_keep_products)
+    if "torch.distributed.tensor" not in sys.modules:
+        return forward, again
+    from .tensor.exchange import keeping_inputs  # imports DTensor, which other layouts do not need
+
+    return _within(keeping_inputs(), forward), _within(keeping_inputs(), again)
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> torchs.CheckpointPolicy:

@@ -17,20 +17,34 @@ same on every rank of ``group``, which all call them::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...base.dtensor import wrap
 from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
+
+
+@contextmanager
+def keeping_inputs() -> Iterator[None]:
+    """A context in which no sum is in place, for selective activation checkpointing, which keeps what is summed."""
+    token = _KEEPS_INPUTS.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_INPUTS.reset(token)
+
 
 Exchange: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
@@ -109,7 +123,7 @@ def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if is_in_torch_dispatch_mode():  # selective activation checkpointing may keep x, and the sum
+    if _KEEPS_INPUTS.get():
         return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
     dist.all_reduce(dense, group=group)
