@@ -45,7 +45,7 @@ def train(how, parallel, precision):
 @on_ranks(2)
 def test_the_same_bits_as_without_it(world, layout):
     """With dropout, so the random numbers are drawn again."""
-    for precision in ("32-true", "16-mixed"):
+    for precision in ("32-true", "16-mixed") if layout == "tp2" else ("16-mixed",):
         expected = train("none", LAYOUTS[layout], precision)
         for how in HOW if layout != "zbv" else HOW[:2]:
             losses, weights = train(how, LAYOUTS[layout], precision)
@@ -64,21 +64,21 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("how", "layers", "activations", "collectives"),
-    [("none", 16, 4, 16), ("full", 32, 8, 24), (3, 24, 6, 20), ("selective", 16, 8, 16)],
-)
+AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 3: (24, 6, 20), "selective": (16, 8, 16)}
+"""The numbers of linear layers, activations and collectives in a forward and backward."""
+
+
 @on_ranks(2)
-def test_what_is_computed_again(world, how, layers, activations, collectives):
+def test_what_is_computed_again(world):
     """Of four blocks with four linear layers each, in which two forwards and two backwards communicate."""
-    config = {"parallel": {"tensor": 2}, "activation_checkpointing": how}
-    with paramp.launch_from_torch(config):
-        engine, *_ = paramp.initialize(gpt(), functools.partial(torch.optim.SGD, lr=0.1), GPT.loss)
-        x = torch.randn(2, 16, 32, requires_grad=True)
-        with Count() as count:
-            engine.module.blocks(x).sum().backward()
-        sums = count.calls.get("allreduce_", 0) + count.calls.get("all_reduce", 0)
-        assert (count.calls["addmm"], count.calls["gelu"], sums) == (layers, activations, collectives), count.calls
+    for how, expected in AGAIN.items():
+        with paramp.launch_from_torch({"parallel": {"tensor": 2}, "activation_checkpointing": how}):
+            engine, *_ = paramp.initialize(gpt(), functools.partial(torch.optim.SGD, lr=0.1), GPT.loss)
+            x = torch.randn(2, 16, 32, requires_grad=True)
+            with Count() as count:
+                engine.module.blocks(x).sum().backward()
+            sums = count.calls.get("allreduce_", 0) + count.calls.get("all_reduce", 0)
+            assert (count.calls["addmm"], count.calls["gelu"], sums) == expected, (how, count.calls)
 
 
 def test_blocks_are_the_outermost_modules_that_repeat():
