@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "activation_checkpointing",
             number_or_word,
             "HOW",
-            "blocks that run again in the backward: full, selective, or N for every N-th",
+            "blocks computed again in the backward: full, selective, or every N-th",
         ),
         Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order"),
         Flag("--eval-every", "train.eval_every", int, "N", "steps between evaluations"),
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
 def formatter(prog: str) -> argparse.HelpFormatter:
     """A ``--help`` with flag and explanation on one line, and the description without reflowing."""
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=36)
 
 
 def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from paramp.config.training import TrainConfig
 from paramp.models import GPT
 from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
-from paramp.tools.flags import FLAGS
+from paramp.tools.flags import FLAGS, number_or_word
 from paramp.tools.train_config import configure
 
 
@@ -206,6 +206,7 @@ def flag_words():
     good = {
         int: st.integers(1, 4).map(str),
         float: st.floats(1e-4, 10).map(str),
+        number_or_word: st.sampled_from(["2", "full", "selective"]),
         str: st.sampled_from(["16-mixed", "bf16", "zbv", "1f1b", "fused", "plain", "tiny", "stdlib", "runs"]),
     }
     kinds = {flag.name: flag.kind for flag in FLAGS if flag.kind is not bool}

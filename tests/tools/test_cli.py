@@ -61,7 +61,8 @@ def test_without_a_command_help_shows_before_torch_loads():
     assert result.stdout.endswith("\n[]\n")
 
 
-def test_defaults_in_help_are_those_of_the_configuration():
+def test_defaults_in_help_are_those_of_the_configuration(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     text = build_parser("").format_help()
     assert re.search(r"--precision MODE .*\n? *\(default: 16-mixed\)", text)
     assert re.search(r"--steps N .*\(default: 300\)", text)
