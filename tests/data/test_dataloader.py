@@ -270,7 +270,9 @@ def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
 
 @few_cores
 def test_iterable_datasets_with_workers_are_sharded_by_batch():
-    loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True), 2)
+    # Not forked: the test process has threads by then, whose locks a fork may copy while they are held.
+    options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    loaders = on_all(lambda: DataLoader(Stream(24), 3, **options), 2)
     for _ in range(2):
         found = [epoch(loader) for loader in loaders]
         assert sorted(flat(found[0]) + flat(found[1])) == list(range(24))
