@@ -34,31 +34,13 @@ from common import (
     take_turns,
     write_json,
 )
-from hand_gpt import ADAMW, AUTOCAST, MAX_NORM, ByHand
+from hand_gpt import ByHand
+from overhead import AUTOCAST, MAX_NORM, TOLERANCE, Ours
 
 import paramp
 from paramp.models import GPT, GPTConfig
 
-TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
-"""The largest relative difference between the norms of the first gradients."""
 LIMIT = 1.05
-
-
-class Ours:
-    """The engine."""
-
-    def __init__(self, model: GPT) -> None:
-        self.engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), **ADAMW), GPT.loss)
-        self.result: Any = None
-
-    def train(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.engine.forward_backward(x, y)
-        self.result = self.engine.step()
-        self.engine.zero_grad()
-
-    @property
-    def norm(self) -> torch.Tensor:
-        return torch.tensor(float(self.result.grad_norm))
 
 
 def measure(layout: Layout, options: argparse.Namespace, mode: str, width: int, seq_len: int) -> dict[str, Any]:

@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from overhead import ADAMW, AUTOCAST, MAX_NORM
 from torch import nn
 
 from paramp import ParallelContext
-from paramp.models import GPT
-
-MAX_NORM = 1.0
-ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
-AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
 
 # --------------------------------------------------------------------------------------------------- tensor parallel
 
@@ -81,10 +77,10 @@ class Shards:
     def __init__(self, context: ParallelContext) -> None:
         self.rank, self.size, self.group = context.tp.rank, context.tp.size, context.tp.group
 
-    def take(self, value: torch.Tensor, dim: int | None) -> nn.Parameter:
+    def take(self, value: torch.Tensor, dim: int | None) -> Any:
         part = value if dim is None else value.chunk(self.size, dim)[self.rank]
-        parameter = nn.Parameter(part.detach().clone())
-        parameter.is_sharded = dim is not None and self.size > 1  # type: ignore[attr-defined]
+        parameter: Any = nn.Parameter(part.detach().clone())
+        parameter.is_sharded = dim is not None and self.size > 1
         return parameter
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,22 +148,22 @@ class HandHead(Part):
 
 
 class ByHand:
-    """The training step, written by hand."""
+    """The training step of ``model``, a GPT, written by hand."""
 
-    def __init__(self, model: GPT, context: ParallelContext, mode: str, num_microbatches: int) -> None:
+    def __init__(self, model: Any, context: ParallelContext, mode: str, num_microbatches: int) -> None:
         self.dp, self.pp, self.dtype, self.device = context.dp, context.pp, AUTOCAST[mode], context.device
         self.num_microbatches = num_microbatches
         self.shards = Shards(context)
-        layers: list[nn.Module] = [HandBlock(self.shards, block) for block in model.blocks]  # type: ignore[union-attr]
+        layers: list[nn.Module] = [HandBlock(self.shards, block) for block in model.blocks]
         per_stage = len(layers) // self.pp.size
         layers = layers[self.pp.rank * per_stage : (self.pp.rank + 1) * per_stage]
         self.is_first, self.is_last = self.pp.rank == 0, self.pp.rank == self.pp.size - 1
         if self.is_first:
             layers.insert(0, HandEmbedding(self.shards, model.embedding))
         if self.is_last:
-            layers.append(HandHead(self.shards, model.norm, model.head))  # type: ignore[arg-type]
+            layers.append(HandHead(self.shards, model.norm, model.head))
         self.module = nn.Sequential(*layers).to(self.device)
-        self.parameters = list(self.module.parameters())
+        self.parameters: list[Any] = list(self.module.parameters())
         self.gradients = torch.zeros(sum(parameter.numel() for parameter in self.parameters), device=self.device)
         start = 0
         for parameter in self.parameters:
@@ -245,9 +241,9 @@ class ByHand:
         """Sharded gradients are summed over tp, replicated ones counted once; stages have different parameters."""
         squares = torch.zeros((), device=self.device)
         for sharded in (True, False):
-            own = [one.grad for one in self.parameters if one.is_sharded is sharded]  # type: ignore[attr-defined]
+            own = [one.grad for one in self.parameters if one.is_sharded is sharded]
             if own:
-                total = nn.utils.get_total_norm(own).square()  # type: ignore[arg-type]
+                total = nn.utils.get_total_norm(own).square()
                 squares += total if sharded else total / self.shards.size
         if self.shards.size * self.pp.size > 1:
             dist.all_reduce(squares)

@@ -41,8 +41,14 @@ from common import (
 )
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -58,6 +64,14 @@ AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 """The largest relative difference between the norms of the first gradients."""
 
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "vocab": RowwiseParallel(input_layouts=Replicate()),
+    "vocab_logits": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+"""torch's own, for the names in the model's plan; those of paramp compute on local tensors."""
+
 
 class Direct:
     """The training step, written directly on torch."""
@@ -71,9 +85,8 @@ class Direct:
             module = nn.Sequential(*(model.get_submodule(name) for name in names))
         if self.tp.size > 1:
             # The plan has the whole model's names; the modules of other stages are freed afterwards.
-            plan = resolve_plan(
-                model.tensor_parallel_plan(self.tp.size, False), [name for name, _ in model.named_modules()]
-            )
+            styles = {name: STYLES[style] for name, style in model.tensor_parallel_plan(self.tp.size, False).items()}
+            plan = resolve_plan(styles, [name for name, _ in model.named_modules()])
             parallelize_module(model, context.mesh["tp"], dict(plan))
         self.module = module
         self.parameters = list(module.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     changed = shallow_copy(module)
     changed.__dict__["forward"] = forward
     return changed
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """``module``, whose forward is ``forward(module, ...)`` from now on, also in copies of it."""
+    module.__dict__["forward"] = MethodType(forward, module)
+    return module
 
 
 def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:

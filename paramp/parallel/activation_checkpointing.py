@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils import checkpoint as torchs
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import PassThrough
+from ..base.module_surgery import PassThrough, replace_forward
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -35,13 +34,13 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         if last.isdigit() and any(module.children()):
             groups[parent, type(module)].append(name)
     names = {name for group in groups.values() if len(group) > 1 for name in group}
-    return [name for name, _ in model.named_modules() if name in names and not any(_inside(name, names))]
+    return [name for name, _ in model.named_modules() if name in names and not _is_inside(name, names)]
 
 
-def _inside(name: str, names: set[str]) -> Iterable[bool]:
-    """Whether each of the modules around ``name`` is in ``names``."""
+def _is_inside(name: str, names: set[str]) -> bool:
+    """Whether one of the modules around ``name`` is in ``names``."""
     parts = name.split(".")
-    return (".".join(parts[:index]) in names for index in range(1, len(parts)))
+    return any(".".join(parts[:index]) in names for index in range(1, len(parts)))
 
 
 class CheckpointedBlocks:
@@ -82,7 +81,7 @@ def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
             return own(*args, **kwargs)
         return torchs.checkpoint(own, *args, use_reentrant=False, **options, **kwargs)
 
-    block.__dict__["forward"] = MethodType(forward, block)
+    replace_forward(block, forward)
 
 
 PRODUCTS = (

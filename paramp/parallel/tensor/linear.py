@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -21,11 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
+from ...base.module_surgery import replace_forward
 from .exchange import enter, gather, gather_and_enter, local_shard, on_first_rank, own_slice, sum_over_ranks, sum_slices
 
 SEQUENCE = Shard(1)
 """Activations are (batch, sequence, features)."""
-LocalForward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Colwise(ColwiseParallel):
@@ -51,7 +50,7 @@ class Colwise(ColwiseParallel):
                 return output
             return DTensor.from_local(output, device_mesh, [Shard(output.ndim - 1)], run_check=False)
 
-        return with_local_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class Rowwise(RowwiseParallel):
@@ -68,7 +67,7 @@ class Rowwise(RowwiseParallel):
 
         if _is_lookup(module, device_mesh.size()):
             distribute(module, "weight", device_mesh, Shard(0))
-            return with_local_forward(module, lambda module, tokens: leave(_look_up(module, tokens, group)))
+            return replace_forward(module, lambda module, tokens: leave(_look_up(module, tokens, group)))
         if not _has_forward_of(module, nn.Linear):
             return super()._apply(module, device_mesh)
         distribute(module, "weight", device_mesh, Shard(1))
@@ -79,7 +78,7 @@ class Rowwise(RowwiseParallel):
             x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
             return leave(F.linear(x, _weight(module), _summed_bias(module, group)))
 
-        return with_local_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -130,12 +129,6 @@ def _summed_bias(module: nn.Module, group: dist.ProcessGroup) -> torch.Tensor | 
     """The bias of a layer whose outputs are summed over ``group``."""
     bias = _bias(module)
     return None if bias is None else on_first_rank(bias, group)
-
-
-def with_local_forward(module: nn.Module, forward: LocalForward) -> nn.Module:
-    """``module``, whose forward is ``forward(module, ...)`` from now on, also in copies of it."""
-    module.__dict__["forward"] = MethodType(forward, module)
-    return module
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -225,7 +218,7 @@ class PackedColwise(ParallelStyle):
                 return self._run_on_dtensors(module, replaced, whole, Shard(0), bias).to_local()
             return F.linear(enter(x, group), self._weight(module), bias)
 
-        return with_local_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class PackedRowwise(PackedColwise):
@@ -250,7 +243,7 @@ class PackedRowwise(PackedColwise):
             output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()
             return output if bias is None else output + bias.to(output.dtype)
 
-        return with_local_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
-from ...base.module_surgery import run_within
+from ...base.module_surgery import replace_forward, run_within
 from ...distributed.rng import replicated_random, sharded_random
 from .exchange import enter, gather, local_shard, own_slice, sum_over_ranks
 from .linear import (
@@ -28,7 +28,6 @@ from .linear import (
     PackedRowwise,
     Rowwise,
     distribute,
-    with_local_forward,
     with_parameters,
 )
 
@@ -136,7 +135,7 @@ class ExpertSlices(ParallelStyle):
             with with_parameters(module, {"gate_up_proj": up.flatten(1, 2), "down_proj": down}):
                 return sum_over_ranks(type(module).forward(module, *args, **kwargs), group)
 
-        return with_local_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class ScatterSequence(ParallelStyle):
