@@ -41,6 +41,8 @@ AXES = tuple(name for names in ROLES.values() for name in names)
 (DATA_AXIS,) = ROLES["batch"]
 """The axis over which ZeRO shards the optimizer state."""
 SECONDS_FOR_THREADS = 0.2
+"""The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
+tensors, which needs the interpreter, and a thread that finds it ended aborts the process."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,6 @@ class ParallelContext:
             return
         if self._owns_world:
             dist.destroy_process_group()
-            # gloo's threads may still be releasing the last collective's tensors, which needs the interpreter;
-            # if it exits now, the process aborts.
             time.sleep(SECONDS_FOR_THREADS)
             return
         for group in {self.pp.group, self.dp.group, self.tp.group, *self._extra_groups}:
@@ -274,6 +274,8 @@ def _close_all() -> None:
             _contexts[-1].close()
     for context in _contexts:
         context._stop_heartbeat(sys.last_value)
+    if _contexts:
+        time.sleep(SECONDS_FOR_THREADS)
 
 
 def get_context() -> ParallelContext:
