@@ -21,6 +21,8 @@ from .layout import ParallelConfig
 from .training import TrainConfig
 
 DEFAULT_SEED = 1024
+COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
+"""The options of ``torch.compile`` that the key ``compile`` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class Config:
     activation_checkpointing: Literal["none", "full", "selective"] | int = "none"
     """Which of the model's repeated blocks compute their activations again in the backward instead of keeping them: all
     (``full``), or every N-th. ``selective``: all, but products of matrices and attention outputs are kept."""
+    compile: bool | Mapping[str, Any] = False
+    """Compile each of the model's repeated blocks with ``torch.compile``, and the optimizer step. A table: its options,
+    of :data:`COMPILE_OPTIONS`."""
     masters: Literal["full", "remainder"] | None = None
     """How fp32 masters are stored, in modes that have them: in full, or as the 16 bits that the half-precision weight
     lacks (:mod:`paramp.optim.master_residuals`). None: the mode's default."""
@@ -87,6 +92,7 @@ class Config:
         splits = pipeline.row.splits_backward and pipeline.size > 1
         whole = f"'full' or 'none', because the schedule {pipeline.schedule!r} runs each backward in two halves"
         require(not (splits and every == "selective"), "activation_checkpointing", every, whole)
+        self._check_compile(splits)
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
         for name in ("max_skipped_in_a_row", "check_replicas_every"):
             value = getattr(self, name)
@@ -97,6 +103,21 @@ class Config:
         seconds = "a number of seconds of 1 or more, or None"
         require(timeout is None or 1 <= timeout < math.inf, "hang_timeout", timeout, seconds)
         require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
+
+    def _check_compile(self, splits_backward: bool) -> None:
+        options, names = self.compile, ", ".join(COMPILE_OPTIONS)
+        for name in options if isinstance(options, Mapping) else ():
+            known = f"one of {names}{nearest(name, COMPILE_OPTIONS)}"
+            require(name in COMPILE_OPTIONS, "compile", name, known)
+        whole = f"False, because the schedule {self.parallel.pipeline.schedule!r} runs each backward in two halves"
+        require(options is False or not splits_backward, "compile", options, whole)
+
+    @property
+    def compile_options(self) -> dict[str, Any] | None:
+        """The options to pass to ``torch.compile``; None if nothing is compiled."""
+        if self.compile is False:
+            return None
+        return dict(self.compile) if isinstance(self.compile, Mapping) else {}
 
     def __getattr__(self, name: str) -> Any:
         if name.isupper() and name in self.user:
