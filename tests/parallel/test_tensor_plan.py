@@ -8,6 +8,53 @@ from reference import batches, small_gpt
 from torch import nn
 
 import paramp
+from paramp.parallel.tensor.plan import check_divisible, resolve_plan
+from paramp.parallel.tensor.styles import STYLES
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (["0"], "plan: got list, expected a dict of module names and styles"),
+        ({"0": "colwize"}, r"plan\['0'\]: got 'colwize', expected one of .*did you mean 'colwise'.*or a ParallelStyle"),
+        ({"0": nn.Linear}, r"plan\['0'\]: got <class .*Linear'>, expected a style's name or a ParallelStyle"),
+        ({"blocks.*.quv": "colwise"}, r"plan\['blocks\.\*\.quv'\]: no module of the model matches"),
+        ({"blocks.0.qvk": "colwise"}, "no module of the model matches.*did you mean 'blocks.0.qkv'"),
+    ],
+)
+def test_mistakes_in_a_plan_are_named(plan, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        resolve_plan(plan, ["blocks", "blocks.0", "blocks.0.qkv"])
+
+
+def test_later_entries_of_a_plan_win():
+    names = ["0.qkv", "0.out", "1.qkv", "1.out"]
+    found = resolve_plan({"*.qkv": "colwise", "1.qkv": "rowwise"}, names)
+    assert {name: type(style) for name, style in found.items()} == {
+        "0.qkv": STYLES["colwise"]().__class__,
+        "1.qkv": STYLES["rowwise"]().__class__,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layer", "style", "message"),
+    [
+        (nn.Linear(4, 6), "colwise", "'0' has out_features 6, expected a multiple of parallel.tensor.size 4"),
+        (nn.Linear(6, 4), "rowwise", "'0' has in_features 6, expected a multiple of parallel.tensor.size 4"),
+        (nn.LayerNorm(8), "colwise", "'0' is a LayerNorm: .*supports Linear and Embedding only"),
+        (nn.LayerNorm(8), "packed_colwise_2", "'0' is a LayerNorm, expected a Linear or a Conv1D"),
+        (nn.Linear(4, 12), "packed_colwise_2", "'0' has 12 outputs, expected a multiple of 2 parts x .* 4"),
+    ],
+)
+def test_layers_that_a_style_cannot_shard_are_named(layer, style, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        check_divisible(nn.Sequential(layer), resolve_plan({"0": style}, ["0"]), 4)
+
+
+def test_divisible_layers_pass():
+    layers = nn.Linear(4, 8), nn.Linear(8, 4), nn.Embedding(8, 4), nn.Linear(4, 16)
+    styles = dict(zip("0123", ("colwise", "rowwise", "rowwise", "packed_colwise_2"), strict=True))
+    check_divisible(nn.Sequential(*layers), resolve_plan(styles, styles), 4)
 
 
 class Halves(nn.Module):
