@@ -138,3 +138,21 @@ def test_a_container_in_a_slice_of_the_sequence_has_partial_gradients_in_all_its
         for name, parameter in plain.named_parameters():
             gradient = model["part"].get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(gradient, parameter.grad, msg=name)
+
+
+@on_ranks(2)
+def test_between_scatter_and_gather_each_rank_has_its_slice_of_the_sequence(world):
+    torch.manual_seed(8)
+    x, factor = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 6, 4, dtype=torch.float64)
+    expected = x.tanh()
+    (expected * factor).sum().backward()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        layers = nn.ModuleDict({"first": nn.Identity(), "last": nn.Identity()})
+        model = sharded(context, layers, {"first": "scatter_sequence", "last": "gather_sequence"})
+        own = x.detach().requires_grad_()
+        between = model["first"](own)
+        torch.testing.assert_close(between.detach(), x.detach()[:, 3 * context.tp.rank :][:, :3])
+        output = model["last"](between.tanh())
+        torch.testing.assert_close(output.detach(), expected.detach())
+        (output * factor).sum().backward()
+        torch.testing.assert_close(own.grad, x.grad)
