@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..base.dtensor import is_dtensor, local
 from .collectives import broadcast_
 from .context import PIPELINE_AXIS, ROLES, ParallelContext
+from .groups import family_along
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,9 +94,7 @@ def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[
     names, mesh = context.mesh.mesh_dim_names or (), context.mesh.mesh
     if stages:
         mesh = mesh.index_select(names.index(PIPELINE_AXIS), torch.tensor(stages))
-    dims = [names.index(name) for name in axes]
-    size = math.prod(mesh.shape[dim] for dim in dims)
-    return mesh.movedim(dims, list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)
+    return family_along(mesh, [names.index(name) for name in axes])
 
 
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
