@@ -7,8 +7,8 @@ One process builds one rank of a world on torch's fake process group, whose coll
 data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
 world. ``tp`` and ``pp`` of a layout, and so a rank's part of the model, are the same in every world: costs that grow
 from row to row depend on the world size. Every world has its own process; the worlds take turns in each round; medians
-are reported. A verdict follows: in the largest world, a rank takes part in making at most 32 process groups, and takes at
-most 1.3 times the seconds and the memory of the smallest world.
+are reported. A verdict follows: a rank takes part in making at most 32 process groups beside the world's, and the
+largest world costs at most 1.3 times the seconds and the memory of the smallest.
 
 Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
 stages of a pipeline exchange shapes in them, which the fake group does not deliver.
@@ -58,7 +58,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def counted_groups() -> Iterator[list[Any]]:
-    """One item for each process group that this rank takes part in making, with it as a member or without."""
+    """One item for each process group that this rank takes part in making, as a member or not."""
     c10d = dist.distributed_c10d
     made, new = [], c10d._new_process_group_helper
 
@@ -84,8 +84,8 @@ def verdict(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
     seconds, memory, groups = ratio("seconds"), ratio("bytes"), max(row["groups"] for row in rows)
     met = groups <= MAX_GROUPS and seconds <= MAX_RATIO and memory <= MAX_RATIO
     return (
-        f"{layout}: {large['world']} ranks against {small['world']}: launch and initialize take {seconds:.2f} times the "
-        f"seconds and {memory:.2f} times the memory (at most {MAX_RATIO}); at most {groups:g} groups (limit "
+        f"{layout}, {large['world']} ranks against {small['world']}: launch and initialize take {seconds:.2f} times "
+        f"the seconds and {memory:.2f} times the memory (limit {MAX_RATIO}), with at most {groups:g} groups (limit "
         f"{MAX_GROUPS}): {'met' if met else 'NOT MET'}"
     )
 
