@@ -7,7 +7,7 @@ One process builds one rank of a world on torch's fake process group, whose coll
 data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
 world. ``tp`` and ``pp`` of a layout, and so a rank's part of the model, are the same in every world: costs that grow
 from row to row depend on the world size. Every world has its own process; the worlds take turns in each round; medians
-are reported. A verdict follows: a rank takes part in making at most 32 process groups beside the world's, and the
+are reported. The limits checked at the end: a rank takes part in making at most 32 process groups beside the world's, and the
 largest world costs at most 1.3 times the seconds and the memory of the smallest.
 
 Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
@@ -73,7 +73,7 @@ def counted_groups() -> Iterator[list[Any]]:
         c10d._new_process_group_helper = new
 
 
-def verdict(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
+def conclusion(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
     """The largest world of ``rows`` against the smallest, and whether it is within the limits."""
     small, large = rows[0], rows[-1]
 
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     print(table(head, cells), end="\n\n")
     for layout in options.layouts:
-        print(verdict(layout, [row for row in rows if row["base"] == str(layout)]))
+        print(conclusion(layout, [row for row in rows if row["base"] == str(layout)]))
     write_json(options.json, result)
 
 

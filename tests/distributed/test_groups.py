@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from commands import torchrun
 from pool import on_ranks
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -201,3 +202,10 @@ def test_ties_between_several_stages_follow_plain_torch(world, schedule):
             engine.step()
         for name, value in engine.full_state_dict().items():
             torch.testing.assert_close(value, reference.state_dict()[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+def test_nccl_splits_the_worlds_communicator():
+    done = torchrun(2, "tests/support/scripts/nccl_groups.py")
+    assert done.returncode == 0, done.stderr
