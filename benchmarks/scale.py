@@ -6,8 +6,10 @@
 One process builds one rank of a world on torch's fake process group, whose collectives return at once without moving
 data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
 world. ``tp`` and ``pp`` of a layout, and so a rank's part of the model, are the same in every world: costs that grow
-from row to row depend on the world size. Every world has its own process; the worlds take turns in each round; medians
-are reported.
+from row to row depend on the world size. Every world has its own process, which builds its rank twice: bytes are those
+of the first time, seconds those of the second, which imports nothing. The worlds take turns in each round; medians are
+reported. At the end the limits: a rank takes part in making at most 32 process groups beside the world's, and the
+largest world costs at most 1.3 times the seconds and the memory of the smallest.
 
 Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
 stages of a pipeline exchange shapes in them, which the fake group does not deliver.
@@ -23,7 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,9 @@ from paramp.models import GPT, GPTConfig
 from paramp.precision.policy import Precision
 
 STEPS = 20
+MAX_GROUPS = 32
+MAX_RATIO = 1.3
+"""Of the largest world to the smallest, in seconds and in bytes."""
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
 """Small, so that Python takes most of a step's time, not the kernels."""
 
@@ -49,6 +55,40 @@ def resident_bytes() -> int:
     if statm.is_file():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def counted_groups() -> Iterator[list[Any]]:
+    """One item for each process group that this rank takes part in making, as a member or not."""
+    c10d = dist.distributed_c10d
+    made, new = [], c10d._new_process_group_helper
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return new(*args, **options)
+
+    c10d._new_process_group_helper = counted
+    try:
+        yield made
+    finally:
+        c10d._new_process_group_helper = new
+
+
+def conclusion(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
+    """The largest world of ``rows`` against the smallest, and whether it is within the limits."""
+    small, large = rows[0], rows[-1]
+
+    def ratio(kind: str) -> float:
+        totals = [row[f"launch_{kind}"] + row[f"initialize_{kind}"] for row in (small, large)]
+        return float(totals[1] / totals[0])
+
+    seconds, memory, groups = ratio("seconds"), ratio("bytes"), max(row["groups"] for row in rows)
+    met = groups <= MAX_GROUPS and seconds <= MAX_RATIO and memory <= MAX_RATIO
+    return (
+        f"{layout}, {large['world']} ranks against {small['world']}: launch and initialize take {seconds:.2f} times "
+        f"the seconds and {memory:.2f} times the memory (limit {MAX_RATIO}), with at most {groups:g} groups (limit "
+        f"{MAX_GROUPS}): {'met' if met else 'NOT MET'}"
+    )
 
 
 def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[str, float]:
@@ -68,7 +108,7 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
         memory.append(resident_bytes())
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    with paramp.launch(config, rank, world_size, "localhost", 1, device="cpu"):
+    with counted_groups() as groups, paramp.launch(config, rank, world_size, "localhost", 1, device="cpu"):
         measure()
         with torch.device("meta"):
             model = GPT(MODEL)
@@ -89,7 +129,6 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
                 engine.step()
             seconds.append(time.perf_counter() - start)
         measure()
-        num_groups = dist.distributed_c10d._world.group_count
     dist.destroy_process_group()
     return {
         "launch_seconds": times[1] - times[0],
@@ -99,7 +138,7 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
         "steps_bytes": memory[3] - memory[2],
         "step_seconds": statistics.median(seconds[2:]),
         "collectives": collectives.get_total_counts(),
-        "groups": num_groups,  # created by all ranks, also groups without this rank
+        "groups": len(groups),
     }
 
 
@@ -145,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     check(parser, options)
     if options.only_rank is not None:
-        print(json.dumps(build(options.worlds[0], options.only_rank, options.layouts[0], options.precision)))
+        case = options.worlds[0], options.only_rank, options.layouts[0], options.precision
+        first, second = build(*case), build(*case)
+        print(json.dumps(second | {key: value for key, value in first.items() if key.endswith("bytes")}))
         return
     cases = [(layout, world) for layout in options.layouts for world in options.worlds if world % layout.size == 0]
     found: dict[tuple[Layout, int], list[dict[str, float]]] = {case: [] for case in cases}
@@ -155,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[layout, world].append(build_elsewhere(world, layout, options.precision, world - 1))
     rows: list[dict[str, Any]] = [
         {
+            "base": str(layout),
             "layout": str(Layout(layout.pp, world // layout.size, layout.tp)),
             "world": world,
             **{key: statistics.median(each[key] for each in results) for key in results[0]},
@@ -194,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for row in rows
     ]
-    print(table(head, cells))
+    print(table(head, cells), end="\n\n")
+    for layout in options.layouts:
+        print(conclusion(layout, [row for row in rows if row["base"] == str(layout)]))
     write_json(options.json, result)
 
 

@@ -39,7 +39,8 @@ class Saver:
     def group(self) -> dist.ProcessGroup:
         """All ranks, over gloo; made on first use, by all of them."""
         if self._group is None:
-            group = self._context.make_group([range(self._context.world_size)], backend="gloo")
+            everyone = torch.arange(self._context.world_size).view(1, -1)
+            group = self._context.make_group("save", everyone, backend="gloo")
             self._group = cast(dist.ProcessGroup, group)
             self._context.before_close.append(self._end)
         return self._group

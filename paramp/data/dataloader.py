@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from ..base.errors import ConfigError
-from ..distributed.collectives import gather_objects
+from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
 from .loader_position import LoaderPosition, WithPosition
@@ -218,7 +218,8 @@ def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
             sharded.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
-    everyone = gather_objects((problems, facts))
+    mine = (problems, facts)
+    everyone = [mine] if equal_everywhere(mine, context.device) else gather_objects(mine)
     for others, _ in everyone:
         if others:
             raise ConfigError(others[0])

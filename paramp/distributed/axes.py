@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..base.dtensor import is_dtensor, local
 from .collectives import broadcast_
 from .context import PIPELINE_AXIS, ROLES, ParallelContext
+from .groups import family_along
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,17 +68,20 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
 
     Never ``pp``, along which each rank has its own parameters.
     """
-    names = [name for name in context.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
+    mesh = context.mesh
+    axes = [(axis, name) for axis, name in enumerate(mesh.mesh_dim_names or ()) if name != PIPELINE_AXIS]
     if not is_dtensor(tensor):
-        return names
+        return [name for _, name in axes]
     ranks = tensor.device_mesh.mesh
     shards = torch.arange(ranks.numel()).view_as(ranks)
-    for axis, placement in enumerate(tensor.placements):
+    for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
-            shards = shards.narrow(axis, 0, 1).expand_as(ranks)
-    shard_of = dict(zip(ranks.flatten().tolist(), shards.flatten().tolist(), strict=True))
-    groups = {name: dist.get_process_group_ranks(context.mesh.get_group(name)) for name in names}
-    return [name for name in names if len({shard_of[rank] for rank in groups[name] if rank in shard_of}) < 2]
+            shards = shards.narrow(dim, 0, 1).expand_as(ranks)
+    ranks, shards = ranks.flatten(), shards.flatten()
+    # A rank of the tensor's mesh is in this rank's group along an axis if they differ in no other coordinate.
+    differs = torch.stack(torch.unravel_index(ranks, mesh.shape)) != torch.tensor(mesh.get_coordinate()).view(-1, 1)
+    in_group = differs.sum(dim=0) == differs
+    return [name for axis, name in axes if shards[in_group[axis]].unique().numel() < 2]
 
 
 def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
@@ -93,9 +97,7 @@ def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[
     names, mesh = context.mesh.mesh_dim_names or (), context.mesh.mesh
     if stages:
         mesh = mesh.index_select(names.index(PIPELINE_AXIS), torch.tensor(stages))
-    dims = [names.index(name) for name in axes]
-    size = math.prod(mesh.shape[dim] for dim in dims)
-    return mesh.movedim(dims, list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)
+    return family_along(mesh, [names.index(name) for name in axes])
 
 
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:

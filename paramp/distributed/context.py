@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
@@ -22,12 +22,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.dtensor import forget_sharding_decisions
 from ..base.spans import span
 from ..config.schema import Config
 from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
+from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
@@ -109,16 +110,17 @@ class ParallelContext:
         self._owns_world = owns_world
         self.serial = next(_serials)
         self.num_engines = 0
-        self._extra_groups: list[dist.ProcessGroup] = []
+        self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
-        self.mesh: DeviceMesh = init_device_mesh(device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES)
+        ranks = torch.arange(world_size, device="cpu").view(_mesh_shape(config, world_size))
+        groups = [self._own_group(name, family_along(ranks, [axis])) for axis, name in enumerate(AXES)]
+        self.mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=AXES)
         self.pp, self.dp, self.tp = self.stage_axis, self.batch_axis, self.tensor_axis = [
-            Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
-            for index, name in enumerate(AXES)
+            Axis(dist.get_rank(group), dist.get_world_size(group), group) for group in groups
         ]
-        replicas = self.mesh.mesh.movedim(AXES.index(DATA_AXIS), 0).flatten(1).tolist()
-        self.model_group = cast(dist.ProcessGroup, self.make_group(replicas))
+        other_axes = [axis for axis, name in enumerate(AXES) if name != DATA_AXIS]
+        self.model_group = self._own_group("model", family_along(ranks, other_axes))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
         # The same on every rank, so that a model built after this is the same everywhere.
         torch.manual_seed(config.seed)
@@ -142,12 +144,13 @@ class ParallelContext:
         """Whether this rank's losses count: on one rank of each model group, which has the last stage."""
         return self.is_last_stage and self.tensor_axis.rank == 0
 
-    def make_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-        """The group of the list that has this rank; None if none has. Every rank passes the same ``rank_lists``."""
-        groups = [dist.new_group(list(ranks), backend=backend) for ranks in rank_lists]
-        mine = [group for group, ranks in zip(groups, rank_lists, strict=True) if self.rank in ranks]
-        self._extra_groups += mine[-1:]
-        return mine[-1] if mine else None
+    def make_group(self, name: str, family: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup | None:
+        """The group of ``family`` that has this rank; None if none has (:meth:`.groups.ProcessGroups.make`)."""
+        return self._groups.make(name, family, backend)
+
+    def _own_group(self, name: str, family: torch.Tensor) -> dist.ProcessGroup:
+        """The group of a ``family`` that has every rank."""
+        return cast(dist.ProcessGroup, self.make_group(name, family))
 
     @property
     def is_first_stage(self) -> bool:
@@ -215,9 +218,7 @@ class ParallelContext:
             dist.destroy_process_group()
             time.sleep(SECONDS_FOR_THREADS)
             return
-        for group in {self.pp.group, self.dp.group, self.tp.group, *self._extra_groups}:
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        self._groups.destroy()
 
     def __enter__(self) -> ParallelContext:
         return self

@@ -23,7 +23,7 @@ from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
-from .rendezvous import choose_interface, exchange, host_store, join_store, meet
+from .rendezvous import agree, choose_interface, host_store, join_store, meet
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -200,7 +200,9 @@ def _init_process_group(store: Store, place: LauncherRank, backend: str | None, 
     backend = backend or _agree_on_backend(store, device, rank, world_size)
     if world_size > 1 and "gloo" in backend:
         choose_interface(store, place.host or "localhost", rank, world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    # NCCL connects the world at once if it is told the device, and splits it into groups; gloo refuses a device.
+    bound = device if backend == "nccl" and device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
 
 
 def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartbeat | None:
@@ -242,14 +244,25 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
     settings = {
         key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
     }
-    first, *rest = map(json.loads, exchange(store, "config", json.dumps(settings), rank, world_size))
-    for other, theirs in enumerate(rest, start=1):
+    difference = agree(store, "config", json.dumps(settings), rank, world_size, _first_difference)
+    if difference:
+        raise ConfigError(difference)
+
+
+def _first_difference(texts: list[str]) -> str:
+    """The first setting that a rank has different from rank 0, as a message; empty if there is none."""
+    first = json.loads(texts[0])
+    for other, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        theirs = json.loads(text)
         for key in sorted(first.keys() | theirs.keys()):
             if first.get(key) != theirs.get(key):
-                raise ConfigError(
+                return (
                     f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
                     "give every rank the same configuration"
                 )
+    return ""
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
@@ -257,8 +270,12 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    devices = {name for name in exchange(store, "device", mine, rank, world_size) if name.startswith("GPU ")}
-    return "nccl" if len(devices) == world_size else "gloo"
+    return agree(store, "device", mine, rank, world_size, _backend_of)
+
+
+def _backend_of(devices: list[str]) -> str:
+    gpus = {name for name in devices if name.startswith("GPU ")}
+    return "nccl" if len(gpus) == len(devices) else "gloo"
 
 
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:

@@ -8,7 +8,6 @@ interface on the route to the other ranks instead. On one machine nothing has to
 import contextlib
 import ipaddress
 import itertools
-import json
 import os
 import queue
 import random
@@ -17,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -157,34 +156,56 @@ def meet(store: Store, rank: int, world_size: int) -> Store:
     changed, until every rank has confirmed that its token is among them. Raises LaunchError if a rank does not join
     in time.
     """
-    place, mine = next(_meetings), secrets.token_hex(8)
-    here, call = f"paramp/{place}/here", f"paramp/{place}/call"
-    store.set(f"{here}/{rank}", mine)
+    prefix, token = f"paramp/{next(_meetings)}", secrets.token_hex(8)
+    store.set(f"{prefix}/here/{rank}", token)
+    found = _call(store, prefix, world_size) if rank == 0 else _answer(store, prefix, rank, token, world_size)
+    return PrefixStore(found, store)
+
+
+def _call(store: Store, prefix: str, world_size: int) -> str:
+    """Rank 0's part of :func:`meet`: the name under which it called all ranks."""
+    here = [f"{prefix}/here/{other}" for other in range(world_size)]
+    name, tokens = "", [""]
+    for _ in _polls(world_size):
+        if store.check(here) and (found := _read(store, here)) != tokens:
+            name, tokens = f"{prefix}/{secrets.token_hex(8)}", found
+            for other, token in enumerate(tokens):
+                store.set(f"{name}/token/{other}", token)
+            store.set(f"{prefix}/call", name)
+        answers = [f"{name}/{other}" for other in range(1, world_size)]
+        if name and (not answers or store.check(answers)):
+            store.set(f"{name}/go", "1")
+            return name
+    missing = [other for other in range(1, world_size) if not store.check([f"{name or prefix + '/here'}/{other}"])]
+    raise _not_joined(missing, world_size)
+
+
+def _answer(store: Store, prefix: str, rank: int, token: str, world_size: int) -> str:
+    """The other ranks' part of :func:`meet`: the name under which rank 0 called them."""
+    answered = ""
+    for _ in _polls(world_size):
+        name = _look(store, f"{prefix}/call")
+        if name and name != answered and _look(store, f"{name}/token/{rank}") == token:
+            store.set(f"{name}/{rank}", "1")
+            answered = name
+        if name and name == answered and store.check([f"{name}/go"]):
+            return name
+    raise _not_joined([0], world_size)
+
+
+def _polls(world_size: int) -> Iterator[None]:
+    """Yields until the launch's time-out, with a pause: without it, thousands of ranks would keep the store busy."""
     deadline = time.monotonic() + launch_timeout().total_seconds()
-    name, tokens = "", [""] * world_size
-    while True:
-        if rank == 0:
-            found = [_look(store, f"{here}/{other}") for other in range(world_size)]
-            if found != tokens:
-                name, tokens = f"paramp/{place}/{secrets.token_hex(8)}", found
-                store.set(call, json.dumps([name, tokens]))
-            answers = [_look(store, f"{name}/{other}") for other in range(1, world_size)]
-            if all(answers):
-                store.set(f"{name}/go", "1")
-                return PrefixStore(name, store)
-        else:
-            name, tokens = json.loads(_look(store, call) or '["", []]')
-            if rank < len(tokens) and tokens[rank] == mine:
-                store.set(f"{name}/{rank}", "1")
-                if _look(store, f"{name}/go"):
-                    return PrefixStore(name, store)
-        if time.monotonic() > deadline:
-            missing = [other for other in range(1, world_size) if not answers[other - 1]] if rank == 0 else [0]
-            raise LaunchError(
-                f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not join within "
-                f"{launch_timeout().total_seconds():g} s; check that they started, or raise PARAMP_LAUNCH_TIMEOUT"
-            )
-        time.sleep(0.005)
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(0.005 + 2e-5 * world_size)
+
+
+def _not_joined(missing: list[int], world_size: int) -> LaunchError:
+    return LaunchError(
+        f"launch: of {world_size} ranks, {', '.join(map(str, missing))} did not join within "
+        f"{launch_timeout().total_seconds():g} s; check that they started, or raise PARAMP_LAUNCH_TIMEOUT"
+    )
 
 
 _meetings = itertools.count()
@@ -195,18 +216,36 @@ def _look(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def exchange(store: Store, name: str, value: str, rank: int, world_size: int) -> list[str]:
-    """The ``value`` of every rank, by rank. Every rank calls it, once for each ``name``."""
-    store.set(f"{name}/{rank}", value)
-    values = []
-    for other in range(world_size):
-        try:
-            values.append(store.get(f"{name}/{other}").decode())
-        except (DistError, RuntimeError) as error:
-            raise LaunchError(
-                f"launch: rank {other} was lost before the ranks had agreed on the {name}; see its error message"
-            ) from error
-    return values
+def _read(store: Store, keys: list[str]) -> list[str]:
+    """The values at ``keys``, as soon as all exist; one request, if the store can."""
+    values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)  # type: ignore[attr-defined]
+    return [value.decode() for value in values]
+
+
+def agree(store: Store, name: str, value: str, rank: int, world_size: int, decide: Callable[[list[str]], str]) -> str:
+    """The result of ``decide`` for the ``value`` of every rank, by rank. Every rank calls it, once for each ``name``.
+
+    Rank 0 calls ``decide``; the other ranks read its result only, so that the store is not asked for the square of
+    thousands of values.
+    """
+    keys = [f"{name}/{other}" for other in range(world_size)]
+    store.set(keys[rank], value)
+    try:
+        if rank == 0:
+            store.set(f"{name}/agreed", decide(_read(store, keys)))
+        return store.get(f"{name}/agreed").decode()
+    except (DistError, RuntimeError) as error:
+        lost = _first_missing(store, keys)
+        raise LaunchError(
+            f"launch: rank {lost} was lost before the ranks had agreed on the {name}; see its error message"
+        ) from error
+
+
+def _first_missing(store: Store, keys: Sequence[str]) -> int:
+    """The index of the first of ``keys`` that the store does not have; 0 if it has all, or does not answer."""
+    with contextlib.suppress(DistError, RuntimeError):
+        return next((index for index, key in enumerate(keys) if not store.check([key])), 0)
+    return 0
 
 
 def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:
@@ -215,15 +254,19 @@ def choose_interface(store: Store, host: str, rank: int, world_size: int) -> Non
     Sets ``GLOO_SOCKET_IFNAME``, unless it is set. Every rank calls it with the ``host`` at which it reached the store.
     """
     mine = _route_to(host)
-    others = exchange(store, "address", mine, rank, world_size)
-    elsewhere = next((address for address in others if not _is_loopback(address)), None)
-    if elsewhere is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+    elsewhere = agree(store, "address", mine, rank, world_size, _first_elsewhere)
+    if not elsewhere or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     if _is_loopback(mine):  # rank 0's machine, whose name means loopback to itself
         mine = _route_to(elsewhere)
     name = next((name for name, address in _interfaces() if address == mine), None)
     if name is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _first_elsewhere(addresses: list[str]) -> str:
+    """The first of ``addresses`` that other machines can reach; empty if there is none."""
+    return next((address for address in addresses if not _is_loopback(address)), "")
 
 
 def _route_to(host: str) -> str:

@@ -7,7 +7,6 @@ sharded over the tensor axis in full precision, masters are copied from that, an
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas, tensor_mesh
-from ..distributed.collectives import gather_objects
+from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..optim.flat_params import FlatWeights
 from ..optim.user_optimizer import (
@@ -121,12 +120,12 @@ def read_names(
     """All names of each parameter of the whole model. Checks the model and the optimizer. A collective."""
     names_of = names_by_parameter(model)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
-    _check_same_model(model, with_hooks=is_split)
+    _check_same_model(model, context, with_hooks=is_split)
     check_optimizer(optimizer, names_of)
     return names_of
 
 
-def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
+def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks: bool) -> None:
     """Check that every rank built the same parameters and buffers; else raise on every rank, with the first difference.
 
     They have to agree, because values of one rank are broadcast into the memory of others. ``with_hooks``: compare the
@@ -141,8 +140,7 @@ def _check_same_model(model: nn.Module, with_hooks: bool) -> None:
         for count in [num_hooks(value)]
     ]
     # With thousands of ranks, gathering all lists takes seconds, so they are gathered only if their digests differ.
-    digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    if equal_everywhere(own, context.device):
         return
     models = gather_objects(own)
     for rank, theirs in enumerate(models):

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -176,30 +176,76 @@ def tie_stages(
     ``names_of`` has all names of each parameter of the whole model, ``stages`` all stages of the model. Returns the
     tied parameters with their groups. A parameter shared only by stages of one rank is one tensor, and is not tied.
     """
+    shared = _shared_between_stages(names_of, stages, context)
+    if context.pp.size == 1:
+        return []
+    own: list[tuple[str, nn.Parameter] | None] = []
+    for tie in shared:
+        name = tie.own_names[context.pp.rank]
+        own.append(None if name is None else (name, module.get_parameter(name)))
+    _check_same_ties(shared, own, context)
+    # Sorted, so that ranks with several ties make the groups that they share in the same order.
+    groups = {
+        holders: context.make_group(f"tie {'-'.join(map(str, holders))}", ranks_along(context, ["pp"], holders))
+        for holders in sorted({tie.holders for tie in shared})
+    }
+    ties: list[TiedParameter] = []
+    for tie, mine in zip(shared, own, strict=True):
+        group = groups[tie.holders]
+        if mine is not None and group is not None:
+            name, parameter = mine
+            broadcast_(local(parameter), group)
+            ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == tie.holders[0]))
+    context.ties.extend(ties)
+    return ties
+
+
+class _Shared(NamedTuple):
+    """A parameter of the whole model that several pipeline ranks hold."""
+
+    names: tuple[str, ...]
+    """All its names in the model."""
+    own_names: tuple[str | None, ...]
+    """Its first name on each pipeline rank; None where there is none."""
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The pipeline ranks that hold a copy."""
+        return tuple(rank for rank, name in enumerate(self.own_names) if name is not None)
+
+
+def _shared_between_stages(
+    names_of: Mapping[nn.Parameter, list[str]], stages: Sequence[nn.Module], context: ParallelContext
+) -> list[_Shared]:
+    """The parameters that several pipeline ranks hold; a ConfigError if one that several stages share has hooks."""
     stages_of = context.config.parallel.pipeline.stages_of
     held_by_stage = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
     held = [set().union(*(held_by_stage[index] for index in stages_of(rank))) for rank in range(context.pp.size)]
-    ties: list[TiedParameter] = []
+    shared: list[_Shared] = []
     for original, names in names_of.items():
         if num_hooks(original) and sum(not there.isdisjoint(names) for there in held_by_stage) > 1:
             raise ConfigError(
                 f"model: {' and '.join(names)} are one parameter with hooks, which would run on each stage's part of "
                 "its gradient; change the gradient in engine.before_step instead, or set parallel.pipeline.size to 1"
             )
-        own_names = [next((name for name in names if name in there), None) for there in held]
-        holders = [rank for rank, name in enumerate(own_names) if name is not None]
-        if len(holders) < 2:
-            continue
-        # Making a group is a collective of the world, so ranks without a copy take part too.
-        group = context.make_group(ranks_along(context, ["pp"], holders).tolist())
-        name = own_names[context.pp.rank]
-        parameter = None if name is None else module.get_parameter(name)
-        layouts = gather_objects(None if parameter is None else str(getattr(parameter, "placements", "whole")))
-        if len({layout for layout in layouts if layout is not None}) > 1:
-            raise ConfigError(f"plan: {' and '.join(names)} are one parameter, but it shards them differently")
-        if name is None or parameter is None or group is None:
-            continue
-        broadcast_(local(parameter), group)
-        ties.append(TiedParameter(name, parameter, group, owner=context.pp.rank == holders[0]))
-    context.ties.extend(ties)
-    return ties
+        own_names = tuple(next((name for name in names if name in there), None) for there in held)
+        if sum(name is not None for name in own_names) > 1:
+            shared.append(_Shared(tuple(names), own_names))
+    return shared
+
+
+def _check_same_ties(
+    shared: Sequence[_Shared], own: Sequence[tuple[str, nn.Parameter] | None], context: ParallelContext
+) -> None:
+    """Check that all pipeline ranks found the same ties, with the same placements; else raise on each of them."""
+    layouts = [None if mine is None else str(getattr(mine[1], "placements", "whole")) for mine in own]
+    everyone = gather_objects((list(shared), layouts), context.pp.group)
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != everyone[0][0]:
+            raise ConfigError(
+                f"model: pipeline rank 0 ties {[tie.names for tie in everyone[0][0]]}, but pipeline rank {rank} "
+                f"{[tie.names for tie in theirs]}; build the same model on every rank"
+            )
+    for tie, *found in zip(shared, *(layouts for _, layouts in everyone), strict=True):
+        if len({layout for layout in found if layout is not None}) > 1:
+            raise ConfigError(f"plan: {' and '.join(tie.names)} are one parameter, but it shards them differently")

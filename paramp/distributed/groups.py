@@ -1,0 +1,106 @@
+"""The process groups of one rank: only those that it is in, so that their number does not grow with the world.
+
+Groups come in families: disjoint sets of ranks, at most one of which has this rank, such as the groups along one axis
+of the mesh. torch's ``DeviceMesh`` has every rank of the world call ``new_group`` for every group of a family. Here a
+rank makes one call for a family:
+
+- ``split_group``, by every rank of the world, if the world's communicator can be split (NCCL's, bound to a device);
+- else ``new_group(use_local_synchronization=True)``, by the members of the group only.
+
+The members wait for each other, so every rank makes its groups in the same order of families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def family_along(mesh: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The groups of ranks whose coordinates differ on ``dims`` of ``mesh`` only.
+
+    Args:
+        mesh: int, any dims: ranks.
+        dims: ascending.
+
+    Returns:
+        2-dim int, groups x ranks of a group, both in the order of the mesh.
+    """
+    size = math.prod(mesh.shape[dim] for dim in dims)
+    return mesh.movedim(list(dims), list(range(mesh.ndim - len(dims), mesh.ndim))).reshape(-1, size)
+
+
+class ProcessGroups:
+    """Makes this rank's process groups in one context, and destroys them."""
+
+    def __init__(self, prefix: str) -> None:
+        """``prefix``: of the groups' names; the same on every rank, and no other context's in the process."""
+        self._prefix = prefix
+        self._made: list[tuple[torch.Tensor, str | None, dist.ProcessGroup]] = []
+
+    def make(self, name: str, family: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup | None:
+        """The group of ``family`` that has this rank; None if none has.
+
+        Every rank calls it with the same families in the same order. Families with equal groups share one process
+        group, and the group of all ranks is the world's.
+
+        Args:
+            name: of the family; no other of this context has it.
+            family: 2-dim int on the CPU, groups x ranks of a group; disjoint, the ranks of a group ascending.
+            backend: None: the world's.
+        """
+        if backend is None and family.shape == (1, dist.get_world_size()):
+            return dist.group.WORLD
+        for known, its_backend, group in self._made:
+            if its_backend == backend and torch.equal(known, family):
+                return group
+        mine = [int(rank) for rank in family[(family == dist.get_rank()).any(dim=1)].flatten()]
+        splits = backend is None and _world_splits()
+        if not (mine or splits):
+            return None
+        with _named(f"{self._prefix}/{name}/{mine[0] if mine else 'none'}"):  # the groups of a family differ in it
+            if splits:
+                made = dist.split_group(split_ranks=family.tolist(), group_desc=name)
+            else:
+                made = dist.new_group(mine, backend=backend, use_local_synchronization=True, group_desc=name)
+        if made is not None:
+            self._made.append((family, backend, made))
+        return made
+
+    def destroy(self) -> None:
+        """Destroy the groups, the last one first: NCCL's members wait for each other in this too."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop()[-1])
+
+
+def _world_splits() -> bool:
+    """Whether groups are split from the world's communicator.
+
+    With a device bound at ``init_process_group``, NCCL connects it at once; torch's ``new_group`` would then split it
+    too, and wait for ranks that are not in the group.
+    """
+    world = c10d._get_default_group()
+    if world.bound_device_id is None or not torch.accelerator.is_available():
+        return False
+    return bool(world._get_backend(world.bound_device_id).supports_splitting)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the group that torch makes inside this ``name``.
+
+    By default the name has the number of groups that this process is in. That number differs between ranks, for example
+    if a parameter is tied between some stages only, and ranks that call one group by two names wait forever: gloo's
+    to connect, NCCL's to be destroyed (pytorch #190396).
+    """
+    default = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c10d._process_group_name = default

@@ -1,0 +1,211 @@
+"""The process groups of a context: each rank makes only its own, under names on which its members agree."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import torchrun
+from pool import on_ranks
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import paramp
+from paramp.base.errors import ConfigError
+from paramp.distributed import groups
+from paramp.distributed.axes import ranks_along
+from paramp.distributed.collectives import equal_everywhere, gather_objects
+from paramp.models import GPT, GPTConfig
+from paramp.parallel.stage import tie_stages
+
+
+def coordinates(rank, sizes):
+    """pp, dp and tp of ``rank``: tp varies fastest."""
+    _, dp, tp = sizes
+    return rank // (dp * tp), rank // tp % dp, rank % tp
+
+
+def peers(rank, sizes, axes):
+    """The ranks whose coordinates are those of ``rank`` on all axes but ``axes``."""
+    others = [axis for axis in range(3) if axis not in axes]
+    here = coordinates(rank, sizes)
+    world = range(sizes[0] * sizes[1] * sizes[2])
+    return [rank for rank in world if all(coordinates(rank, sizes)[axis] == here[axis] for axis in others)]
+
+
+def check_group(group, ranks):
+    """``group`` has the ``ranks``, its members call it by one name, and it sums over them."""
+    assert dist.get_process_group_ranks(group) == ranks
+    assert len(set(gather_objects(group.group_name, group))) == 1
+    total = torch.tensor([2 ** dist.get_rank()])
+    dist.all_reduce(total, group=group)
+    assert total.item() == sum(2**rank for rank in ranks)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1)])
+@on_ranks(4)
+def test_the_groups_of_a_context_and_their_sums(world, sizes):
+    pp, dp, tp = sizes
+    with paramp.launch_from_torch({"parallel": {"pipeline": pp, "data": dp, "tensor": tp}}) as context:
+        for axis, (name, here) in enumerate(zip(("pp", "dp", "tp"), (context.pp, context.dp, context.tp), strict=True)):
+            check_group(here.group, peers(world.rank, sizes, [axis]))
+            assert (here.rank, here.size) == (coordinates(world.rank, sizes)[axis], sizes[axis])
+            for mesh in (context.mesh, context.mesh[name], context.mesh["dp", "tp"] if axis else context.mesh):
+                assert mesh.get_group(name) is here.group
+                assert mesh.get_local_rank(name) == here.rank
+        check_group(context.model_group, peers(world.rank, sizes, [0, 2]))
+        assert context.mesh.get_coordinate() == coordinates(world.rank, sizes)
+        check_group(context.mesh["dp", "tp"]._flatten("all").get_group(), peers(world.rank, sizes, [1, 2]))
+
+
+@on_ranks(4)
+def test_groups_after_groups_that_only_some_ranks_are_in(world):
+    """torch names a group by the number of groups that a process is in, which then differs: its members never meet."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
+        for holders in ((0, 1, 2), (0, 3), (1, 3)):
+            group = context.make_group(f"tie {holders}", ranks_along(context, ["pp"], holders))
+            if world.rank in holders:
+                check_group(group, list(holders))
+            else:
+                assert group is None
+        everyone = torch.arange(4).view(1, 4)
+        check_group(context.make_group("save", everyone, backend="gloo"), [0, 1, 2, 3])
+        assert context.make_group("world", everyone) is dist.group.WORLD
+
+
+def maps():
+    """The groups that torch knows of."""
+    world = c10d._world
+    known = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
+    return [set(groups) for groups in known] + [[group for each in world.tags_to_pg.values() for group in each]]
+
+
+@on_ranks(4)
+def test_a_closed_context_leaves_no_groups_and_the_next_one_works(world):
+    before = maps()
+    for sizes in ((2, 1, 2), (1, 2, 2), (2, 1, 2)):
+        pp, dp, tp = sizes
+        with paramp.launch_from_torch({"parallel": {"pipeline": pp, "data": dp, "tensor": tp}}) as context:
+            check_group(context.tp.group, peers(world.rank, sizes, [2]))
+            context.make_group("some", torch.tensor([[0, 3]]))
+            assert maps() != before
+        assert maps() == before
+
+
+@pytest.fixture
+def rank_of_world():
+    """Initialises a fake process group, of which this process is one rank."""
+
+    def start(rank, world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def num_groups(monkeypatch, start, rank, world_size):
+    """The groups that ``rank`` helps to make to train a GPT with tied embeddings at pp4 x tp2."""
+    made = []
+    new = c10d._new_process_group_helper
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return new(*args, **kwargs)
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", counted)
+    start(rank, world_size)
+    config = {"parallel": {"pipeline": 4, "tensor": 2}, "precision": "16-mixed"}
+    with paramp.launch(config, rank, world_size, "localhost", 1, device="cpu") as context:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(num_layers=4, num_heads=2, width=16, max_seq_len=8, vocab_size=32))
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), GPT.loss)
+        assert len(context.ties) == (context.is_first_stage or context.is_last_stage)
+        assert engine.context.world_size == world_size
+    dist.destroy_process_group()
+    monkeypatch.undo()
+    return len(made)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_rank_of_4096_makes_as_many_groups_as_one_of_16(monkeypatch, rank_of_world, last):
+    counts = [num_groups(monkeypatch, rank_of_world, size - 1 if last else 0, size) for size in (16, 4096)]
+    assert counts == [6, 6]  # the world, pp, dp, tp, the model's and the ties'
+
+
+def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_world):
+    """With NCCL, a rank that is in no group of a family still has to take part in the split."""
+    calls = []
+
+    def split_group(split_ranks, group_desc):
+        calls.append((split_ranks, group_desc, c10d._process_group_name([], use_hashed_name=True)))
+        mine = next((ranks for ranks in split_ranks if 5 in ranks), None)
+        return mine and dist.new_group(mine, use_local_synchronization=True)
+
+    rank_of_world(5, 8)
+    monkeypatch.setattr(groups, "_world_splits", lambda: True)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    made = groups.ProcessGroups("run")
+    pairs, ends = torch.arange(8).view(4, 2), torch.tensor([[0, 6], [1, 7]])
+    group = made.make("tp", pairs)
+    assert made.make("same", pairs.clone()) is group
+    assert made.make("ends", ends) is None
+    assert calls == [(pairs.tolist(), "tp", "run/tp/4"), (ends.tolist(), "ends", "run/ends/none")]
+    made.destroy()
+    assert list(c10d._world.pg_map) == [dist.group.WORLD]
+
+
+@on_ranks(2)
+def test_values_are_equal_everywhere_or_not(world):
+    for value in (None, "a", ["b", 2.5], 2**70):
+        assert equal_everywhere(value, torch.device("cpu"))
+        assert not equal_everywhere((value, world.rank), torch.device("cpu"))
+
+
+@on_ranks(2)
+def test_pipeline_ranks_that_find_different_ties_raise_instead_of_waiting(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        stages = [nn.ModuleDict({str(index): layer}) for index, layer in enumerate(model)]
+        names_of = {model[0].weight: ["0.weight", "1.weight"]} if world.rank == 0 else {}
+        with pytest.raises(ConfigError, match=r"pipeline rank 0 ties \[\('0.weight', '1.weight'\)\].*rank 1 \[\]"):
+            tie_stages(names_of, stages, stages[world.rank], context)
+
+
+def tied_chain():
+    """Eight layers: 0 and 7 share a weight; 1, 3 and 6; 2 and 5; and 4 and 7 a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    for first, *others in ((0, 7), (1, 3, 6), (2, 5)):
+        for other in others:
+            model[other].weight = model[first].weight
+    model[7].bias = model[4].bias
+    return model
+
+
+@pytest.mark.parametrize("schedule", [{"size": 4}, {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}])
+@on_ranks(4)
+def test_ties_between_several_stages_follow_plain_torch(world, schedule):
+    split = [str(2 * index) for index in range(1, 4)]
+    reference = tied_chain()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 4, "split": split, **schedule}}}):
+        model = tied_chain()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for number in range(3):
+            x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(number))
+            plain.zero_grad()
+            loss = nn.functional.mse_loss(reference(x), y)
+            loss.backward()
+            plain.step()
+            axis = engine.context.dp
+            engine.forward_backward(x.chunk(axis.size)[axis.rank], y.chunk(axis.size)[axis.rank])
+            engine.step()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+def test_nccl_splits_the_worlds_communicator():
+    done = torchrun(2, "tests/support/scripts/nccl_groups.py")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,47 @@
+"""What ranks agree on through the store before the process group exists."""
+
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from paramp.base.errors import LaunchError
+from paramp.distributed.rendezvous import agree
+
+
+class Requests:
+    """A store that counts its requests."""
+
+    def __init__(self, store):
+        self.store, self.counts = store, Counter()
+
+    def __getattr__(self, name):
+        def request(*args):
+            self.counts[name] += 1
+            return getattr(self.store, name)(*args)
+
+        return request
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_each_rank_asks_the_store_as_often_in_a_world_of_4096_as_in_one_of_8(rank):
+    counts = []
+    for size in (8, 4096):
+        store = Requests(HashStore())
+        for other in range(size):
+            store.store.set(f"name/{other}", f"value {other}")
+        if rank:
+            store.store.set("name/agreed", f"value {size - 1}")
+        assert agree(store, "name", f"value {rank}", rank, size, lambda values: values[-1]) == f"value {size - 1}"
+        counts.append(store.counts)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_rank_that_is_lost_before_an_agreement_is_named(rank):
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    store.set("config/0", "")
+    with pytest.raises(LaunchError, match="rank 1 was lost before the ranks had agreed on the config"):
+        agree(store, "config", "", rank, 3, "".join)
