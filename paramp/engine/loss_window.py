@@ -324,7 +324,8 @@ class LossWindow:
             )
 
     def check_ended(self) -> None:
-        """Raise a CheckpointError within an accumulation window, whose gradients are not saved."""
+        """Raise a CheckpointError within an accumulation window, whose gradients are not saved; or a past failure."""
+        self.failure.check()
         if self._num_calls or self.batches.is_open:
             raise CheckpointError(
                 f"save: got a call in an accumulation window, after {self._num_calls} of {self._accumulation} calls of "
@@ -376,6 +377,9 @@ class LossWindow:
         """
         summed = self.findings(totals)
         dist.all_reduce(summed)
-        with self.failing() if totals is None else nullcontext():
-            self.failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
+        # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
+        is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
+        if not is_left_to_step:
+            with self.failing() if totals is None else nullcontext():
+                self.failure.publish(summed[4], wait=True)
         return (summed[0] / summed[1]).float()
