@@ -150,7 +150,7 @@ def _gather(own: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
 
 def _gather_out(own: torch.Tensor, _group_size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
     _all_gather(out, own.contiguous(), group=group)
     return out
 

@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..base.dtensor import forget_sharding_decisions
 from ..base.spans import span
 from ..config.schema import Config
-from .collectives import gather_dtensors_over_gloo
 from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .heartbeat import Heartbeat
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
@@ -113,14 +112,7 @@ class ParallelContext:
         self._extra_groups: list[dist.ProcessGroup] = []
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
-        backends = None
-        if device.type == "cuda" and dist.get_backend() == "gloo":  # ranks share a GPU
-            gather_dtensors_over_gloo()
-            # Left to itself, torch 2.11 takes NCCL for an axis as large as the world, which refuses a shared GPU.
-            backends = dict.fromkeys(AXES, "gloo")
-        self.mesh: DeviceMesh = init_device_mesh(
-            device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES, backend_override=backends
-        )
+        self.mesh: DeviceMesh = init_device_mesh(device.type, _mesh_shape(config, world_size), mesh_dim_names=AXES)
         self.pp, self.dp, self.tp = self.stage_axis, self.batch_axis, self.tensor_axis = [
             Axis(self.mesh.get_local_rank(name), self.mesh.size(index), self.mesh.get_group(name))
             for index, name in enumerate(AXES)

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from ..base.errors import ConfigError, LaunchError
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config, flatten
+from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext
 from .failures import report_once
 from .heartbeat import Heartbeat
@@ -181,6 +182,8 @@ def _join(
         _agree_on_config(store, config, rank, world_size)
     if owns_world:
         _init_process_group(store, place, backend, device)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        gather_dtensors_over_gloo()
     if world_size > 1:
         report_once()
     ranks = {"rank": rank, "world_size": world_size, "local_rank": place.local_rank}

@@ -26,6 +26,7 @@ from ..observe.replay import Window
 from ..optim.flat_gradients import FlatGradients
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch, loss_in
+from ..precision.autocast import moved
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
 
@@ -81,7 +82,7 @@ class CheckedCriterion:
         """
         if self._criterion is None:
             return _found(self.counted(loss_in(args[0] if args else None)))
-        args, kwargs = map_tensors(lambda tensor: tensor.to(self._compute.device), (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: moved(tensor, self._compute.device), (args, kwargs))
         with self._compute.sharded_loss():
             return _checked(self._criterion(*args, **kwargs))
 

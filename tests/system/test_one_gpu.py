@@ -79,8 +79,9 @@ NEVER_WAITING = {
     "remainders": {"masters": "remainder"},
     "checkpointed": {"activation_checkpointing": "full"},
     "accumulated": {"gradient_accumulation": 2},
+    "pinned": {"gradient_accumulation": 1},
 }
-"""Modes, and options of ``16-naive``."""
+"""Modes, and options of ``16-naive``. ``pinned``: the batches are in the host's pinned memory."""
 
 
 @on_each_device
@@ -96,7 +97,8 @@ def test_a_step_never_waits_for_the_gpu(name, device):
             model, optimizer, GPT.loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         )
         window = engine.config.gradient_accumulation
-        data = [tuple(part.to(context.device) for part in batch) for batch in batches(6 * window)]
+        place = torch.Tensor.pin_memory if name == "pinned" and device == "cuda" else lambda one: one.to(context.device)
+        data = [tuple(map(place, batch)) for batch in batches(6 * window)]
         results = []
         for number, batch in enumerate(data):
             if device == "cuda":  # the first steps make what stays
