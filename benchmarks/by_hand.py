@@ -16,6 +16,7 @@ of one to the other is the spread, by which each limit is widened. A verdict end
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -51,6 +52,8 @@ SHAPES = {
 """The sizes of the models that picotron's benchmarks train, for this GPT."""
 SHRINK = {"cpu": 16, "cuda": 1}
 """What the sizes of a ``--shape`` are divided by."""
+MULTIPLE = 128
+"""GPT pads its vocabulary to multiples of it, and masks the padding, which the step by hand does not."""
 EAGER = 1 / 1.1
 """The limit of a compiled step against paramp's own without compilation."""
 COMPILED = "paramp, compiled"
@@ -94,6 +97,7 @@ def measure(layout: Layout, options: argparse.Namespace, mode: str, width: int, 
     config = {"parallel": parallel, "precision": mode, "clip_grad_norm": MAX_NORM}
     candidates: dict[str, Candidate] = {}
     skipped: dict[str, str] = {}
+    gc.collect()  # the engines of the last call are cycles
     with ExitStack() as stack:
         context = stack.enter_context(paramp.launch_from_torch(config, device=options.device))
         for name in ("hand", "again"):
@@ -198,7 +202,7 @@ def sizes_of(shape: str | None, device: str) -> dict[str, Any]:
         "layers": max(2, full["layers"] // shrink // 2 * 2),
         "widths": [full["width"] // shrink],
         "head_size": min(full["head_size"], full["width"] // shrink // 2),
-        "vocab_size": full["vocab_size"] // shrink,
+        "vocab_size": -(-full["vocab_size"] // shrink // MULTIPLE) * MULTIPLE,
         "seq_lens": [full["seq_len"] // shrink],
     }
 
@@ -233,6 +237,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     counts = "tp", "pp", *DEFAULTS, "batch_size", "microbatches", "rounds"
     check_counts(parser, options, *counts)
     check_json_option(parser, options.json)
+    if options.vocab_size % MULTIPLE:
+        parser.error(f"--vocab-size: got {options.vocab_size}, expected a multiple of {MULTIPLE}")
     if options.layers % options.pp or options.batch_size % options.microbatches:
         parser.error("--layers divides by --pp, and --batch-size by --microbatches")
     return options

@@ -161,6 +161,7 @@ def describe() -> tuple[str, str]:
 
     if not torch.cuda.is_available():
         sys.exit(f"make gpu: torch {torch.__version__} in {sys.executable} sees no GPU on this machine")
+    sys.path.insert(0, str(ROOT))  # paramp need not be installed
     from common import machine
 
     found = torch.cuda.get_device_properties(0)

@@ -40,13 +40,15 @@ def launch_from_torch(
 
     Args:
         config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo.
+        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo, over which ranks may
+            share one.
         device: None: the local rank's GPU (shared if there are fewer GPUs than local ranks), or the CPU without GPUs.
         seed: a value other than the default replaces the configuration's ``seed``.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not reach each other.
+        LaunchError: some of torchrun's variables are set and others missing, the ranks do not reach each other, or
+            NCCL is asked for where some share a GPU.
     """
     return _join(load(config), torchrun_place(), backend, device, seed)
 
@@ -200,7 +202,8 @@ def _check_world(place: LauncherRank) -> None:
 
 def _init_process_group(store: Store, place: LauncherRank, backend: str | None, device: torch.device) -> None:
     rank, world_size = place.rank, place.world_size
-    backend = backend or _agree_on_backend(store, device, rank, world_size)
+    if backend in (None, "nccl"):
+        backend = _agree_on_backend(store, backend, device, rank, world_size)
     if world_size > 1 and "gloo" in backend:
         choose_interface(store, place.host or "localhost", rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -255,13 +258,24 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
                 )
 
 
-def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
-    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank."""
+def _agree_on_backend(store: Any, requested: str | None, device: torch.device, rank: int, world_size: int) -> str:
+    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank.
+
+    Raises:
+        LaunchError: on every rank: NCCL is ``requested``, but some have no GPU, or share one.
+    """
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
     devices = {name for name in exchange(store, "device", mine, rank, world_size) if name.startswith("GPU ")}
-    return "nccl" if len(devices) == world_size else "gloo"
+    if len(devices) == world_size:
+        return "nccl"
+    if requested is not None:
+        raise LaunchError(
+            f"backend: got {requested!r}, which needs a GPU of its own for every rank, but {world_size} rank(s) have "
+            f"{len(devices)} GPU(s); leave backend out, and they share them over gloo"
+        )
+    return "gloo"
 
 
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:

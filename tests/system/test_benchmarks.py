@@ -306,6 +306,14 @@ def test_shapes_of_models_are_scaled_down_on_a_cpu():
     assert (options.layers, options.widths, options.vocab_size, options.seq_lens) == (6, [128], 3072, [128])
     options = by_hand.parse(["--shape", "llama-2-7b", "--device", "cuda"])
     assert (options.layers, options.widths, options.head_size, options.seq_lens) == (32, [4096], 128, [4096])
+    assert options.vocab_size == 32000
+    assert by_hand.parse(["--shape", "llama-2-7b", "--device", "cpu"]).vocab_size == 2048
+
+
+def test_a_padded_vocabulary_is_refused_because_the_step_by_hand_masks_none(capsys):
+    with pytest.raises(SystemExit):
+        benchmark("by_hand").parse(["--vocab-size", "200"])
+    assert "--vocab-size: got 200, expected a multiple of 128" in capsys.readouterr().err
 
 
 PARTS_OF_A_TEST = """
