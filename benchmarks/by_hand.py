@@ -10,7 +10,7 @@ hand_gpt.py has what is written by hand, as Megatron-LM does it; peers.py has th
 the first gradients are compared, to check that all do the same work.
 
 Every candidate makes one step in each round; medians are reported. The step written by hand takes part twice: the ratio
-of one to the other is the spread, by which each limit is widened. A verdict ends the table.
+of one to the other is the spread, by which each limit is widened. The last line says how many are above it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ import paramp
 from paramp.models import GPT, GPTConfig
 
 SHAPES = {
-    "smollm-1.7b": {"layers": 24, "width": 2048, "head_size": 64, "vocab_size": 49152, "seq_len": 2048},
-    "llama-2-7b": {"layers": 32, "width": 4096, "head_size": 128, "vocab_size": 32000, "seq_len": 4096},
+    "smollm-1.7b": {"layers": 24, "width": 2048, "head_size": 64, "vocab_size": 49152, "seq_len": 1024},
+    "llama-2-7b": {"layers": 32, "width": 4096, "head_size": 128, "vocab_size": 32000, "seq_len": 1024},
 }
-"""The sizes of the models that picotron's benchmarks train, for this GPT."""
+"""The sizes of the models in picotron's README, and the length of its sequences, for this GPT."""
 SHRINK = {"cpu": 16, "cuda": 1}
 """What the sizes of a ``--shape`` are divided by."""
 MULTIPLE = 128
@@ -176,7 +176,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     for name, reason in {name: reason for result in results for name, reason in result["cannot_run"].items()}.items():
         print(f"{name} does not run here: {reason}")
     above = sum(not row["holds"] for row in rows)
-    print(f"\nverdict: {f'{above} of {len(rows)} ratios above the limit' if above else 'every ratio within its limit'}")
+    print(f"\nlimits: {above or 'none'} of {len(rows)} ratios above")
 
 
 def own_arguments(options: argparse.Namespace, layout: Layout) -> list[str]:

@@ -303,9 +303,9 @@ def test_limits_of_a_step_are_widened_by_the_spread_of_one_program():
 def test_shapes_of_models_are_scaled_down_on_a_cpu():
     by_hand = benchmark("by_hand")
     options = by_hand.parse(["--shape", "smollm-1.7b", "--device", "cpu", "--layers", "6"])
-    assert (options.layers, options.widths, options.vocab_size, options.seq_lens) == (6, [128], 3072, [128])
+    assert (options.layers, options.widths, options.vocab_size, options.seq_lens) == (6, [128], 3072, [64])
     options = by_hand.parse(["--shape", "llama-2-7b", "--device", "cuda"])
-    assert (options.layers, options.widths, options.head_size, options.seq_lens) == (32, [4096], 128, [4096])
+    assert (options.layers, options.widths, options.head_size, options.seq_lens) == (32, [4096], 128, [1024])
     assert options.vocab_size == 32000
     assert by_hand.parse(["--shape", "llama-2-7b", "--device", "cpu"]).vocab_size == 2048
 
