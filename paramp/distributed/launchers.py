@@ -48,7 +48,7 @@ def launch_from_torch(
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
         LaunchError: some of torchrun's variables are set and others missing, the ranks do not reach each other, or
-            NCCL is asked for where some share a GPU.
+            NCCL is asked for where ranks have no GPU or share one.
     """
     return _join(load(config), torchrun_place(), backend, device, seed)
 
@@ -183,6 +183,8 @@ def _join(
         heartbeat = _make_heartbeat(config, store, place) if owns_world else None
         _agree_on_config(store, config, rank, world_size)
     if owns_world:
+        if backend == "nccl":
+            _check_own_gpus(store, device, rank, world_size)
         _init_process_group(store, place, backend, device)
     if device.type == "cuda" and dist.get_backend() == "gloo":
         gather_dtensors_over_gloo()
@@ -202,8 +204,7 @@ def _check_world(place: LauncherRank) -> None:
 
 def _init_process_group(store: Store, place: LauncherRank, backend: str | None, device: torch.device) -> None:
     rank, world_size = place.rank, place.world_size
-    if backend in (None, "nccl"):
-        backend = _agree_on_backend(store, backend, device, rank, world_size)
+    backend = backend or _agree_on_backend(store, device, rank, world_size)
     if world_size > 1 and "gloo" in backend:
         choose_interface(store, place.host or "localhost", rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -258,24 +259,13 @@ def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> 
                 )
 
 
-def _agree_on_backend(store: Any, requested: str | None, device: torch.device, rank: int, world_size: int) -> str:
-    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank.
-
-    Raises:
-        LaunchError: on every rank: NCCL is ``requested``, but some have no GPU, or share one.
-    """
+def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:
+    """NCCL if every rank of the world has its own GPU, else gloo; the same on every rank."""
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
     devices = {name for name in exchange(store, "device", mine, rank, world_size) if name.startswith("GPU ")}
-    if len(devices) == world_size:
-        return "nccl"
-    if requested is not None:
-        raise LaunchError(
-            f"backend: got {requested!r}, which needs a GPU of its own for every rank, but {world_size} rank(s) have "
-            f"{len(devices)} GPU(s); leave backend out, and they share them over gloo"
-        )
-    return "gloo"
+    return "nccl" if len(devices) == world_size else "gloo"
 
 
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
@@ -289,3 +279,12 @@ def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.
             device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return device
+
+
+def _check_own_gpus(store: Any, device: torch.device, rank: int, world_size: int) -> None:
+    """A LaunchError on every rank if some have no GPU of their own, which NCCL needs."""
+    if _agree_on_backend(store, device, rank, world_size) != "nccl":
+        raise LaunchError(
+            f"backend: got 'nccl', which needs a GPU of its own on each of {world_size} rank(s), but some have none or "
+            f"share one (rank {rank} has {device}); leave backend out, and ranks share a GPU over gloo"
+        )
