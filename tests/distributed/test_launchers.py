@@ -82,7 +82,7 @@ def test_asking_for_a_gpu_that_is_not_there():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own(monkeypatch):
-    with pytest.raises(paramp.LaunchError, match=r"backend: got 'nccl', .* on each of 1 rank\(s\), .* rank 0 has cpu"):
+    with pytest.raises(paramp.LaunchError, match=r"backend: got 'nccl', .* on each of 1 rank\(s\), .*rank 0 has cpu"):
         paramp.launch_from_torch(backend="nccl")
     assert not torch.distributed.is_initialized()
     monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
