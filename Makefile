@@ -5,7 +5,7 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark docs clean
+.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs clean
 
 train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
@@ -60,6 +60,10 @@ benchmark: $(VENV)/installed
 	$(RUN)/python benchmarks/scale.py --rounds 1
 	$(RUN)/python benchmarks/startup.py
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py
+
+# What needs a GPU, with the torch that PYTHON has: it installs nothing. A second call goes on where the first one ended.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(PARTS)
 
 # On a machine with GPUs, install the torch you want into .venv first; the constraint then only has to agree with it.
 $(VENV)/installed-train: pyproject.toml constraints.txt

@@ -171,6 +171,8 @@ class ByHand:
             start += parameter.numel()
         self.optimizer = torch.optim.AdamW(self.parameters, **ADAMW)
         self.width = model.config.width
+        by_gloo = dist.get_backend(self.pp.group) == "gloo"
+        self.link_device = torch.device("cpu") if by_gloo else self.device  # gloo sends the host's tensors only
         self.norm = torch.zeros(())
 
     def train(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -212,14 +214,16 @@ class ByHand:
             if self.is_last:
                 output = self._loss(output, targets[index]) / count
             else:
-                sends.append(dist.isend(output.detach(), group=self.pp.group, group_dst=self.pp.rank + 1))
+                sends.append(
+                    dist.isend(output.detach().to(self.link_device), group=self.pp.group, group_dst=self.pp.rank + 1)
+                )
             waiting.append((x, output))
 
         def backward() -> None:
             x, output = waiting.pop(0)
             output.backward(None if self.is_last else self._receive(shape, self.pp.rank + 1))
             if not self.is_first:
-                sends.append(dist.isend(x.grad, group=self.pp.group, group_dst=self.pp.rank - 1))
+                sends.append(dist.isend(x.grad.to(self.link_device), group=self.pp.group, group_dst=self.pp.rank - 1))
 
         for index in range(warm_up):
             forward(index)
@@ -232,9 +236,9 @@ class ByHand:
             send.wait()
 
     def _receive(self, shape: tuple[int, ...], peer: int) -> torch.Tensor:
-        tensor = torch.empty(shape, device=self.device)
+        tensor = torch.empty(shape, device=self.link_device)
         dist.recv(tensor, group=self.pp.group, group_src=peer)
-        return tensor
+        return tensor.to(self.device)
 
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:

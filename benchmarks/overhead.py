@@ -78,7 +78,7 @@ class Direct:
 
     def __init__(self, model: GPT, context: paramp.ParallelContext, mode: str, num_microbatches: int) -> None:
         self.device, self.dtype = context.device, AUTOCAST[mode]
-        self.tp, self.pp = context.tp, context.pp
+        self.tp, self.pp, self.world_size = context.tp, context.pp, context.world_size
         module: nn.Module = model.to(self.device)
         if self.pp.size > 1:
             names = plan_stages(list(units(model)), self.pp.size)[self.pp.rank]
@@ -88,20 +88,21 @@ class Direct:
             styles = {name: STYLES[style] for name, style in model.tensor_parallel_plan(self.tp.size, False).items()}
             plan = resolve_plan(styles, [name for name, _ in model.named_modules()])
             parallelize_module(model, context.mesh["tp"], dict(plan))
+        self._shard_data(module, context, mode)
         self.module = module
         self.parameters = list(module.parameters())
         # Fused optimizers take no mix of plain tensors and DTensors; stepping the local parts steps the weights.
         self.local = [nn.Parameter(_local(parameter).detach()) for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.local, **ADAMW)
-        self.is_sharded = [
-            isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-            for parameter in self.parameters
-        ]
+        self.is_sharded = [_is_sharded_over_tensor_ranks(parameter) for parameter in self.parameters]
         self.schedule = None
         if self.pp.size > 1:
             stage = PipelineStage(module, self.pp.rank, self.pp.size, self.device, group=self.pp.group)
             self.schedule = Schedule1F1B(stage, num_microbatches, loss_fn=_loss)
         self.norm = torch.zeros(())
+
+    def _shard_data(self, module: nn.Module, context: paramp.ParallelContext, mode: str) -> None:
+        """Distribute ``module`` over data ranks; here there is one."""
 
     def train(self, x: torch.Tensor, y: torch.Tensor) -> None:
         autocast: AbstractContextManager[Any] = nullcontext()
@@ -127,9 +128,9 @@ class Direct:
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:
         gradients = [local.grad for local in self.local if local.grad is not None]
-        if self.tp.size * self.pp.size == 1:
+        if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.local, MAX_NORM)
-        # Sharded gradients are summed over tp, replicated ones counted once; pp ranks have different parameters.
+        # Sharded gradients are summed over tp, replicated ones counted once; other ranks have different parameters.
         sharded, replicated = (
             [gradient for gradient, is_sharded in zip(gradients, self.is_sharded, strict=True) if is_sharded is wanted]
             for wanted in (True, False)
@@ -144,6 +145,15 @@ class Direct:
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return GPT.loss(output.float(), target)
+
+
+def _is_sharded_over_tensor_ranks(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == "tp" and placement.is_shard() for name, placement in zip(names, parameter.placements, strict=True)
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

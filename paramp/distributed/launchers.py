@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from ..base.errors import ConfigError, LaunchError
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config, flatten
+from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext
 from .failures import report_once
 from .heartbeat import Heartbeat
@@ -39,13 +40,15 @@ def launch_from_torch(
 
     Args:
         config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo.
+        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo, over which ranks may
+            share one.
         device: None: the local rank's GPU (shared if there are fewer GPUs than local ranks), or the CPU without GPUs.
         seed: a value other than the default replaces the configuration's ``seed``.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of torchrun's variables are set and others missing, or the ranks do not reach each other.
+        LaunchError: some of torchrun's variables are set and others missing, the ranks do not reach each other, or
+            NCCL is asked for where ranks have no GPU or share one.
     """
     return _join(load(config), torchrun_place(), backend, device, seed)
 
@@ -180,7 +183,11 @@ def _join(
         heartbeat = _make_heartbeat(config, store, place) if owns_world else None
         _agree_on_config(store, config, rank, world_size)
     if owns_world:
+        if backend == "nccl":
+            _check_own_gpus(store, device, rank, world_size)
         _init_process_group(store, place, backend, device)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        gather_dtensors_over_gloo()
     if world_size > 1:
         report_once()
     ranks = {"rank": rank, "world_size": world_size, "local_rank": place.local_rank}
@@ -289,3 +296,12 @@ def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.
             device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
     return device
+
+
+def _check_own_gpus(store: Any, device: torch.device, rank: int, world_size: int) -> None:
+    """A LaunchError on every rank if some have no GPU of their own, which NCCL needs."""
+    if _agree_on_backend(store, device, rank, world_size) != "nccl":
+        raise LaunchError(
+            f"backend: got 'nccl', which needs a GPU of its own on each of {world_size} rank(s), but some have none or "
+            f"share one (rank {rank} has {device}); leave backend out, and ranks share a GPU over gloo"
+        )

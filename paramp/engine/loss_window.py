@@ -26,6 +26,7 @@ from ..observe.replay import Window
 from ..optim.flat_gradients import FlatGradients
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch, loss_in
+from ..precision.autocast import moved
 from .compute_context import ComputeContext
 from .shared_failure import SharedFailure
 
@@ -81,7 +82,7 @@ class CheckedCriterion:
         """
         if self._criterion is None:
             return _found(self.counted(loss_in(args[0] if args else None)))
-        args, kwargs = map_tensors(lambda tensor: tensor.to(self._compute.device), (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: moved(tensor, self._compute.device), (args, kwargs))
         with self._compute.sharded_loss():
             return _checked(self._criterion(*args, **kwargs))
 
@@ -324,7 +325,8 @@ class LossWindow:
             )
 
     def check_ended(self) -> None:
-        """Raise a CheckpointError within an accumulation window, whose gradients are not saved."""
+        """Raise a CheckpointError within an accumulation window, whose gradients are not saved; or a past failure."""
+        self.failure.check()
         if self._num_calls or self.batches.is_open:
             raise CheckpointError(
                 f"save: got a call in an accumulation window, after {self._num_calls} of {self._accumulation} calls of "
@@ -376,6 +378,9 @@ class LossWindow:
         """
         summed = self.findings(totals)
         dist.all_reduce(summed)
-        with self.failing() if totals is None else nullcontext():
-            self.failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
+        # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
+        is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
+        if not is_left_to_step:
+            with self.failing() if totals is None else nullcontext():
+                self.failure.publish(summed[4], wait=True)
         return (summed[0] / summed[1]).float()

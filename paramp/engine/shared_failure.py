@@ -77,11 +77,18 @@ class SharedFailure:
         """1 if this rank failed, else 0; 1-dim float64 of one element, to be summed over all ranks."""
         return torch.full((1,), float(self._own is not None), dtype=torch.float64, device=self._context.device)
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the sums of steps are read in the next call, so that the host does not wait for a GPU."""
+        return self._copied is not None
+
     def publish(self, num_failed: torch.Tensor, *, wait: bool = False) -> None:
         """Raise on every rank if the sum of the flags, 0-dim, is not 0.
 
         On a GPU, without ``wait``, the host does not wait for the sum: the next :meth:`check` raises.
         """
+        if self._context.world_size == 1:  # its failures were raised at once
+            return
         if self._copied is None or wait:
             if num_failed:
                 self._raise(self.take())

@@ -127,7 +127,7 @@ def recording(context: ParallelContext, observers: list[Observer]) -> Iterator[T
     title = f"{pipeline.schedule}, {pipeline.size} ranks, {stages}" if pipeline.size > 1 else "no pipeline"
     title += f", {pipeline.num_microbatches} microbatches"
     timeline = Timeline(title, theoretical_bubble=pipeline.theoretical_bubble)
-    dist.barrier()
+    dist.barrier(device_ids=[context.device.index] if context.device.type == "cuda" else None)  # else NCCL guesses one
     recorder = Recorder(context.device)
     observers.append(recorder)
     try:

@@ -180,7 +180,8 @@ class Pipeline:
             linked.microbatches = microbatches
         # The stages take their inputs themselves, so torch's schedule only splits the numbers of the microbatches.
         numbers = torch.arange(len(microbatches))
-        inputs = (numbers.to(first.link_device),) if first.is_first else ()
+        # Made there: a copy to a GPU would wait for it.
+        inputs = (torch.arange(len(microbatches), device=first.link_device),) if first.is_first else ()
         targets = {"target": numbers} if last.is_last else {}
         begin_call(self.observers)
         self.in_step = False

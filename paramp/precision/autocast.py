@@ -152,7 +152,12 @@ def computing(precision: Precision, device_type: str) -> Iterator[None]:
 
 def to_compute(tensor: torch.Tensor, precision: Precision, device: torch.device | None = None) -> torch.Tensor:
     """A model's input on ``device``; a floating-point one in the compute dtype."""
-    return tensor.to(device, precision.compute if tensor.is_floating_point() else None)
+    return moved(tensor, device, precision.compute if tensor.is_floating_point() else None)
+
+
+def moved(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``tensor`` on ``device``, in ``dtype``; the host does not wait for a copy from pinned memory."""
+    return tensor.to(device, dtype, non_blocking=tensor.device.type == "cpu")
 
 
 def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:

@@ -1,10 +1,15 @@
 """Collectives on tensors as users have them: of any strides and dtype."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from paramp.distributed import collectives
 from paramp.distributed.collectives import broadcast_
 
 VIEWS = {
@@ -42,3 +47,27 @@ def test_a_broadcast_of_a_view_that_computes(world, lazy):
     whole = torch.full((3,), complex(world.rank, 1 + world.rank))
     broadcast_(lazy(whole), dist.group.WORLD, src=1)
     assert torch.equal(whole, torch.full((3,), complex(1, 2)))
+
+
+@on_ranks(2)
+def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world):
+    """On CPUs here, in place of GPUs, where gloo's own way reads the GPU's memory from the host and dies."""
+    values = torch.arange(24.0).view(4, 6)
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = [distribute_tensor(values, mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
+    with mock.patch.object(collectives, "_gathers", None):
+        collectives.gather_dtensors_over_gloo("CPU")
+        try:
+            with torch.profiler.profile() as profile:
+                gathered = [one.full_tensor() for one in sharded]
+                moved = sharded[0].redistribute(placements=[Replicate()]).to_local()
+                torch.ops._c10d_functional.all_gather_into_tensor_out(
+                    values[0], 2, mesh.get_group().group_name, out=(twice := torch.empty(12))
+                )
+            names = {event.key for event in profile.key_averages()}
+        finally:
+            collectives._gathers._destroy()
+    assert all(torch.equal(one, values) for one in [*gathered, moved])
+    assert torch.equal(twice, values[0].repeat(2))
+    assert "c10d::_allgather_base_" in names
+    assert "c10d::allgather_into_tensor_coalesced_" not in names

@@ -11,7 +11,7 @@ from commands import TORCHRUN, run, torchrun
 from pool import on_ranks
 
 import paramp
-from paramp.distributed import rendezvous
+from paramp.distributed import launchers, rendezvous
 from paramp.distributed.rendezvous import free_port
 
 
@@ -78,6 +78,15 @@ def test_some_variables_missing(monkeypatch):
 def test_asking_for_a_gpu_that_is_not_there():
     with pytest.raises(paramp.LaunchError, match="torch sees no GPU"):
         paramp.launch_from_torch(device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own(monkeypatch):
+    with pytest.raises(paramp.LaunchError, match=r"backend: got 'nccl', .* on each of 1 rank\(s\), .*rank 0 has cpu"):
+        paramp.launch_from_torch(backend="nccl")
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
+    launchers._check_own_gpus(None, torch.device("cuda", 0), 0, 1)
 
 
 def test_free_ports_are_free_and_no_connection_takes_them():

@@ -321,3 +321,39 @@ def test_what_is_called_after_a_save_and_fails_on_one_rank(world, wait, tmp_path
         with pytest.raises(paramp.CheckpointError, match="then: OSError: the bucket is gone; on rank 0"):
             engine.save(tmp_path / "a", wait=wait, then=then) or engine.finish_saving()
         engine.load(tmp_path / "a")
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``; remembers how many batches had begun when it was recorded and waited for."""
+
+    def __init__(self):
+        self.recorded, self.waits, self.num_batches = 0, [], 0
+
+    def record(self):
+        self.recorded = self.num_batches
+
+    def synchronize(self):
+        self.waits.append((self.recorded, self.num_batches))
+
+
+@on_ranks(2)
+def test_on_a_gpu_the_host_waits_for_a_past_step_only_and_the_next_raises(world):
+    context, engine, _ = build({})
+    with context:
+        event = engine._failure._copied = Event()
+        outcomes = []
+        for number in range(4):
+            event.num_batches += 1
+            engine.module[0].fails = number == 1 and world.rank == 1
+            engine.zero_grad()
+            engine.forward_backward(*my_part(context, *batch(number)))
+            try:
+                outcomes.append(engine.step().stepped)
+            except (ArithmeticError, RuntimeError) as error:
+                outcomes.append(str(error))
+        broken = "the layer is broken" if world.rank == 1 else "ArithmeticError: the layer is broken; on rank 1"
+        assert outcomes[:2] == [True, False]
+        assert outcomes[2].startswith(broken)
+        assert outcomes[3] is True
+        assert all(recorded < now for recorded, now in event.waits)
+        check_weights(engine, reference([[batch(0)], [batch(3)]]))

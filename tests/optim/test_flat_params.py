@@ -398,30 +398,6 @@ def test_complex_parameters_are_stepped_by_the_optimizer_itself():
     assert why_not_fused(torch.optim.AdamW([parameter])) == "it has complex parameters"
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
-@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "16-naive", "bf16-naive"])
-def test_a_step_on_a_gpu_never_waits_for_it(mode):
-    with paramp.launch_from_torch({"precision": mode, "clip_grad_norm": 1.0}, device="cuda"):
-        model = nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine, _, _, scheduler = paramp.initialize(
-            model, optimizer, F.mse_loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        )
-        x, y = torch.ones(4, 64, device="cuda"), torch.ones(4, 64, device="cuda")
-        for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first makes what stays
-            try:
-                engine.forward_backward(x, y)
-                result = engine.step()
-                engine.zero_grad()
-                scheduler.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        assert result.stepped
-        assert scheduler.get_last_lr() == [1e-3 * 0.5**4]
-
-
 def test_what_would_pass_the_step_by_is_an_error():
     """Parameters added later, options that need a state that is not there, optimizers of sparse gradients."""
     import copy

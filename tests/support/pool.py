@@ -148,6 +148,8 @@ class RankPool:
         return [replies[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
+        # A process that is forked from one whose imports asked for the GPU cannot use it.
+        python = sys.executable if self.device == "cuda" else warm.python()
         warm.start()
         self._store = tempfile.mktemp(prefix="paramp-test-store-")
         for rank in range(self.size):
@@ -155,7 +157,7 @@ class RankPool:
             place = (rank, self.size, self.device, self.backend, self._store, sys.path)
             key = bytes(current_process().authkey)  # with which tensors in bodies' values are fetched
             process = subprocess.Popen(
-                [warm.python(), "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent), key)],
+                [python, "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent), key)],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"RANK": str(rank)},
             )
@@ -193,8 +195,10 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
     warnings.simplefilter("error")
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launch in the body takes the CPU, as the body's tensors do
-    elif backend == "nccl":
-        torch.cuda.set_device(rank)  # NCCL takes the current device, and has to find another on each rank
+    else:
+        # NCCL takes the current device, and has to find another on each rank. Over gloo ranks may share one; without
+        # this a mesh would take LOCAL_RANK's, which there may not be.
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     os.environ |= {
         "RANK": str(rank),

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import runpy
 import sys
 import tempfile
@@ -257,6 +258,106 @@ def test_the_gpt_by_hand_computes_the_same_in_every_layout(world):
         own = [part for name, size in layout.items() if name != "dp" for part in (f"--{name}", str(size))]
         result = by_hand.measure(by_hand.Layout(**layout), by_hand.parse([*arguments, *own]), "32-true", 64, 8)
         assert result["seconds"].keys() == {"hand", "again", "paramp"}
+
+
+@on_ranks(2)
+def test_other_libraries_compute_the_same_on_data_and_tensor_ranks(world):
+    by_hand = benchmark("by_hand")
+    small = ["--layers", "2", "--vocab-size", "128", "--rounds", "1", "--device", "cpu", "--against"]
+    for layout, libraries in ({"dp": 2}, ["accelerate", "fsdp2"]), ({"tp": 2}, ["fabric", "fsdp2"]):
+        own = ["--tp", str(layout.get("tp", 1))]
+        options = by_hand.parse([*small, *libraries, *own])
+        result = by_hand.measure(by_hand.Layout(**layout), options, "32-true", 64, 8)
+        runs, skipped = (["accelerate", "fsdp2"], []) if "dp" in layout else (["fsdp2"], ["fabric"])
+        assert [row["against"] for row in result["rows"]] == ["hand", *runs]
+        assert list(result["cannot_run"]) == skipped
+
+
+def test_a_library_that_computes_something_else_ends_the_comparison(monkeypatch):
+    by_hand = benchmark("by_hand")
+    options = by_hand.parse(["--layers", "2", "--rounds", "1", "--device", "cpu", "--against", "fsdp2"])
+    overhead = benchmark("overhead")
+    monkeypatch.setattr(overhead, "_loss", lambda output, target: 1.01 * overhead.GPT.loss(output.float(), target))
+    with pytest.raises(SystemExit, match=r"32-true: the gradient's norm is .* by hand, but .* in fsdp2"):
+        by_hand.measure(by_hand.Layout(), options, "32-true", 64, 8)
+
+
+def test_limits_of_a_step_are_widened_by_the_spread_of_one_program():
+    by_hand = benchmark("by_hand")
+    seconds = {"hand": 1.0, "again": 1.1, "accelerate": 1.0, "paramp": 1.1, by_hand.COMPILED: 1.0}
+    rows = by_hand.compare(seconds, {}, by_hand.Layout(tp=2), 512)
+    held = {(row["candidate"], row["against"]): (row["limit"], row["holds"]) for row in rows}
+    assert held == {
+        ("paramp", "hand"): (1.0, True),  # 1.1 / 1.05, and 1.1 of spread
+        ("paramp", "accelerate"): (1.0, True),
+        (by_hand.COMPILED, "hand"): (1.0, True),
+        (by_hand.COMPILED, "accelerate"): (1.0, True),
+        (by_hand.COMPILED, "paramp"): (1 / 1.1, True),
+    }
+    rows = by_hand.compare({"hand": 1.0, "again": 1.0, "paramp": 1.04}, {}, by_hand.Layout(), 128)
+    assert [(row["limit"], row["holds"]) for row in rows] == [(1.03, False)]
+    (row,) = by_hand.compare({"hand": 1.0, "again": 1.0, "paramp": 1.04}, {}, by_hand.Layout(tp=2), 128)
+    assert row["holds"]
+
+
+def test_shapes_of_models_are_scaled_down_on_a_cpu():
+    by_hand = benchmark("by_hand")
+    options = by_hand.parse(["--shape", "smollm-1.7b", "--device", "cpu", "--layers", "6"])
+    assert (options.layers, options.widths, options.vocab_size, options.seq_lens) == (6, [128], 3072, [64])
+    options = by_hand.parse(["--shape", "llama-2-7b", "--device", "cuda"])
+    assert (options.layers, options.widths, options.head_size, options.seq_lens) == (32, [4096], 128, [1024])
+    assert options.vocab_size == 32000
+    assert by_hand.parse(["--shape", "llama-2-7b", "--device", "cpu"]).vocab_size == 2048
+
+
+def test_a_padded_vocabulary_is_refused_because_the_step_by_hand_masks_none(capsys):
+    with pytest.raises(SystemExit):
+        benchmark("by_hand").parse(["--vocab-size", "200"])
+    assert "--vocab-size: got 200, expected a multiple of 128" in capsys.readouterr().err
+
+
+PARTS_OF_A_TEST = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+import gpu
+gpu.describe = lambda: ("some-gpu", "A GPU.")
+gpu.MAX_LINES = 2
+gpu.PARTS = {
+    "slow": gpu.Part(0.02, [["-c", "import time; print('begun', flush=True); time.sleep(60)"]]),
+    "good": gpu.Part(1, [["-c", "print(1); print(2); print(3)"]]),
+    "bad": gpu.Part(1, [["-c", "import sys; sys.exit(3)"], ["-c", "print('after')"]]),
+}
+sys.exit(gpu.main(["--results", *sys.argv[2:]]))
+"""
+
+
+def test_parts_for_a_gpu_go_on_after_a_failure_and_keep_their_results(tmp_path):
+    command = [PYTHON, "-c", PARTS_OF_A_TEST, str(ROOT / "benchmarks"), str(tmp_path)]
+    done = run([*command, "good"])
+    assert done.returncode == 0, done.stderr
+    done = run(command)
+    assert done.returncode == 1
+    assert "good: has passed" in done.stdout
+    assert "failed: slow,bad" in done.stdout
+    text = (tmp_path / "some-gpu.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## slow", "## good", "## bad"]
+    assert "ended at its limit" in text
+    for expected in (
+        "begun\n```",
+        "... (1 lines before)\n2\n3\n```",
+        "failed with status 3",
+        "after\n```",
+        "| bad | **failed** |",
+    ):
+        assert expected in text
+    assert "print(1)" in text  # the command
+
+
+def test_a_machine_without_a_gpu_says_so_in_one_line():
+    done = run([PYTHON, "benchmarks/gpu.py"], CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert re.fullmatch(r"make gpu: torch \S+ in \S+ sees no GPU on this machine\n", done.stderr)
+    assert done.stdout == ""
 
 
 def test_overhead_reports_bad_options_and_skips_large_layouts(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,171 @@
+"""What one GPU shows beside the matrix of modes and layouts; without a GPU, the same on the CPU.
+
+No GPU case has run yet; ``make gpu`` runs them.
+"""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from families import cases, family
+from pool import on_each_device, on_ranks
+from reference import assert_follows, batches, small_gpt, train_engine
+
+import paramp
+from paramp.models import GPT
+
+OPTIONS = {
+    "remainders": ("16-naive", {"masters": "remainder"}),
+    "remainders in bf16": ("bf16-naive", {"masters": "remainder"}),
+    "checkpointed": ("bf16-mixed", {"activation_checkpointing": "full"}),
+    "selective": ("16-mixed", {"activation_checkpointing": "selective"}),
+    "compiled": ("32-true", {"compile": True}),
+    "zero": ("bf16-mixed", {}),
+}
+"""A mode and what is added to its configuration, which changes how a step is computed and not what."""
+LAYOUTS = {"tp2": {"tensor": 2}, "dp2": {"data": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
+
+
+def scaled(mode):
+    """The precision of ``mode``, with a scale that does not overflow at first."""
+    return {"mode": mode, "init_scale": 2.0**10} if mode.startswith("16") else mode
+
+
+def train(device, mode, options, parallel, steps=5):
+    """Losses and ways of the weights; the third step overflows, and is skipped."""
+    if "compile" in options and device == "cpu":
+        options = {"compile": {"backend": "eager"}}  # inductor takes long there
+    config = {"precision": scaled(mode), "parallel": parallel, "clip_grad_norm": 1.0, **options}
+    build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
+    with warnings.catch_warnings(), paramp.launch_from_torch(config, device=device) as context:
+        if "compile" in options:
+            warnings.simplefilter("ignore")  # those of torch's own compiler
+        return train_engine(context, build, GPT.loss, steps, lr=1.0, length=8, overflow_at=2)
+
+
+@on_each_device
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "zero"])
+def test_one_process_with_an_option_follows_the_run_without_it(name, device):
+    mode, options = OPTIONS[name]
+    assert_follows(train(device, mode, options, {}), train(device, mode, {}, {}), mode)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"])
+def test_a_gpu_follows_the_cpu(mode):
+    assert_follows(train("cuda", mode, {}, {}), train("cpu", mode, {}, {}), mode)
+
+
+CASES = [(layout, name) for layout in LAYOUTS for name in OPTIONS if name != "zero" or layout == "dp2"]
+PART = list(zip(("tp2", "pp2", "dp2", "tp2", "pp2", "dp2"), OPTIONS, strict=True))
+
+
+@family
+@pytest.mark.parametrize(("layout", "name"), CASES if torch.cuda.is_available() else cases("one gpu", CASES, PART, 3))
+@on_ranks(2, cuda=True)
+def test_two_ranks_with_an_option_follow_those_without_it(world, layout, name):
+    """On one GPU they share it, over gloo."""
+    mode, options = OPTIONS[name]
+    parallel = LAYOUTS[layout]
+    with_option = train(world.device, mode, options, {**parallel, "zero": 1} if name == "zero" else parallel)
+    assert_follows(with_option, train(world.device, mode, {}, parallel), mode)
+
+
+NEVER_WAITING = {
+    "32-true": {},
+    "16-mixed": {},
+    "bf16-mixed": {},
+    "16-naive": {},
+    "bf16-naive": {},
+    "remainders": {"masters": "remainder"},
+    "checkpointed": {"activation_checkpointing": "full"},
+    "accumulated": {"gradient_accumulation": 2},
+    "pinned": {"gradient_accumulation": 1},
+}
+"""Modes, and options of ``16-naive``. ``pinned``: the batches are in the host's pinned memory."""
+
+
+@on_each_device
+@pytest.mark.parametrize("name", NEVER_WAITING)
+def test_a_step_never_waits_for_the_gpu(name, device):
+    """Nor does one that is skipped for an overflow."""
+    precision = scaled("16-naive" if NEVER_WAITING[name] else name)
+    config = {"precision": precision, "clip_grad_norm": 1.0, **NEVER_WAITING[name]}
+    with paramp.launch_from_torch(config, device=device) as context:
+        model = small_gpt(num_layers=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        engine, _, _, scheduler = paramp.initialize(
+            model, optimizer, GPT.loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
+        window = engine.config.gradient_accumulation
+        place = torch.Tensor.pin_memory if name == "pinned" and device == "cuda" else lambda one: one.to(context.device)
+        data = [tuple(map(place, batch)) for batch in batches(6 * window)]
+        results = []
+        for number, batch in enumerate(data):
+            if device == "cuda":  # the first steps make what stays
+                torch.cuda.set_sync_debug_mode("error" if number >= 2 * window else "default")
+            try:
+                engine.forward_backward(*batch)
+                if number == 4 * window:
+                    next(iter(engine.parameters())).grad.fill_(torch.inf)
+                results.append(engine.step())
+                engine.zero_grad()
+                scheduler.step()
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+        ends = results[window - 1 :: window]
+        assert [(result.stepped, result.overflow) for result in ends] == [
+            (number != 4, number == 4) for number in range(6)
+        ]
+        assert scheduler.get_last_lr() == [1e-3 * 0.5**5]
+
+
+@on_each_device
+@pytest.mark.parametrize("mode", ["16-mixed", "16-naive"])
+def test_a_checkpoint_moves_between_devices(mode, device, tmp_path):
+    def engine_on(where, seed):
+        context = paramp.launch_from_torch({"precision": scaled(mode)}, device=where)
+        model = small_gpt(seed, num_layers=1)
+        return context, paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), GPT.loss)[0]
+
+    def step(engine, context):
+        for batch in batches(2):
+            loss = engine.forward_backward(*(part.to(context.device) for part in batch))
+            assert engine.step().stepped
+            engine.zero_grad()
+        return loss.item()
+
+    weights, losses = [], []
+    for number, (source, target) in enumerate([(device, "cpu"), ("cpu", device)]):
+        folder = tmp_path / str(number)
+        context, engine = engine_on(source, 7)
+        with context:
+            step(engine, context)
+            engine.save(folder, wait=number == 0)
+            engine.finish_saving()
+            weights.append(engine.full_state_dict())
+            losses.append(step(engine, context))
+        context, engine = engine_on(target, 8)
+        with context:
+            engine.load(folder)
+            weights.append(engine.full_state_dict())
+            losses.append(step(engine, context))
+        assert all(torch.equal(value, weights[-2][name]) for name, value in weights[-1].items())
+        assert losses[-1] == pytest.approx(losses[-2], rel=1e-2)
+
+
+@on_ranks(2, cuda=True)
+def test_tensor_ranks_gather_whole_values(world):
+    """Over gloo on a GPU, torch's own all-gather of DTensors ends the process."""
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}, device=world.device):
+        model = small_gpt(num_layers=1)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
+        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items())
+        (x, y), *_ = batches(1)
+        loss = engine.evaluate(x, y)
+        plain = small_gpt(num_layers=1)
+        assert loss.item() == pytest.approx(GPT.loss(plain(x), y).item(), rel=1e-5)
