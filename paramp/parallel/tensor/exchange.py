@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from ...base.dtensor import wrap
+from ...base.local_leaves import leaf_of
 from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
 
 if TYPE_CHECKING:
@@ -85,13 +86,14 @@ def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
-    """The local tensor of ``weight``, as a view; its gradient is a DTensor.
+    """The local tensor of ``weight``: as a view, whose gradient is a DTensor, or its leaf (``base.local_leaves``).
 
     Args:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
             Else the gradient has the placements of ``weight``.
     """
-    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial))
+    leaf = None if is_partial else leaf_of(weight)
+    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if leaf is None else leaf
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> torch.Tensor:
@@ -111,6 +113,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            group, backward, _ = ctx.others
+            return backward(gradient, group), None, None, None
         return _exchange(gradient, *ctx.others), None, None, None
 
 

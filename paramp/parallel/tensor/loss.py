@@ -5,7 +5,6 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...base.dtensor import full_tensor, is_dtensor, wrap
 from ...base.errors import ConfigError
+from .exchange import local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,9 +36,6 @@ def vocab_parallel_loss(*, others: bool = True) -> Iterator[None]:
         yield
 
 
-_SIGNATURE = inspect.signature(F.cross_entropy)
-
-
 class _ShardedVocabulary(TorchFunctionMode):
     def __init__(self, others: bool) -> None:
         super().__init__()
@@ -46,18 +43,50 @@ class _ShardedVocabulary(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            bound = _SIGNATURE.bind(*args, **kwargs)
-            bound.apply_defaults()
-            if _has_sharded_classes(bound.arguments["input"]):
-                return _cross_entropy(*bound.arguments.values())
+        if func is F.cross_entropy and _has_sharded_classes(args[0] if args else kwargs.get("input")):
+            return _cross_entropy(*args, **kwargs)
+        if func in (torch.Tensor.flatten, torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
+            shape = _shape_of_rows(func, *args)
+            if shape is not None:
+                return _reshaped(args[0], shape)
         output = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if self._others else output
+        if not self._others:
+            return output
+        if isinstance(output, torch.Tensor):
+            return _plain_unless_sharded(output)
+        return tree_map_only(torch.Tensor, _plain_unless_sharded, output)
 
 
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
     sharded = is_dtensor(tensor) and any(kind.is_shard() for kind in tensor.placements)
     return tensor if sharded else full_tensor(tensor)
+
+
+def _shape_of_rows(func: Any, logits: torch.Tensor, *args: Any) -> list[int] | None:
+    """The dims before the last that ``func`` gives ``logits``, sharded over their last dim, which it keeps; else None.
+
+    At most one is -1.
+    """
+    if (
+        not is_dtensor(logits)
+        or logits.ndim < 2
+        or not all(kind.is_shard(logits.ndim - 1) for kind in logits.placements)
+    ):
+        return None
+    if func is torch.Tensor.flatten:
+        return [-1] if args in ((0, -2), (0, logits.ndim - 2)) else None
+    sizes = [*args[0]] if len(args) == 1 and isinstance(args[0], (tuple, list)) else [*args]
+    return sizes[:-1] if len(sizes) > 1 and sizes[-1] == logits.shape[-1] else None
+
+
+def _reshaped(logits: DTensor, shape: list[int]) -> torch.Tensor:
+    """``logits`` with the dims ``shape`` before the last, over which they are sharded, without DTensor's dispatch."""
+    from torch.distributed.tensor import Shard
+
+    rows = local_shard(logits)
+    rows = rows.reshape(*shape, rows.shape[-1])
+    whole = torch.Size((*rows.shape[:-1], logits.shape[-1]))
+    return wrap(rows, logits, placements=[Shard(rows.ndim - 1)], shape=whole)
 
 
 def _class_dim(logits: torch.Tensor) -> int:
@@ -73,14 +102,14 @@ def _has_sharded_classes(logits: torch.Tensor) -> bool:
 
 
 def _cross_entropy(
-    logits: DTensor,
+    input: DTensor,
     target: torch.Tensor,
-    weight: torch.Tensor | None,
-    size_average: bool | None,
-    ignore_index: int,
-    reduce: bool | None,
-    reduction: str,
-    label_smoothing: float,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """:func:`torch.nn.functional.cross_entropy` of logits whose classes are sharded; a plain tensor, on every rank."""
     if target.is_floating_point():
@@ -90,15 +119,15 @@ def _cross_entropy(
         )
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    dim, mesh, target = _class_dim(logits), logits.device_mesh, full_tensor(target).long()
-    axis = next(axis for axis, kind in enumerate(logits.placements) if kind.is_shard())
-    num_classes = logits.shape[dim]
+    dim, mesh, target = _class_dim(input), input.device_mesh, full_tensor(target).long()
+    axis = next(axis for axis, kind in enumerate(input.placements) if kind.is_shard())
+    num_classes = input.shape[dim]
     first = mesh.get_local_rank(axis) * -(-num_classes // mesh.size(axis))  # DTensor shards as torch.chunk does
-    rows = logits.to_local().movedim(dim, -1)
+    rows = local_shard(input).movedim(dim, -1)
     rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
     counted = target != ignore_index
     classes = torch.where(counted, target, 0)
-    weights = rows.new_ones(num_classes) if weight is None else full_tensor(weight).to(rows.dtype)
+    weights = rows.new_ones(1).expand(num_classes) if weight is None else full_tensor(weight).to(rows.dtype)
     own_weight = weights.gather(0, classes.reshape(-1)).view_as(classes)  # out of range: an error, as in torch
     losses = _SmoothedLoss.apply(
         rows, classes - first, own_weight, weights, first, label_smoothing, mesh.get_group(axis)
@@ -139,21 +168,21 @@ class _SmoothedLoss(torch.autograd.Function):
             first: the first class of this rank's part.
         """
         size, num_classes = logits.shape[-1], len(weights)
-        part = weights[first : first + size] * (smoothing / num_classes)
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         exponentials = (logits - largest.unsqueeze(-1)).exp_()  # of NaN: NaN, whatever the maximum has made of it
         mine = (index >= 0) & (index < size)
         place = index.clamp(0, size - 1).unsqueeze(-1)
-        scale = (1 - smoothing) * own_weight
+        scale = (1 - smoothing) * own_weight if smoothing else own_weight
         subtracted = torch.where(mine, scale * logits.gather(-1, place).squeeze(-1), 0.0)
+        factor, part = scale, None
         if smoothing:
+            factor = scale + smoothing / num_classes * weights.sum()
+            part = weights[first : first + size] * (smoothing / num_classes)
             subtracted += (logits * part).sum(-1)  # no matmul, which autocast computes in half precision
         sums = torch.stack([exponentials.sum(-1), subtracted])
         dist.all_reduce(sums, group=group)
-        factor = scale + smoothing / num_classes * weights.sum()
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale * mine, part)
-        ctx.smoothed = smoothing > 0
         return factor * (largest + sums[0].log()) - sums[1]
 
     @staticmethod
@@ -162,7 +191,7 @@ class _SmoothedLoss(torch.autograd.Function):
         softmax, factor, place, scale, part = ctx.saved_tensors
         result = softmax * (factor * gradient).unsqueeze(-1)
         result.scatter_add_(-1, place, -(scale * gradient).unsqueeze(-1))
-        if ctx.smoothed:
+        if part is not None:
             result.sub_(part * gradient.unsqueeze(-1))
         return result, *[None] * 6
 
