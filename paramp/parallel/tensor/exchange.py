@@ -17,6 +17,7 @@ same on every rank of ``group``, which all call them::
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,9 +30,10 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from ...base.dtensor import wrap
 from ...base.local_leaves import leaf_of
-from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
+from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
@@ -124,33 +126,64 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
+    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if _KEEPS_INPUTS.get():
         return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
-    dist.all_reduce(dense, group=group)
+    all_reduce_(dense, group)
     return dense
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    size = dist.get_world_size(group)
+    size = group.size()
     whole = x.new_empty(size * x.numel())
     all_gather_shards(whole, x.contiguous().view(-1), group)
     return torch.cat(list(whole.view(size, *x.shape)), dim)
 
 
 def _slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone()
+    return x.chunk(group.size(), dim)[group.rank()].clone()
 
 
 def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    slices = torch.stack(x.chunk(dist.get_world_size(group), dim))
+    slices = torch.stack(x.chunk(group.size(), dim))
     own = slices.new_empty(slices[0].numel())
     reduce_scatter_shards(own, slices.view(-1), group)
     return own.view(slices.shape[1:])
+
+
+def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """The DTensor of which ``part`` is this rank's local tensor, sharded over ``mesh`` along ``dim``, of ``size``."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    meta = TensorMeta(shape, tuple(strides), part.dtype)
+    return cast("DTensor", _AsShards.apply(part, DTensorSpec(mesh, (Shard(dim),), tensor_meta=meta)))
+
+
+class _AsShards(torch.autograd.Function):
+    """``DTensor.from_local``, as :class:`_LocalShard` is ``to_local``."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, spec: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        ctx.set_materialize_grads(False)
+        ctx.placements = spec.placements
+        return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, None]:
+        if gradient is None:
+            return None, None
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        return gradient.to_local() if torch.is_grad_enabled() else gradient._local_tensor, None
 
 
 class _LocalShard(torch.autograd.Function):

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from ...base.dtensor import full_tensor, is_dtensor, wrap
 from ...base.errors import ConfigError
-from .exchange import local_shard
+from ...distributed.collectives import all_reduce_
+from .exchange import as_shards, local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -67,11 +68,7 @@ def _shape_of_rows(func: Any, logits: torch.Tensor, *args: Any) -> list[int] | N
 
     At most one is -1.
     """
-    if (
-        not is_dtensor(logits)
-        or logits.ndim < 2
-        or not all(kind.is_shard(logits.ndim - 1) for kind in logits.placements)
-    ):
+    if not is_dtensor(logits) or len(logits.placements) > 1 or not logits.placements[0].is_shard(logits.ndim - 1):
         return None
     if func is torch.Tensor.flatten:
         return [-1] if args in ((0, -2), (0, logits.ndim - 2)) else None
@@ -81,12 +78,9 @@ def _shape_of_rows(func: Any, logits: torch.Tensor, *args: Any) -> list[int] | N
 
 def _reshaped(logits: DTensor, shape: list[int]) -> torch.Tensor:
     """``logits`` with the dims ``shape`` before the last, over which they are sharded, without DTensor's dispatch."""
-    from torch.distributed.tensor import Shard
-
     rows = local_shard(logits)
     rows = rows.reshape(*shape, rows.shape[-1])
-    whole = torch.Size((*rows.shape[:-1], logits.shape[-1]))
-    return wrap(rows, logits, placements=[Shard(rows.ndim - 1)], shape=whole)
+    return as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1])
 
 
 def _class_dim(logits: torch.Tensor) -> int:
@@ -119,19 +113,17 @@ def _cross_entropy(
         )
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    dim, mesh, target = _class_dim(input), input.device_mesh, full_tensor(target).long()
-    axis = next(axis for axis, kind in enumerate(input.placements) if kind.is_shard())
+    dim, target = _class_dim(input), full_tensor(target).long()
+    group = input.device_mesh.get_group(next(axis for axis, kind in enumerate(input.placements) if kind.is_shard()))
     num_classes = input.shape[dim]
-    first = mesh.get_local_rank(axis) * -(-num_classes // mesh.size(axis))  # DTensor shards as torch.chunk does
+    first = group.rank() * -(-num_classes // group.size())  # DTensor shards as torch.chunk does
     rows = local_shard(input).movedim(dim, -1)
     rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
     counted = target != ignore_index
     classes = torch.where(counted, target, 0)
     weights = rows.new_ones(1).expand(num_classes) if weight is None else full_tensor(weight).to(rows.dtype)
     own_weight = weights.gather(0, classes.reshape(-1)).view_as(classes)  # out of range: an error, as in torch
-    losses = _SmoothedLoss.apply(
-        rows, classes - first, own_weight, weights, first, label_smoothing, mesh.get_group(axis)
-    )
+    losses = _SmoothedLoss.apply(rows, classes - first, own_weight, weights, first, label_smoothing, group)
     losses = torch.where(counted, losses, 0.0)
     if reduction == "none":
         return losses
@@ -167,9 +159,9 @@ class _SmoothedLoss(torch.autograd.Function):
             weights: (classes), those of all.
             first: the first class of this rank's part.
         """
-        size, num_classes = logits.shape[-1], len(weights)
+        size, num_classes = logits.shape[-1], weights.shape[0]
         largest = logits.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        all_reduce_(largest, group, dist.ReduceOp.MAX)
         exponentials = (logits - largest.unsqueeze(-1)).exp_()  # of NaN: NaN, whatever the maximum has made of it
         mine = (index >= 0) & (index < size)
         place = index.clamp(0, size - 1).unsqueeze(-1)
@@ -181,7 +173,7 @@ class _SmoothedLoss(torch.autograd.Function):
             part = weights[first : first + size] * (smoothing / num_classes)
             subtracted += (logits * part).sum(-1)  # no matmul, which autocast computes in half precision
         sums = torch.stack([exponentials.sum(-1), subtracted])
-        dist.all_reduce(sums, group=group)
+        all_reduce_(sums, group)
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale * mine, part)
         return factor * (largest + sums[0].log()) - sums[1]
 
