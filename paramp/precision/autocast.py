@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..base.local_leaves import on_local
 from .policy import Precision
 
 NAMES = (
@@ -169,4 +170,5 @@ def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     """A model's output; a floating-point one in the mode's dtype for outputs, by default fp32 or wider."""
     if not tensor.is_floating_point():
         return tensor
-    return tensor.to(precision.outputs or torch.promote_types(tensor.dtype, torch.float32))
+    dtype = precision.outputs or torch.promote_types(tensor.dtype, torch.float32)
+    return on_local(lambda values: values.to(dtype), tensor)

@@ -17,7 +17,6 @@ same on every rank of ``group``, which all call them::
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from ...base.dtensor import wrap
-from ...base.local_leaves import leaf_of
+from ...base.local_leaves import local_in_graph, remember
 from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
@@ -88,14 +87,16 @@ def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
-    """The local tensor of ``weight``: as a view, whose gradient is a DTensor, or its leaf (``base.local_leaves``).
+    """The local tensor of ``weight``: a view, whose gradient is a DTensor, or what is in the graph in its place.
+
+    The latter is described in :mod:`paramp.base.local_leaves`.
 
     Args:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
             Else the gradient has the placements of ``weight``.
     """
-    leaf = None if is_partial else leaf_of(weight)
-    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if leaf is None else leaf
+    own = None if is_partial else local_in_graph(weight)
+    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if own is None else own
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> torch.Tensor:
@@ -156,34 +157,15 @@ def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
 
 
 def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """The DTensor of which ``part`` is this rank's local tensor, sharded over ``mesh`` along ``dim``, of ``size``."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    """The DTensor whose local tensor is ``part``, sharded over ``mesh`` along ``dim``, which has ``size`` elements."""
+    from torch.distributed.tensor import DTensor, Shard
 
+    dim %= part.ndim
     shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
-    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
-    meta = TensorMeta(shape, tuple(strides), part.dtype)
-    return cast("DTensor", _AsShards.apply(part, DTensorSpec(mesh, (Shard(dim),), tensor_meta=meta)))
-
-
-class _AsShards(torch.autograd.Function):
-    """``DTensor.from_local``, as :class:`_LocalShard` is ``to_local``."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, spec: Any) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        ctx.set_materialize_grads(False)
-        ctx.placements = spec.placements
-        return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, None]:
-        if gradient is None:
-            return None, None
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(placements=ctx.placements)
-        return gradient.to_local() if torch.is_grad_enabled() else gradient._local_tensor, None
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    remember(whole, part)
+    return whole
 
 
 class _LocalShard(torch.autograd.Function):

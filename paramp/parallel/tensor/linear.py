@@ -58,7 +58,7 @@ class Colwise(ColwiseParallel):
                 return gather(output, group, -1)
             if self.use_local_output:
                 return output
-            return as_shards(output, device_mesh, output.ndim - 1, output.shape[-1] * device_mesh.size())
+            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size())
 
         return replace_forward(module, forward)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ...base.dtensor import full_tensor, is_dtensor, wrap
+from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
+from ...base.local_leaves import grad, with_local
 from ...distributed.collectives import all_reduce_
 from .exchange import as_shards, local_shard
 
@@ -46,6 +47,8 @@ class _ShardedVocabulary(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.cross_entropy and _has_sharded_classes(args[0] if args else kwargs.get("input")):
             return _cross_entropy(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return grad(func, *args, **kwargs)
         if func in (torch.Tensor.flatten, torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
             shape = _shape_of_rows(func, *args)
             if shape is not None:
@@ -55,7 +58,7 @@ class _ShardedVocabulary(TorchFunctionMode):
             return output
         if isinstance(output, torch.Tensor):
             return _plain_unless_sharded(output)
-        return tree_map_only(torch.Tensor, _plain_unless_sharded, output)
+        return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if isinstance(output, tuple) else output
 
 
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,76 +118,77 @@ def _cross_entropy(
         reduction = _reduction.legacy_get_string(size_average, reduce)
     dim, target = _class_dim(input), full_tensor(target).long()
     group = input.device_mesh.get_group(next(axis for axis, kind in enumerate(input.placements) if kind.is_shard()))
-    num_classes = input.shape[dim]
-    first = group.rank() * -(-num_classes // group.size())  # DTensor shards as torch.chunk does
     rows = local_shard(input).movedim(dim, -1)
     rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
-    counted = target != ignore_index
-    classes = torch.where(counted, target, 0)
-    weights = rows.new_ones(1).expand(num_classes) if weight is None else full_tensor(weight).to(rows.dtype)
-    own_weight = weights.gather(0, classes.reshape(-1)).view_as(classes)  # out of range: an error, as in torch
-    losses = _SmoothedLoss.apply(rows, classes - first, own_weight, weights, first, label_smoothing, group)
-    losses = torch.where(counted, losses, 0.0)
-    if reduction == "none":
-        return losses
-    return losses.sum() / (own_weight * counted).sum() if reduction == "mean" else losses.sum()
+    weights = rows.new_ones(1).expand(input.shape[dim]) if weight is None else full_tensor(weight).to(rows.dtype)
+    return cast(torch.Tensor, _Loss.apply(rows, target, weights, ignore_index, label_smoothing, reduction, group))
 
 
-class _SmoothedLoss(torch.autograd.Function):
-    """The weighted cross-entropy of each row, without a collective in the backward.
+class _Loss(torch.autograd.Function):
+    """The weighted cross-entropy of each row, its sum or its mean, without a collective in the backward.
 
     With logits z, L = log sum_c exp z_c, class weights w, smoothing s and C classes, the loss of the class y is
 
         (1 - s) w_y (L - z_y) + s / C sum_c w_c (L - z_c) = a L - b,
 
     where a = (1 - s) w_y + s / C sum_c w_c. Its gradient for z_c is a softmax(z)_c - (1 - s) w_y [c = y] - s / C w_c.
+    The mean is the sum divided by that of w_y. Rows of the class ``ignore_index`` have a = b = w_y = 0.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        index: torch.Tensor,
-        own_weight: torch.Tensor,
+        target: torch.Tensor,
         weights: torch.Tensor,
-        first: int,
+        ignore_index: int,
         smoothing: float,
+        reduction: str,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """The losses, (...), of ``logits``, (..., this rank's classes), whose class is ``index`` in this rank's part.
+        """The losses of ``logits``, (..., this rank's classes), and their classes ``target``, (...), int64.
 
-        Args:
-            index: (...), int64; negative, or beyond the part, if the class is another rank's.
-            own_weight: (...), the weight of the class.
-            weights: (classes), those of all.
-            first: the first class of this rank's part.
+        ``weights``, (classes), are those of all classes.
         """
         size, num_classes = logits.shape[-1], weights.shape[0]
+        first = group.rank() * -(-num_classes // group.size())  # DTensor shards as torch.chunk does
+        ignored = target == ignore_index
+        index = target.masked_fill(ignored, 0)
+        own_weight = weights.gather(0, index.reshape(-1)).view_as(index)  # out of range: an error, as in torch
+        scale = own_weight = own_weight.masked_fill_(ignored, 0.0)
+        index = index - first
+        mine = (index >= 0) & (index < size)
+        place = index.clamp_(0, size - 1).unsqueeze(-1)
         largest = logits.amax(-1)
         all_reduce_(largest, group, dist.ReduceOp.MAX)
         exponentials = (logits - largest.unsqueeze(-1)).exp_()  # of NaN: NaN, whatever the maximum has made of it
-        mine = (index >= 0) & (index < size)
-        place = index.clamp(0, size - 1).unsqueeze(-1)
-        scale = (1 - smoothing) * own_weight if smoothing else own_weight
-        subtracted = torch.where(mine, scale * logits.gather(-1, place).squeeze(-1), 0.0)
-        factor, part = scale, None
+        picked, factor, part = logits.gather(-1, place).squeeze(-1), scale, None
         if smoothing:
-            factor = scale + smoothing / num_classes * weights.sum()
+            scale = scale * (1 - smoothing)
             part = weights[first : first + size] * (smoothing / num_classes)
+            factor = (scale + smoothing / num_classes * weights.sum()).masked_fill_(ignored, 0.0)
+        scale = scale * mine
+        subtracted = torch.where(mine, scale * picked, 0.0)
+        if part is not None:
             subtracted += (logits * part).sum(-1)  # no matmul, which autocast computes in half precision
         sums = torch.stack([exponentials.sum(-1), subtracted])
         all_reduce_(sums, group)
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale * mine, part)
-        return factor * (largest + sums[0].log()) - sums[1]
+        losses = (factor * (largest + sums[0].log()) - sums[1]).masked_fill_(ignored, 0.0)
+        total = own_weight.sum() if reduction == "mean" else None
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale, part, total, ignored)
+        if total is not None:
+            return losses.sum() / total
+        return losses if reduction == "none" else losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, factor, place, scale, part = ctx.saved_tensors
+        softmax, factor, place, scale, part, total, ignored = ctx.saved_tensors
+        gradient = gradient if total is None else gradient / total
         result = softmax * (factor * gradient).unsqueeze(-1)
         result.scatter_add_(-1, place, -(scale * gradient).unsqueeze(-1))
         if part is not None:
-            result.sub_(part * gradient.unsqueeze(-1))
+            result.sub_(part * (gradient * ~ignored).unsqueeze(-1))
         return result, *[None] * 6
 
 
@@ -205,7 +209,9 @@ def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:
         mesh = logits.device_mesh
         chunk = -(-total // mesh.size(shard))  # DTensor shards as torch.chunk does
         offset = mesh.get_local_rank(shard) * chunk
-    return wrap(_mask_from(logits.to_local(), max(0, size - offset)), logits)
+    part = local_shard(logits)
+    masked = _mask_from(part, max(0, size - offset))
+    return logits if masked is part else with_local(logits, masked)
 
 
 def _mask_from(logits: torch.Tensor, start: int) -> torch.Tensor:
