@@ -109,21 +109,18 @@ class FlatGradients:
         A backward that finds no ``.grad`` creates a new tensor, whose values :meth:`collect` copies.
         """
         if self._addresses is None:
-            self._allocate()
+            for buffer in self._buffers:
+                buffer.make_gradients()
+            self._views = [param.gradient for param in self._params]
+            self._local_views = [param.local_gradient for param in self._params]
+            self._leaves = {
+                id(parameter): (make_leaf(parameter, gradient), gradient)
+                for parameter, gradient in zip(self._parameters, self._views, strict=True)
+                if is_dtensor(parameter) and is_dtensor(gradient)
+            }
+            self._addresses = _Addresses(self._buffer_of)
+            self._zeros.update(zip(self._params, self._versions(), strict=True))
         self._take_back(self._outside())
-
-    def _allocate(self) -> None:
-        for buffer in self._buffers:
-            buffer.make_gradients()
-        self._views = [param.gradient for param in self._params]
-        self._local_views = [param.local_gradient for param in self._params]
-        self._leaves = {
-            id(parameter): (make_leaf(parameter, gradient), gradient)
-            for parameter, gradient in zip(self._parameters, self._views, strict=True)
-            if is_dtensor(parameter) and is_dtensor(gradient)
-        }
-        self._addresses = _Addresses(self._buffer_of)
-        self._zeros.update(zip(self._params, self._versions(), strict=True))
 
     def _outside(self) -> list[FlatParam]:
         """The parameters whose ``.grad`` is not the view of their buffer."""
