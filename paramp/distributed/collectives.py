@@ -18,6 +18,11 @@ from torch.library import Library
 from ..base import trees
 
 
+def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+    """``dist.all_reduce`` without its checks, which cost as much as a small layer; ``tensor`` is plain and dense."""
+    group.allreduce([tensor], op).wait()
+
+
 @torch.no_grad()
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> None:
     """Broadcast ``tensor`` in place, bit for bit, from the rank ``src`` of ``group``; one broadcast.

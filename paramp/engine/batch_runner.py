@@ -233,7 +233,8 @@ class BatchRunner:
         reductions over data ranks start during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
-        with self._taking_part(overlap) as before_last_backward, self._computing():
+        leaves = self._gradients.local_leaves() if backward else nullcontext()
+        with self._taking_part(overlap) as before_last_backward, self._computing(), leaves:
             if not microbatches:
                 before_last_backward()
                 return

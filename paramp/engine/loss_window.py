@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from ..base.dtensor import full_tensor
+from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import CheckpointError
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext, TiedParameter
@@ -107,7 +107,7 @@ def _checked(loss: Any) -> Loss:
             "criterion: expected a tensor of one element, or (sum, count) of two, got "
             + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
         )
-    plain = [full_tensor(part).reshape(()) for part in parts]
+    plain = [full_tensor(part).reshape(()) if is_dtensor(part) or part.ndim else part for part in parts]
     return (plain[0], plain[1]) if expected == 2 else plain[0]
 
 

@@ -8,7 +8,10 @@ replaced by the user) are copied there once per step.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, compress
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import is_dtensor, local
+from ..base.local_leaves import Leaves, make_leaf, using
 from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
@@ -27,6 +31,12 @@ from .zero import OverlappedReduceScatter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+# Applied with map() to all parameters, several times a step: without a Python call for each.
+GRADIENT = operator.attrgetter("grad")
+LOCAL = operator.attrgetter("_local_tensor")
+VERSION = operator.attrgetter("_version")
+ADDRESS = torch.Tensor.data_ptr
 
 
 class FlatGradients:
@@ -51,21 +61,29 @@ class FlatGradients:
         context: ParallelContext,
     ) -> None:
         self._params = params
+        self._parameters = [param.parameter for param in params]
+        self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
+        self._local_views: list[torch.Tensor] = []
+        self._leaves: Leaves = {}
         self._buffers = buffers
         self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
         self._ranges = ranges
         self._frozen = frozen
         self._tied = tied
+        self._tied_params = [param for param in params if param.parameter in tied]
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
         self.before_batch: Callable[[], None] = lambda: None
         """Called before the forward of each batch."""
-        self._allocated = False
         self._absent: list[FlatParam] = []
         self._noted = [0] * len(params)
+        self._zeros: dict[FlatParam, int] = dict.fromkeys(params, 0)
+        """The version of each gradient when it was last known to be zero."""
+        self._mismatched: list[FlatParam] = []
+        self._addresses: _Addresses | None = None
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._hooks = [
-            param.parameter.register_hook(functools.partial(_find_mismatch, param))
+            param.parameter.register_hook(functools.partial(_find_mismatch, param, self._zeros, self._mismatched))
             for param in params
             if is_dtensor(param.parameter)
         ]
@@ -78,12 +96,10 @@ class FlatGradients:
         """Set every gradient to zero: one fill for each buffer."""
         for buffer in self._buffers:
             buffer.gradients.zero_()
-        for param in self._params:
-            gradient = None if param.placement_mismatch else param.gradient
-            if param.parameter.grad is not gradient:
-                param.parameter.grad = gradient
-            param.seen = param.version
+        for param in chain(self._outside(), self._mismatched):
+            param.parameter.grad = None if param.placement_mismatch else param.gradient
         self.snapshot()
+        self._zeros.update(zip(self._params, self._noted, strict=True))
         for _, parameter in self._frozen:  # one that was unfrozen since may have a gradient
             parameter.grad = None
 
@@ -92,25 +108,51 @@ class FlatGradients:
 
         A backward that finds no ``.grad`` creates a new tensor, whose values :meth:`collect` copies.
         """
-        if not self._allocated:
-            self._allocated = True
+        if self._addresses is None:
             for buffer in self._buffers:
                 buffer.make_gradients()
-            for param in self._params:
-                param.seen = param.version
-        self._take_back(self._params)
+            self._views = [param.gradient for param in self._params]
+            self._local_views = [param.local_gradient for param in self._params]
+            self._leaves = {
+                id(parameter): (make_leaf(parameter, gradient), gradient)
+                for parameter, gradient in zip(self._parameters, self._views, strict=True)
+                if is_dtensor(parameter) and is_dtensor(gradient)
+            }
+            self._addresses = _Addresses(self._buffer_of)
+            self._zeros.update(zip(self._params, self._versions(), strict=True))
+        self._take_back(self._outside())
+
+    def _outside(self) -> list[FlatParam]:
+        """The parameters whose ``.grad`` is not the view of their buffer."""
+        return list(compress(self._params, map(operator.is_not, map(GRADIENT, self._parameters), self._views)))
+
+    def _versions(self) -> list[int]:
+        """Each parameter's ``version``."""
+        if self._addresses is None:
+            return [0] * len(self._params)
+        return list(map(operator.add, map(VERSION, self._views), map(VERSION, self._local_views)))
+
+    def local_leaves(self) -> AbstractContextManager[None]:
+        """A context for a forward and its backward, whose layers compute on leaves (:mod:`paramp.base.local_leaves`).
+
+        The parameters' own nodes are not in its graph.
+        """
+        return using(self._leaves)
 
     @torch.no_grad()
     def _take_back(self, params: Iterable[FlatParam]) -> None:
-        """Copy gradients that the user replaced, or set to None, back to their buffers, which ZeRO reduces."""
+        """Copy gradients that the user replaced, or set to None, back to their buffers, which ZeRO reduces.
+
+        Those of ``params`` that are in their buffers stay as they are.
+        """
         for param in params:
             given = param.parameter.grad
             if given is param.gradient or (param.placement_mismatch and given is not None):
                 continue
             if given is None:
-                if param.version != param.seen:  # the buffer has values, but the user has dropped them
+                if param.version != self._zeros[param]:  # the buffer has values, but the user has dropped them
                     param.local_gradient.zero_()
-                    param.seen = param.version
+                    self._zeros[param] = param.version
                 if param.placement_mismatch:
                     continue
             elif is_dtensor(given) and given.placements != cast("DTensor", param.parameter).placements:
@@ -126,14 +168,13 @@ class FlatGradients:
         """
         check_frozen(self._frozen)
         self.begin_window()
-        for param, buffer in self._buffer_of.items():
-            for tensor, flat in ((local(param.parameter), buffer.weights), (param.local_gradient, buffer.gradients)):
-                if param.size and tensor.data_ptr() != flat.data_ptr() + param.start * flat.element_size():
-                    raise RuntimeError(
-                        f"{param.name!r} was moved after initialize (its .data was replaced, or its module was cast or "
-                        "given another memory format), so that steps would not change it; do that before initialize, "
-                        "and change values in place (copy_, load_state_dict)"
-                    )
+        moved = self._addresses.moved() if self._addresses is not None else None
+        if moved is not None:
+            raise RuntimeError(
+                f"{moved.name!r} was moved after initialize (its .data was replaced, or its module was cast or given "
+                "another memory format), so that steps would not change it; do that before initialize, and change "
+                "values in place (copy_, load_state_dict)"
+            )
 
     @torch.no_grad()
     def collect(self, found_inf: torch.Tensor) -> None:
@@ -151,7 +192,7 @@ class FlatGradients:
         for hook in self._hooks:  # the first window has shown which gradients have other placements
             hook.remove()
         self._hooks = []
-        outside = [param for param in self._params if param.parameter.grad is not param.gradient]
+        outside = self._outside()
         arrived = [param for param in outside if param.parameter.grad is not None]
         whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
         unscale_and_check_(whole, one, found_inf)
@@ -164,13 +205,11 @@ class FlatGradients:
             if param.parameter.grad is not None or param.parameter in self._tied:
                 param.parameter.grad = param.gradient
         self.snapshot()
-        self._absent = [
-            param for param, version in zip(self._params, self._noted, strict=True) if version == param.seen
-        ]
+        self._absent = list(compress(self._params, map(operator.eq, self._noted, self._zeros.values())))
 
     def snapshot(self) -> None:
         """Record the gradients' versions, for :meth:`are_unchanged`."""
-        self._noted = [param.version for param in self._params]
+        self._noted = self._versions()
 
     def are_unchanged(self) -> bool:
         """Whether no gradient was accumulated, changed or replaced since the last step or :meth:`snapshot`.
@@ -215,12 +254,11 @@ class FlatGradients:
         sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
         """
         group = self._context.batch_axis.group
-        tied = [param.local_gradient for param in self._params if param.parameter in self._tied]
+        tied = [param.local_gradient for param in self._tied_params]
         whole = [buffer.gradients for buffer in self._buffers] if self._overlapped is None else tied
         for gradients in whole:
             sum_([gradients], group, self._reduce_dtypes.dp)
-        parameters = [param.parameter for param in self._params]
-        sum_tied_gradients(self._context, parameters, self._reduce_dtypes.pp, complete=True)
+        sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
         if self._overlapped is not None:
             if tied and self._context.batch_axis.rank > 0:
                 torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
@@ -259,7 +297,7 @@ class FlatGradients:
                 if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
                     num_parts = self._buffer_of[param].num_parts
                     yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
-            elif param.version != param.seen and param.own[0] < param.own[1]:
+            elif param.version != self._zeros[param] and param.own[0] < param.own[1]:
                 yield self._own_gradient(param), param.norm_weight
 
     def _own_gradient(self, param: FlatParam) -> torch.Tensor:
@@ -267,9 +305,44 @@ class FlatGradients:
         return buffer.gradients[buffer.flat_range(param)]
 
 
-def _find_mismatch(param: FlatParam, gradient: torch.Tensor) -> None:
-    """The hook that detects gradients whose placements differ from their parameter's, before they are accumulated."""
+def _find_mismatch(
+    param: FlatParam, zeros: Mapping[FlatParam, int], mismatched: list[FlatParam], gradient: torch.Tensor
+) -> None:
+    """The hook that detects gradients whose placements differ from their parameter's, before they are accumulated.
+
+    It has no reference to the :class:`FlatGradients`, because the garbage collector does not traverse hooks.
+    """
     if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
-        param.placement_mismatch = True
-        if param.parameter.grad is param.gradient and param.version == param.seen:  # nothing was accumulated there
+        if not param.placement_mismatch:
+            param.placement_mismatch = True
+            mismatched.append(param)
+        if param.parameter.grad is param.gradient and param.version == zeros[param]:  # nothing was accumulated there
             param.parameter.grad = None
+
+
+class _Addresses:
+    """Where parameters and gradients have to be: in their buffers."""
+
+    def __init__(self, buffer_of: Mapping[FlatParam, Buffer]) -> None:
+        # The local tensors of DTensors are looked up each time, because they may be replaced.
+        self._params = sorted(
+            (param for param in buffer_of if param.size), key=lambda param: is_dtensor(param.parameter)
+        )
+        tensors = [(param.parameter, param.gradient) for param in self._params]
+        self._plain, self._sharded = (
+            [tensor for pair in tensors for tensor in pair if tensor is not None and is_dtensor(tensor) is sharded]
+            for sharded in (False, True)
+        )
+        self._expected = [
+            flat.data_ptr() + param.start * flat.element_size()
+            for param in self._params
+            for flat in (buffer_of[param].weights, buffer_of[param].gradients)
+        ]
+
+    def moved(self) -> FlatParam | None:
+        """A parameter that is elsewhere, or whose gradient is; None if there is none."""
+        found = [*map(ADDRESS, self._plain), *map(ADDRESS, map(LOCAL, self._sharded))]
+        if found == self._expected:
+            return None
+        different = next(index for index, address in enumerate(found) if address != self._expected[index])
+        return self._params[different // 2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor, local, version, wrap
+from ..base.dtensor import is_dtensor, local, wrap
 from ..precision.policy import Precision
 from .grad_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE
@@ -38,8 +38,6 @@ class FlatParam:
     gradient: torch.Tensor | None = None
     """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
     gradients are allocated."""
-    seen: int = 0
-    """The version of the gradient when it was last known to be zero."""
     placement_mismatch: bool = False
     """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
     collective in every backward, so they accumulate outside and are copied there once per step."""
@@ -56,7 +54,8 @@ class FlatParam:
     @property
     def version(self) -> int:
         """A number that grows with every change of the gradient in its buffer."""
-        return 0 if self.gradient is None else version(self.gradient)
+        # Autograd's accumulation changes a DTensor's counter, all else that of its local tensor.
+        return 0 if self.gradient is None else self.gradient._version + self.local_gradient._version
 
 
 class Buffer:

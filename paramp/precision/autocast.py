@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..base.local_leaves import on_local
 from .policy import Precision
 
 NAMES = (
@@ -99,7 +100,17 @@ def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_fp32(arguments: Any) -> Any:
+    # Often there is nothing to cast, as for a norm of fp32 activations, which is cheaper than torch's trees.
+    args, kwargs = arguments
+    if not _has_low((*args, *kwargs.values())):
+        return arguments
     return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if _is_low(tensor) else tensor, arguments)
+
+
+def _has_low(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return _is_low(value)
+    return isinstance(value, (tuple, list)) and any(map(_has_low, value))
 
 
 def _to_widest(arguments: Any) -> Any:
@@ -109,7 +120,7 @@ def _to_widest(arguments: Any) -> Any:
 
 
 def _is_low(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize < 4 and tensor.device.type == "cpu"
+    return tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == "cpu"
 
 
 @contextmanager
@@ -164,4 +175,5 @@ def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     """A model's output; a floating-point one in the mode's dtype for outputs, by default fp32 or wider."""
     if not tensor.is_floating_point():
         return tensor
-    return tensor.to(precision.outputs or torch.promote_types(tensor.dtype, torch.float32))
+    dtype = precision.outputs or torch.promote_types(tensor.dtype, torch.float32)
+    return on_local(lambda values: values.to(dtype), tensor)

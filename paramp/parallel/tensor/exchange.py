@@ -28,9 +28,11 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from ...base.dtensor import wrap
-from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
+from ...base.local_leaves import local_in_graph, remember
+from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
@@ -85,13 +87,16 @@ def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
-    """The local tensor of ``weight``, as a view; its gradient is a DTensor.
+    """The local tensor of ``weight``: a view, whose gradient is a DTensor, or what is in the graph in its place.
+
+    The latter is described in :mod:`paramp.base.local_leaves`.
 
     Args:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
             Else the gradient has the placements of ``weight``.
     """
-    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial))
+    own = None if is_partial else local_in_graph(weight)
+    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if own is None else own
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> torch.Tensor:
@@ -111,6 +116,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            group, backward, _ = ctx.others
+            return backward(gradient, group), None, None, None
         return _exchange(gradient, *ctx.others), None, None, None
 
 
@@ -119,33 +127,45 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
+    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if _KEEPS_INPUTS.get():
         return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
-    dist.all_reduce(dense, group=group)
+    all_reduce_(dense, group)
     return dense
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    size = dist.get_world_size(group)
+    size = group.size()
     whole = x.new_empty(size * x.numel())
     all_gather_shards(whole, x.contiguous().view(-1), group)
     return torch.cat(list(whole.view(size, *x.shape)), dim)
 
 
 def _slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone()
+    return x.chunk(group.size(), dim)[group.rank()].clone()
 
 
 def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    slices = torch.stack(x.chunk(dist.get_world_size(group), dim))
+    slices = torch.stack(x.chunk(group.size(), dim))
     own = slices.new_empty(slices[0].numel())
     reduce_scatter_shards(own, slices.view(-1), group)
     return own.view(slices.shape[1:])
+
+
+def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """The DTensor whose local tensor is ``part``, sharded over ``mesh`` along ``dim``, which has ``size`` elements."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    dim %= part.ndim
+    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    remember(whole, part)
+    return whole
 
 
 class _LocalShard(torch.autograd.Function):

@@ -21,7 +21,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
-from .exchange import enter, gather, gather_and_enter, local_shard, on_first_rank, own_slice, sum_over_ranks, sum_slices
+from .exchange import (
+    as_shards,
+    enter,
+    gather,
+    gather_and_enter,
+    local_shard,
+    on_first_rank,
+    own_slice,
+    sum_over_ranks,
+    sum_slices,
+)
 
 SEQUENCE = Shard(1)
 """Activations are (batch, sequence, features)."""
@@ -48,7 +58,7 @@ class Colwise(ColwiseParallel):
                 return gather(output, group, -1)
             if self.use_local_output:
                 return output
-            return DTensor.from_local(output, device_mesh, [Shard(output.ndim - 1)], run_check=False)
+            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size())
 
         return replace_forward(module, forward)
 
@@ -103,11 +113,12 @@ def _look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) 
         if low < 0 or high >= table.num_embeddings:
             raise IndexError(f"token {low if low < 0 else high}, expected one of 0 to {table.num_embeddings - 1}")
     weight = _weight(module)
-    first, padding = dist.get_rank(group) * len(weight), table.padding_idx
+    rows, padding = weight.shape[0], table.padding_idx
+    first = group.rank() * rows
     own = tokens - first
-    others = (own < 0) | (own >= len(weight))
+    others = (own < 0) | (own >= rows)
     if padding is not None:
-        padding = padding - first if 0 <= padding - first < len(weight) else None
+        padding = padding - first if 0 <= padding - first < rows else None
     return F.embedding(own.masked_fill(others, 0), weight, padding).masked_fill(others.unsqueeze(-1), 0.0)
 
 
