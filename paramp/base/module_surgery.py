@@ -48,22 +48,24 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module
     return module
 
 
-def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
-    """Run each call of ``module`` inside a new ``context(module)`` from now on.
+def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any] | None]) -> None:
+    """Run each call of ``module`` inside a new ``context(module)``, if that is not None, from now on.
 
     It adds hooks instead of assigning ``module.forward``, because
     :func:`~paramp.base.replace_class.replace_class` may later change the class and with it the forward. Hooks
     registered before run outside the context.
     """
-    entered: list[AbstractContextManager[Any]] = []  # a stack, because a module may call itself
+    entered: list[AbstractContextManager[Any] | None] = []  # a stack, because a module may call itself
 
     def enter(module: nn.Module, _inputs: Any) -> None:
         entered.append(context(module))
-        entered[-1].__enter__()
+        if entered[-1] is not None:
+            entered[-1].__enter__()
 
     def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if entered:  # empty if an earlier hook raised
-            entered.pop().__exit__(None, None, None)
+        left = entered.pop() if entered else None  # empty if an earlier hook raised
+        if left is not None:
+            left.__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, prepend=True, always_call=True)

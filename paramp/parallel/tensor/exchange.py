@@ -25,9 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
 
-from ...base.dtensor import wrap
+from ...base.dtensor import is_dtensor, wrap
 from ...distributed.collectives import all_gather_shards, reduce_scatter_shards
 
 if TYPE_CHECKING:
@@ -91,6 +96,8 @@ def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
             Else the gradient has the placements of ``weight``.
     """
+    if not is_dtensor(weight):  # a compiled block has the local tensors in the place of its parameters
+        return weight
     return cast(torch.Tensor, _LocalShard.apply(weight, is_partial))
 
 
@@ -111,6 +118,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            group, backward, _ = ctx.others
+            return backward(gradient, group), None, None, None
         return _exchange(gradient, *ctx.others), None, None, None
 
 
@@ -119,11 +129,13 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # the same graph on every rank
+        return x * float(dist.get_rank(group) == 0)
     return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if _KEEPS_INPUTS.get():
+    if torch.compiler.is_compiling() or _KEEPS_INPUTS.get():
         return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
     dist.all_reduce(dense, group=group)
@@ -131,6 +143,8 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return wait_tensor(all_gather_tensor(x.contiguous(), dim, group))
     size = dist.get_world_size(group)
     whole = x.new_empty(size * x.numel())
     all_gather_shards(whole, x.contiguous().view(-1), group)
@@ -142,6 +156,8 @@ def _slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
 
 
 def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
     slices = torch.stack(x.chunk(dist.get_world_size(group), dim))
     own = slices.new_empty(slices[0].numel())
     reduce_scatter_shards(own, slices.view(-1), group)
