@@ -5,9 +5,8 @@ Modules, names and state stay as they are; only calls of the blocks change::
     block(x) ─► parameters sharded over the tensor axis: their local shards ─► the compiled function of blocks like it
 
 torch compiles at the first call, and again where an input's shape, the training mode or the like has changed. Within
-the compiled function there are plain tensors only, because DTensors cost a multiple of what they hold. A layer that
-computes on DTensors, as a style of torch's own or float8 does over several tensor ranks, runs eagerly between two
-compiled parts of its block.
+the compiled function there are plain tensors only. A block with a layer that computes on DTensors, as a style of
+torch's own or float8 does over several tensor ranks, runs eagerly.
 
 Activation checkpointing is inside the compiled function, as torch advises: the compiler then computes again what the
 choice says (:mod:`paramp.parallel.activation_checkpointing`).
@@ -61,22 +60,27 @@ class CompiledBlocks:
         if self._options is None:
             return
         alike: defaultdict[object, list[tuple[str, nn.Module]]] = defaultdict(list)
+        reports = _Reports(self._context)
         for part in parts:
             modules = dict(part.named_modules())
             for name in self.names:
                 block = modules.get(name)
-                if block is not None and not isinstance(block, PassThrough):
+                if block is None or isinstance(block, PassThrough):
+                    continue
+                if where := _on_dtensors(block):
+                    reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
+                else:
                     alike[_signature(block)].append((name, block))
-        breaks = _Breaks(self._context)
         for group in alike.values():
             run = _compiled(type(group[0][1]).__name__, self._options)
             for name, block in group:
-                _run_dtensors_eagerly(block)
-                block._compiled_call_impl = _Call(name, block, run, breaks)
+                block._compiled_call_impl = _Call(name, block, run, reports)
 
 
 def _signature(block: nn.Module) -> object:
-    """What is equal in blocks that share a compilation."""
+    """What is equal in blocks that share a compilation. torch compiles the numbers of hooks, which differ."""
+    if any(getattr(module, hooks) for module in block.modules() for hooks in HOOKS):
+        return block
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return type(block), tuple((name, value.shape, value.dtype) for name, value in tensors)
 
@@ -93,21 +97,20 @@ def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     return torch.compile(own, **copied)
 
 
-def _run_dtensors_eagerly(block: nn.Module) -> None:
-    """Keep the modules in ``block`` that compute on DTensors out of the compiled function."""
-    for module in block.modules():
+def _on_dtensors(block: nn.Module) -> str | None:
+    """The name and class of a module in ``block`` that computes on DTensors; None if there is none."""
+    for name, module in block.named_modules():
         local = vars(module).get(LOCAL_SHARDS, {})
-        if any(is_dtensor(value) and name not in local for name, value in module._parameters.items()):
-            module._compiled_call_impl = torch.compiler.disable(
-                module._call_impl, reason=f"{type(module).__name__} computes on DTensors"
-            )
+        if any(is_dtensor(value) and own not in local for own, value in module._parameters.items()):
+            return f"{name!r}, a {type(module).__name__},"
+    return None
 
 
 class _Call:
     """What calling a compiled block calls."""
 
-    def __init__(self, name: str, block: nn.Module, run: Callable[..., Any], breaks: _Breaks) -> None:
-        self._name, self._block, self._run, self._breaks = name, block, run, breaks
+    def __init__(self, name: str, block: nn.Module, run: Callable[..., Any], reports: _Reports) -> None:
+        self._name, self._block, self._run, self._reports = name, block, run, reports
         modules = list(block.modules())
         self._hooks = [getattr(module, hooks) for module in modules for hooks in HOOKS]
         self._num_hooks = sum(map(len, self._hooks))
@@ -122,21 +125,21 @@ class _Call:
         if sum(map(len, self._hooks)) != self._num_hooks or _has_any_global_hook():
             return self._block._call_impl(*args, **kwargs)
         if not self._shards:
-            return self._breaks.watch(self._name, self._run, self._block, *args, **kwargs)
+            return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
         from .tensor.exchange import local_shard  # imports DTensor, which other layouts do not need
 
         wholes = [(module, name, module._parameters[name]) for module, name, _ in self._shards]
         try:
             for (module, name, whole), (_, _, is_partial) in zip(wholes, self._shards, strict=True):
                 module._parameters[name] = local_shard(whole, is_partial=is_partial)  # type: ignore[arg-type,assignment]
-            return self._breaks.watch(self._name, self._run, self._block, *args, **kwargs)
+            return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
         finally:
             for module, name, whole in wholes:
                 module._parameters[name] = whole
 
 
-class _Breaks:
-    """Reports each break in a block's graph once."""
+class _Reports:
+    """Warnings of what is not compiled, each once."""
 
     def __init__(self, context: ParallelContext) -> None:
         from torch._dynamo.utils import graph_break_reasons
@@ -146,24 +149,23 @@ class _Breaks:
         # Other data and tensor ranks run the same blocks.
         self._reports = context.batch_axis.rank == 0 and context.tensor_axis.rank == 0
 
-    def watch(self, name: str, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call ``run``, and warn of the breaks that torch found meanwhile."""
+    def warn(self, key: object, message: str) -> None:
+        """Warn, unless it was done for ``key`` before."""
+        if self._reports and key not in self._reported:
+            warnings.warn(f"compile: {message}", stacklevel=2)
+        self._reported.add(key)
+
+    def run(self, name: str, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call ``run`` of ``block``, and warn of the breaks in its graph that torch found meanwhile."""
         before = len(self._found)
         result = run(block, *args, **kwargs)
-        if len(self._found) > before:
-            self._report(name, block, self._found[before:])
-        return result
-
-    def _report(self, name: str, block: nn.Module, found: Iterable[Any]) -> None:
-        for one in found:
+        for one in self._found[before:]:
             where = one.user_stack[-1] if one.user_stack else None
             place = "" if where is None else f" at {where.filename}:{where.lineno}, in {where.name}"
             reason = one.reason.strip().split("\n")[0]
-            if self._reports and (place, reason) not in self._reported:
-                self._reported.add((place, reason))
-                warnings.warn(
-                    f"compile: the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}", stacklevel=4
-                )
+            what = f"the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}"
+            self.warn((place, reason), what)
+        return result
 
 
 def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) -> None:

@@ -38,8 +38,12 @@ class ShardedRandom(ParallelStyle):
     random = staticmethod(sharded_random)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        run_within(module, lambda _: self.random())
+        run_within(module, lambda module: None if _is_idle_dropout(module) else self.random())
         return module
+
+
+def _is_idle_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and not (module.training and module.p)
 
 
 class ReplicatedRandom(ShardedRandom):
