@@ -96,7 +96,7 @@ def _context(compiled: Any) -> Any:
 
 def _options(context: Any) -> dict[str, Any]:
     """The options of ``torch.compile`` in its ``context``. The backend includes ``mode`` and ``options``."""
-    backend = getattr(context, "callback", None)
+    backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     if backend is None:

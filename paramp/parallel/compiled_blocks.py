@@ -34,6 +34,8 @@ from .activation_checkpointing import repeated_blocks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LOCAL_SHARDS = "_paramp_local_shards"
 """The attribute of a module that computes on local shards: ``{parameter: whether its gradient is partial}``."""
+DEFAULT = "inductor"
+"""torch's default backend."""
 INSTALL = 'or choose a backend that needs none: compile={"backend": "aot_eager"}'
 
 
@@ -93,7 +95,9 @@ def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
     # torch keeps what it has compiled, up to a limit, with a function's code: so each has its own.
     own = FunctionType(run.__code__.replace(co_name=name), globals(), name)
-    copied = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    copied: dict[str, Any] = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()
+    }
     return torch.compile(own, **copied)
 
 
@@ -170,7 +174,8 @@ class _Reports:
 
 def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) -> None:
     """Raise a ConfigError on every rank if the backend of ``options`` lacks its compiler on one. A collective."""
-    if options is None or options.get("backend", "inductor") != "inductor":
+    backend = None if options is None else options.get("backend", DEFAULT)
+    if getattr(backend, "compiler_name", backend) != DEFAULT:
         return
     for rank, missing in enumerate(gather_objects(_missing_compiler(context.device))):
         if missing is not None:

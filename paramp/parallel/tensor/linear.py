@@ -99,7 +99,8 @@ def _is_lookup(module: nn.Module, size: int) -> bool:
 def _look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The rows ``tokens`` (any dims, integers) that this rank has, and 0 for others' rows; dims of ``tokens`` + 1."""
     table = cast(nn.Embedding, module)
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():  # elsewhere it would synchronise
+    on_host = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and tokens.numel():  # elsewhere it would synchronise
         low, high = (int(value) for value in torch.aminmax(tokens))
         if low < 0 or high >= table.num_embeddings:
             raise IndexError(f"token {low if low < 0 else high}, expected one of 0 to {table.num_embeddings - 1}")

@@ -1,0 +1,299 @@
+"""Compiled blocks: the results of eager ones, code that has run compiled, and what is said where it cannot."""
+
+import functools
+import re
+import shutil
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from families import cases as chosen
+from families import family
+from matrix import LAYOUTS, MODES, from_small_scale
+from pool import on_ranks, run_on_ranks
+from reference import assert_follows, small_gpt, train_engine
+from torch import nn
+
+import paramp
+from paramp.models import GPT, GPTConfig
+
+NUM_BLOCKS = 2
+
+
+class Counting:
+    """The backend ``aot_eager``, which counts the graphs that it compiles and the calls of the compiled ones."""
+
+    def __init__(self):
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph, inputs):
+        from torch._dynamo import lookup_backend
+
+        self.graphs += 1
+        compiled = lookup_backend("aot_eager")(graph, inputs)
+
+        def run(*arguments):
+            self.calls += 1
+            return compiled(*arguments)
+
+        return run
+
+
+def gpt(dropout=0.0):
+    torch.manual_seed(0)
+    shape = {"num_layers": NUM_BLOCKS, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 128}
+    return GPT(GPTConfig(**shape, dropout=dropout))
+
+
+def initialize(model=None, criterion=GPT.loss, **options):
+    return paramp.initialize(model or gpt(), functools.partial(torch.optim.SGD, lr=0.1), criterion, **options)[0]
+
+
+def batch(seed=0):
+    tokens = torch.randint(128, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def train(backend, dropout=0.0, steps=5, **config):
+    """The losses and norms of some steps, of which each is of two batches, and of an evaluation."""
+    compiled = {"backend": backend} if backend else False
+    with paramp.launch_from_torch({"compile": compiled, "gradient_accumulation": 2, **config}) as context:
+        engine = initialize(gpt(dropout))
+        results = []
+        for step in range(steps):
+            for part in range(2):
+                results.append(engine.forward_backward(*batch(4 * step + 2 * part + context.dp.rank)).item())
+                done = engine.step()
+            results.append(float(done.grad_norm))
+            if step == 2:
+                results.append(engine.evaluate(*batch()).item())
+                graphs = backend and backend.graphs
+        assert not backend or backend.graphs == graphs, "compiled after the third step"
+        return results
+
+
+TWO_RANKS = {
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2 + sp": {"parallel": {"tensor": 2, "sequence_parallel": True}, "precision": "bf16-mixed"},
+    "pp2": {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "precision": "bf16-naive"},
+    "zero1": {"parallel": {"data": 2, "zero": 1}, "precision": "bf16-naive"},
+    "tp2, selective": {"parallel": {"tensor": 2}, "activation_checkpointing": "selective"},
+}
+
+
+@on_ranks(2)
+def test_layouts_train_as_eagerly(world):
+    for layout, config in TWO_RANKS.items():
+        backend = Counting()
+        losses = train(backend, **config)
+        assert losses == pytest.approx(train(None, **config), rel=1e-4), layout
+        forwards = NUM_BLOCKS // (2 if layout == "pp2" else 1) * (2 if layout == "pp2" else 1)
+        assert backend.calls == forwards * (5 * 2 + 1), layout
+        assert backend.graphs <= 3, layout  # one in training, one in evaluation, one for a pipeline's shapes
+
+
+@pytest.mark.parametrize("how", ["none", "full", 2, "selective"])
+def test_dropout_and_checkpointing_in_one_process(how):
+    config = {"activation_checkpointing": how, "dropout": 0.1}
+    backend = Counting()
+    assert train(backend, **config) == pytest.approx(train(None, **config), rel=1e-5)
+    assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
+
+
+@on_ranks(2)
+def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
+    """Its random numbers differ between ranks inside attention, and are equal outside."""
+    config = {"parallel": {"tensor": 2}, "dropout": 0.1}
+    backend = Counting()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        results = train(backend, **config)
+    assert results == pytest.approx(train(None, **config), rel=1e-5)
+    assert backend.calls > 0
+    said = [str(one.message) for one in found if str(one.message).startswith("compile: ")]
+    assert len(said) == len(set(said))
+    assert bool(said) == (world.rank == 0)
+    assert all(
+        re.match(r"compile: the graph of 'blocks\.0', a Block, breaks at .*rng\.py:\d+, in ", one) for one in said
+    )
+
+
+@pytest.mark.parametrize("mode", ["fp8-mixed", "64-true", "bf16-true"])
+def test_other_modes_train_as_eagerly(mode, capsys):
+    backend = Counting()
+    assert train(backend, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
+    assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
+
+
+def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
+    """The cast to float8 would make it finite."""
+    with paramp.launch_from_torch({"precision": "fp8-mixed", "compile": {"backend": Counting()}}):
+        engine = initialize(criterion=lambda output, _: output.sum())
+        for factor, overflow in ((1.0, False), (float("inf"), True), (1.0, False)):
+            hook = engine.module.norm.register_full_backward_hook(lambda *_, by=factor: (_[1][0] * by,))
+            engine.forward_backward(*batch())
+            hook.remove()
+            assert engine.step().overflow is overflow
+
+
+def test_hooks_that_come_later_run_and_the_block_eagerly():
+    backend = Counting()
+    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+        engine, seen = initialize(), []
+        engine.forward_backward(*batch())
+        assert backend.calls == NUM_BLOCKS
+        for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+            handle = getattr(engine.module.blocks[1].mlp.up, register)(lambda *_: seen.append(1))
+            engine.forward_backward(*batch())
+            handle.remove()
+        assert (len(seen), backend.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1))
+        engine.forward_backward(*batch())
+        assert (len(seen), backend.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1) + NUM_BLOCKS)
+
+
+def test_hooks_that_were_there_are_compiled_with_their_blocks():
+    model, seen = gpt(), []
+    model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    backend = Counting()
+    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+        engine = initialize(model)
+        for _ in range(3):
+            engine.forward_backward(*batch())
+    assert (len(seen), backend.calls, backend.graphs) == (3, 3 * NUM_BLOCKS, 2)
+
+
+@on_ranks(2)
+def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
+    backend = Counting()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": {"backend": backend}}):
+        model = gpt()
+        with torch.no_grad():
+            model.blocks[1].mlp.down.bias[0] = torch.inf
+        engine = initialize(model)
+        engine.forward_backward(*batch())
+        assert engine.step().overflow
+        calls = backend.calls
+        report = engine.diagnose_overflow()
+        assert backend.calls == calls > 0
+        assert report.origin.module == "blocks.1.mlp.down"
+        assert "compiled blocks ran eagerly in the rerun" in str(report)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        if hidden.sum().item() < 0:
+            hidden = -hidden
+        return x + self.down(hidden)
+
+
+def test_a_break_in_the_graph_is_reported_once_by_name():
+    with paramp.launch_from_torch({"compile": {"backend": Counting()}}):
+        engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss)
+        x = torch.randn(4, 8)
+        with pytest.warns(UserWarning, match=r"^compile: the graph of '0', a Branching, breaks at .*:\d+, in forward"):
+            engine.forward_backward(x, x)
+        engine.forward_backward(x, x)  # a second warning would be an error
+
+
+@on_ranks(2)
+def test_layers_on_dtensors_run_eagerly_and_say_so(world):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    backend = Counting()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": {"backend": backend}}):
+        torch.manual_seed(0)
+        message = "^compile: '0' runs eagerly, because 'up', a Linear, in it computes on DTensors"
+        with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
+            engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss, plan=plan)
+        engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
+        assert backend.calls == 0
+
+
+def test_what_runs_eagerly_says_so():
+    backend = Counting()
+    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+        with pytest.warns(UserWarning, match="^compile: Sequential has no repeated blocks"):
+            engine = initialize(nn.Sequential(nn.Linear(8, 8)), nn.functional.mse_loss)
+        engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
+    emulated = {"precision": "16-mixed", "emulate_fp16": True, "compile": {"backend": backend}}
+    with paramp.launch_from_torch(emulated):
+        with pytest.warns(UserWarning, match="^compile: '16-mixed' computes fp16 products in fp32 on this CPU"):
+            engine = initialize()
+        engine.forward_backward(*batch())
+    assert backend.graphs == 0
+
+
+def test_without_a_compiler_initialize_names_the_fix(monkeypatch):
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    fix = r'no C\+\+ compiler, .*; install one, .*or choose .*: compile=\{"backend": "aot_eager"\}'
+    with paramp.launch_from_torch({"compile": True}), pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"):
+        initialize()
+
+
+def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
+    split = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}
+    from paramp.config.files import load
+    from paramp.engine.model_setup import plain
+
+    with paramp.launch_from_torch({}) as context:
+        context.config = load({"parallel": split})
+        with pytest.raises(paramp.ConfigError, match="^compile: got True, expected False, because the schedule 'zbv'"):
+            plain(torch.compile(gpt(), backend="eager"), context)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+
+
+@needs_compiler
+def test_the_default_backend():
+    from torch._dynamo.utils import counters
+
+    before = counters["inductor"].total()
+    config = {"precision": "bf16-mixed", "steps": 4}
+    with paramp.launch_from_torch({"compile": True, "precision": "bf16-mixed"}):
+        engine = initialize()
+        losses = []
+        for step in range(4):
+            losses.append(engine.forward_backward(*batch(step)).item())
+            engine.step()
+    assert counters["inductor"].total() > before
+    with paramp.launch_from_torch({"precision": config["precision"]}):
+        engine = initialize()
+        for step, loss in enumerate(losses):
+            assert engine.forward_backward(*batch(step)).item() == pytest.approx(loss, rel=2**-9)
+            engine.step()
+
+
+COMPILED = [(layout, mode) for layout in ("1", "tp2") for mode in MODES] + [
+    (layout, mode) for layout in ("pp2", "dp2·tp2", "pp2·tp2") for mode in ("32-true", "bf16-mixed", "bf16-naive")
+]
+
+
+def train_both(world, parallel, mode):
+    """The cell compiled by torch's default backend, and eager."""
+    results = []
+    for compiled in (True, False):
+        config = {"parallel": parallel, "precision": from_small_scale(mode), "compile": compiled, "clip_grad_norm": 1.0}
+        with paramp.launch_from_torch(config) as context, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "compile: .* eagerly")
+            build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
+            results.append(train_engine(context, build, GPT.loss, 6, lr=1.0, length=8, overflow_at=3))
+    return results
+
+
+@family
+@needs_compiler
+@pytest.mark.parametrize(("layout", "mode"), chosen("compiled blocks", COMPILED, [], 2))
+def test_a_compiled_mode_follows_the_eager_one(layout, mode):
+    size, parallel = LAYOUTS[layout]
+    compiled, eager = run_on_ranks(size, __name__, "train_both", {"parallel": parallel, "mode": mode}, "cpu")[0]
+    assert_follows(compiled, eager, mode)
