@@ -5,6 +5,7 @@ import re
 import shutil
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,23 +22,29 @@ from paramp.models import GPT, GPTConfig
 NUM_BLOCKS = 2
 
 
-class Counting:
-    """The backend ``aot_eager``, which counts the graphs that it compiles and the calls of the compiled ones."""
+def counting():
+    """Register the backend ``counting``: ``aot_eager``, with the numbers of graphs and of their calls."""
+    from torch._dynamo import lookup_backend
+    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-    def __init__(self):
-        self.graphs = self.calls = 0
+    counts = SimpleNamespace(graphs=0, calls=0)
 
-    def __call__(self, graph, inputs):
-        from torch._dynamo import lookup_backend
-
-        self.graphs += 1
+    def compile_(graph, inputs):
+        counts.graphs += 1
         compiled = lookup_backend("aot_eager")(graph, inputs)
 
         def run(*arguments):
-            self.calls += 1
+            counts.calls += 1
             return compiled(*arguments)
 
         return run
+
+    _COMPILER_FNS.pop("counting", None)
+    register_backend(compile_, name="counting")  # by name, because ranks compare their configurations
+    return counts
+
+
+COUNTED = {"backend": "counting"}
 
 
 def gpt(dropout=0.0):
@@ -57,8 +64,8 @@ def batch(seed=0):
 
 def train(backend, dropout=0.0, steps=5, **config):
     """The losses and norms of some steps, of which each is of two batches, and of an evaluation."""
-    compiled = {"backend": backend} if backend else False
-    with paramp.launch_from_torch({"compile": compiled, "gradient_accumulation": 2, **config}) as context:
+    compiled = {"compile": COUNTED if backend else False, "gradient_accumulation": 2}
+    with paramp.launch_from_torch({**compiled, **config}) as context:
         engine = initialize(gpt(dropout))
         results = []
         for step in range(steps):
@@ -85,7 +92,7 @@ TWO_RANKS = {
 @on_ranks(2)
 def test_layouts_train_as_eagerly(world):
     for layout, config in TWO_RANKS.items():
-        backend = Counting()
+        backend = counting()
         losses = train(backend, **config)
         assert losses == pytest.approx(train(None, **config), rel=1e-4), layout
         forwards = NUM_BLOCKS // (2 if layout == "pp2" else 1) * (2 if layout == "pp2" else 1)
@@ -96,7 +103,7 @@ def test_layouts_train_as_eagerly(world):
 @pytest.mark.parametrize("how", ["none", "full", 2, "selective"])
 def test_dropout_and_checkpointing_in_one_process(how):
     config = {"activation_checkpointing": how, "dropout": 0.1}
-    backend = Counting()
+    backend = counting()
     assert train(backend, **config) == pytest.approx(train(None, **config), rel=1e-5)
     assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
 
@@ -105,7 +112,7 @@ def test_dropout_and_checkpointing_in_one_process(how):
 def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     """Its random numbers differ between ranks inside attention, and are equal outside."""
     config = {"parallel": {"tensor": 2}, "dropout": 0.1}
-    backend = Counting()
+    backend = counting()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         results = train(backend, **config)
@@ -121,14 +128,15 @@ def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
 
 @pytest.mark.parametrize("mode", ["fp8-mixed", "64-true", "bf16-true"])
 def test_other_modes_train_as_eagerly(mode, capsys):
-    backend = Counting()
+    backend = counting()
     assert train(backend, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
     assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
 
 
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
-    with paramp.launch_from_torch({"precision": "fp8-mixed", "compile": {"backend": Counting()}}):
+    counting()
+    with paramp.launch_from_torch({"precision": "fp8-mixed", "compile": COUNTED}):
         engine = initialize(criterion=lambda output, _: output.sum())
         for factor, overflow in ((1.0, False), (float("inf"), True), (1.0, False)):
             hook = engine.module.norm.register_full_backward_hook(lambda *_, by=factor: (_[1][0] * by,))
@@ -138,8 +146,8 @@ def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
 
 
 def test_hooks_that_come_later_run_and_the_block_eagerly():
-    backend = Counting()
-    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+    backend = counting()
+    with paramp.launch_from_torch({"compile": COUNTED}):
         engine, seen = initialize(), []
         engine.forward_backward(*batch())
         assert backend.calls == NUM_BLOCKS
@@ -155,8 +163,8 @@ def test_hooks_that_come_later_run_and_the_block_eagerly():
 def test_hooks_that_were_there_are_compiled_with_their_blocks():
     model, seen = gpt(), []
     model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    backend = Counting()
-    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+    backend = counting()
+    with paramp.launch_from_torch({"compile": COUNTED}):
         engine = initialize(model)
         for _ in range(3):
             engine.forward_backward(*batch())
@@ -165,8 +173,8 @@ def test_hooks_that_were_there_are_compiled_with_their_blocks():
 
 @on_ranks(2)
 def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
-    backend = Counting()
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": {"backend": backend}}):
+    backend = counting()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         model = gpt()
         with torch.no_grad():
             model.blocks[1].mlp.down.bias[0] = torch.inf
@@ -193,7 +201,8 @@ class Branching(nn.Module):
 
 
 def test_a_break_in_the_graph_is_reported_once_by_name():
-    with paramp.launch_from_torch({"compile": {"backend": Counting()}}):
+    counting()
+    with paramp.launch_from_torch({"compile": COUNTED}):
         engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss)
         x = torch.randn(4, 8)
         with pytest.warns(UserWarning, match=r"^compile: the graph of '0', a Branching, breaks at .*:\d+, in forward"):
@@ -206,8 +215,8 @@ def test_layers_on_dtensors_run_eagerly_and_say_so(world):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    backend = Counting()
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": {"backend": backend}}):
+    backend = counting()
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         torch.manual_seed(0)
         message = "^compile: '0' runs eagerly, because 'up', a Linear, in it computes on DTensors"
         with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
@@ -217,12 +226,12 @@ def test_layers_on_dtensors_run_eagerly_and_say_so(world):
 
 
 def test_what_runs_eagerly_says_so():
-    backend = Counting()
-    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+    backend = counting()
+    with paramp.launch_from_torch({"compile": COUNTED}):
         with pytest.warns(UserWarning, match="^compile: Sequential has no repeated blocks"):
             engine = initialize(nn.Sequential(nn.Linear(8, 8)), nn.functional.mse_loss)
         engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
-    emulated = {"precision": "16-mixed", "emulate_fp16": True, "compile": {"backend": backend}}
+    emulated = {"precision": "16-mixed", "emulate_fp16": True, "compile": COUNTED}
     with paramp.launch_from_torch(emulated):
         with pytest.warns(UserWarning, match="^compile: '16-mixed' computes fp16 products in fp32 on this CPU"):
             engine = initialize()
@@ -230,12 +239,16 @@ def test_what_runs_eagerly_says_so():
     assert backend.graphs == 0
 
 
-def test_without_a_compiler_initialize_names_the_fix(monkeypatch):
+def test_without_a_compiler_initialize_names_the_fix():
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
     fix = r'no C\+\+ compiler, .*; install one, .*or choose .*: compile=\{"backend": "aot_eager"\}'
-    with paramp.launch_from_torch({"compile": True}), pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"):
+    missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with (
+        paramp.launch_from_torch({"compile": True}),
+        missing,
+        pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"),
+    ):
         initialize()
 
 
@@ -246,7 +259,7 @@ def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
 
     with paramp.launch_from_torch({}) as context:
         context.config = load({"parallel": split})
-        with pytest.raises(paramp.ConfigError, match="^compile: got True, expected False, because the schedule 'zbv'"):
+        with pytest.raises(paramp.ConfigError, match=r"^compile: got True, expected False, because the schedule 'zbv'"):
             plain(torch.compile(gpt(), backend="eager"), context)
 
 
