@@ -4,7 +4,7 @@ import functools
 import re
 import shutil
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +47,15 @@ def counting():
 COUNTED = {"backend": "counting"}
 
 
+@contextmanager
+def launch(config):
+    """A context in which warnings that torch hides elsewhere, of its own compiler, are no errors."""
+    with warnings.catch_warnings(), paramp.launch_from_torch(config) as context:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+        yield context
+
+
 def gpt(dropout=0.0):
     torch.manual_seed(0)
     shape = {"num_layers": NUM_BLOCKS, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 128}
@@ -65,7 +74,7 @@ def batch(seed=0):
 def train(backend, dropout=0.0, steps=5, **config):
     """The losses and norms of some steps, of which each is of two batches, and of an evaluation."""
     compiled = {"compile": COUNTED if backend else False, "gradient_accumulation": 2}
-    with paramp.launch_from_torch({**compiled, **config}) as context:
+    with launch({**compiled, **config}) as context:
         engine = initialize(gpt(dropout))
         results = []
         for step in range(steps):
@@ -136,7 +145,7 @@ def test_other_modes_train_as_eagerly(mode, capsys):
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
     counting()
-    with paramp.launch_from_torch({"precision": "fp8-mixed", "compile": COUNTED}):
+    with launch({"precision": "fp8-mixed", "compile": COUNTED}):
         engine = initialize(criterion=lambda output, _: output.sum())
         for factor, overflow in ((1.0, False), (float("inf"), True), (1.0, False)):
             hook = engine.module.norm.register_full_backward_hook(lambda *_, by=factor: (_[1][0] * by,))
@@ -147,7 +156,7 @@ def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
 
 def test_hooks_that_come_later_run_and_the_block_eagerly():
     backend = counting()
-    with paramp.launch_from_torch({"compile": COUNTED}):
+    with launch({"compile": COUNTED}):
         engine, seen = initialize(), []
         engine.forward_backward(*batch())
         assert backend.calls == NUM_BLOCKS
@@ -164,7 +173,7 @@ def test_hooks_that_were_there_are_compiled_with_their_blocks():
     model, seen = gpt(), []
     model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
     backend = counting()
-    with paramp.launch_from_torch({"compile": COUNTED}):
+    with launch({"compile": COUNTED}):
         engine = initialize(model)
         for _ in range(3):
             engine.forward_backward(*batch())
@@ -174,7 +183,7 @@ def test_hooks_that_were_there_are_compiled_with_their_blocks():
 @on_ranks(2)
 def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
     backend = counting()
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": COUNTED}):
+    with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         model = gpt()
         with torch.no_grad():
             model.blocks[1].mlp.down.bias[0] = torch.inf
@@ -202,7 +211,7 @@ class Branching(nn.Module):
 
 def test_a_break_in_the_graph_is_reported_once_by_name():
     counting()
-    with paramp.launch_from_torch({"compile": COUNTED}):
+    with launch({"compile": COUNTED}):
         engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss)
         x = torch.randn(4, 8)
         with pytest.warns(UserWarning, match=r"^compile: the graph of '0', a Branching, breaks at .*:\d+, in forward"):
@@ -216,7 +225,7 @@ def test_layers_on_dtensors_run_eagerly_and_say_so(world):
 
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
     backend = counting()
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "compile": COUNTED}):
+    with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         torch.manual_seed(0)
         message = "^compile: '0' runs eagerly, because 'up', a Linear, in it computes on DTensors"
         with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
@@ -227,12 +236,12 @@ def test_layers_on_dtensors_run_eagerly_and_say_so(world):
 
 def test_what_runs_eagerly_says_so():
     backend = counting()
-    with paramp.launch_from_torch({"compile": COUNTED}):
+    with launch({"compile": COUNTED}):
         with pytest.warns(UserWarning, match="^compile: Sequential has no repeated blocks"):
             engine = initialize(nn.Sequential(nn.Linear(8, 8)), nn.functional.mse_loss)
         engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
     emulated = {"precision": "16-mixed", "emulate_fp16": True, "compile": COUNTED}
-    with paramp.launch_from_torch(emulated):
+    with launch(emulated):
         with pytest.warns(UserWarning, match="^compile: '16-mixed' computes fp16 products in fp32 on this CPU"):
             engine = initialize()
         engine.forward_backward(*batch())
@@ -245,7 +254,7 @@ def test_without_a_compiler_initialize_names_the_fix():
     fix = r'no C\+\+ compiler, .*; install one, .*or choose .*: compile=\{"backend": "aot_eager"\}'
     missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler")})
     with (
-        paramp.launch_from_torch({"compile": True}),
+        launch({"compile": True}),
         missing,
         pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"),
     ):
@@ -257,7 +266,7 @@ def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
     from paramp.config.files import load
     from paramp.engine.model_setup import plain
 
-    with paramp.launch_from_torch({}) as context:
+    with launch({}) as context:
         context.config = load({"parallel": split})
         with pytest.raises(paramp.ConfigError, match=r"^compile: got True, expected False, because the schedule 'zbv'"):
             plain(torch.compile(gpt(), backend="eager"), context)
@@ -272,14 +281,14 @@ def test_the_default_backend():
 
     before = counters["inductor"].total()
     config = {"precision": "bf16-mixed", "steps": 4}
-    with paramp.launch_from_torch({"compile": True, "precision": "bf16-mixed"}):
+    with launch({"compile": True, "precision": "bf16-mixed"}):
         engine = initialize()
         losses = []
         for step in range(4):
             losses.append(engine.forward_backward(*batch(step)).item())
             engine.step()
     assert counters["inductor"].total() > before
-    with paramp.launch_from_torch({"precision": config["precision"]}):
+    with launch({"precision": config["precision"]}):
         engine = initialize()
         for step, loss in enumerate(losses):
             assert engine.forward_backward(*batch(step)).item() == pytest.approx(loss, rel=2**-9)
@@ -296,7 +305,7 @@ def train_both(world, parallel, mode):
     results = []
     for compiled in (True, False):
         config = {"parallel": parallel, "precision": from_small_scale(mode), "compile": compiled, "clip_grad_norm": 1.0}
-        with paramp.launch_from_torch(config) as context, warnings.catch_warnings():
+        with launch(config) as context, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "compile: .* eagerly")
             build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
             results.append(train_engine(context, build, GPT.loss, 6, lr=1.0, length=8, overflow_at=3))
