@@ -71,8 +71,10 @@ class CompiledBlocks:
                     continue
                 if where := _on_dtensors(block):
                     reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
-                else:
-                    alike[_signature(block)].append((name, block))
+                    continue
+                if where := _with_hooks(block):
+                    reports.warn(where, f"{name!r} runs eagerly while {where} in it has hooks")
+                alike[_signature(block)].append((name, block))
         for group in alike.values():
             run = _compiled(type(group[0][1]).__name__, self._options)
             for name, block in group:
@@ -80,9 +82,9 @@ class CompiledBlocks:
 
 
 def _signature(block: nn.Module) -> object:
-    """What is equal in blocks that share a compilation. torch compiles the numbers of hooks, which differ."""
-    if any(getattr(module, hooks) for module in block.modules() for hooks in HOOKS):
-        return block
+    """What is equal in blocks that share a compilation."""
+    if any(map(_hooks, block.modules())):
+        return block  # torch compiles the numbers of hooks, which differ
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return type(block), tuple((name, value.shape, value.dtype) for name, value in tensors)
 
@@ -106,8 +108,29 @@ def _on_dtensors(block: nn.Module) -> str | None:
     for name, module in block.named_modules():
         local = vars(module).get(LOCAL_SHARDS, {})
         if any(is_dtensor(value) and own not in local for own, value in module._parameters.items()):
-            return f"{name!r}, a {type(module).__name__},"
+            return _named(name, module)
     return None
+
+
+def _with_hooks(block: nn.Module) -> str | None:
+    """The name and class of a module in ``block`` that has hooks of the user's; None if there is none."""
+    for name, module in block.named_modules():
+        if len(_hooks(module)) > _num_own_hooks(module):
+            return _named(name, module)
+    return None
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name!r}, a {type(module).__name__},"
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+
+
+def _num_own_hooks(module: nn.Module) -> int:
+    """How many hooks of ``module`` are paramp's, which are compiled."""
+    return sum(str(getattr(hook, "__module__", "")).startswith("paramp.") for hook in _hooks(module))
 
 
 class _Call:
@@ -117,7 +140,7 @@ class _Call:
         self._name, self._block, self._run, self._reports = name, block, run, reports
         modules = list(block.modules())
         self._hooks = [getattr(module, hooks) for module in modules for hooks in HOOKS]
-        self._num_hooks = sum(map(len, self._hooks))
+        self._num_hooks = sum(map(_num_own_hooks, modules))
         self._shards = [
             (module, parameter, is_partial)
             for module in modules
@@ -125,7 +148,7 @@ class _Call:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # torch does not notice hooks that come later.
+        # torch does not notice hooks that come later, and compiles again for what they have collected.
         if sum(map(len, self._hooks)) != self._num_hooks or _has_any_global_hook():
             return self._block._call_impl(*args, **kwargs)
         if not self._shards:

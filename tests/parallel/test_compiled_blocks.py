@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import cases as chosen
-from families import family
+from families import family, long
 from matrix import LAYOUTS, MODES, from_small_scale
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, small_gpt, train_engine
@@ -53,6 +53,7 @@ def launch(config):
     with warnings.catch_warnings(), paramp.launch_from_torch(config) as context:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
         yield context
 
 
@@ -71,9 +72,9 @@ def batch(seed=0):
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def train(backend, dropout=0.0, steps=5, **config):
+def train(counts, dropout=0.0, steps=5, **config):
     """The losses and norms of some steps, of which each is of two batches, and of an evaluation."""
-    compiled = {"compile": COUNTED if backend else False, "gradient_accumulation": 2}
+    compiled = {"compile": COUNTED if counts else False, "gradient_accumulation": 2}
     with launch({**compiled, **config}) as context:
         engine = initialize(gpt(dropout))
         results = []
@@ -84,8 +85,8 @@ def train(backend, dropout=0.0, steps=5, **config):
             results.append(float(done.grad_norm))
             if step == 2:
                 results.append(engine.evaluate(*batch()).item())
-                graphs = backend and backend.graphs
-        assert not backend or backend.graphs == graphs, "compiled after the third step"
+                graphs = counts and counts.graphs
+        assert not counts or counts.graphs == graphs, "compiled after the third step"
         return results
 
 
@@ -101,32 +102,32 @@ TWO_RANKS = {
 @on_ranks(2)
 def test_layouts_train_as_eagerly(world):
     for layout, config in TWO_RANKS.items():
-        backend = counting()
-        losses = train(backend, **config)
+        counts = counting()
+        losses = train(counts, **config)
         assert losses == pytest.approx(train(None, **config), rel=1e-4), layout
         forwards = NUM_BLOCKS // (2 if layout == "pp2" else 1) * (2 if layout == "pp2" else 1)
-        assert backend.calls == forwards * (5 * 2 + 1), layout
-        assert backend.graphs <= 3, layout  # one in training, one in evaluation, one for a pipeline's shapes
+        assert counts.calls == forwards * (5 * 2 + 1), layout
+        assert counts.graphs <= 3, layout  # one in training, one in evaluation, one for a pipeline's shapes
 
 
 @pytest.mark.parametrize("how", ["none", "full", 2, "selective"])
 def test_dropout_and_checkpointing_in_one_process(how):
     config = {"activation_checkpointing": how, "dropout": 0.1}
-    backend = counting()
-    assert train(backend, **config) == pytest.approx(train(None, **config), rel=1e-5)
-    assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
+    counts = counting()
+    assert train(counts, **config) == pytest.approx(train(None, **config), rel=1e-5)
+    assert counts.calls == NUM_BLOCKS * (5 * 2 + 1)
 
 
 @on_ranks(2)
 def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     """Its random numbers differ between ranks inside attention, and are equal outside."""
     config = {"parallel": {"tensor": 2}, "dropout": 0.1}
-    backend = counting()
+    counts = counting()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        results = train(backend, **config)
+        results = train(counts, **config)
     assert results == pytest.approx(train(None, **config), rel=1e-5)
-    assert backend.calls > 0
+    assert counts.calls > 0
     said = [str(one.message) for one in found if str(one.message).startswith("compile: ")]
     assert len(said) == len(set(said))
     assert bool(said) == (world.rank == 0)
@@ -137,9 +138,9 @@ def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
 
 @pytest.mark.parametrize("mode", ["fp8-mixed", "64-true", "bf16-true"])
 def test_other_modes_train_as_eagerly(mode, capsys):
-    backend = counting()
-    assert train(backend, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
-    assert backend.calls == NUM_BLOCKS * (5 * 2 + 1)
+    counts = counting()
+    assert train(counts, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
+    assert counts.calls == NUM_BLOCKS * (5 * 2 + 1)
 
 
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
@@ -155,34 +156,37 @@ def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
 
 
 def test_hooks_that_come_later_run_and_the_block_eagerly():
-    backend = counting()
+    counts = counting()
     with launch({"compile": COUNTED}):
         engine, seen = initialize(), []
         engine.forward_backward(*batch())
-        assert backend.calls == NUM_BLOCKS
+        assert counts.calls == NUM_BLOCKS
         for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
             handle = getattr(engine.module.blocks[1].mlp.up, register)(lambda *_: seen.append(1))
             engine.forward_backward(*batch())
             handle.remove()
-        assert (len(seen), backend.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1))
+        assert (len(seen), counts.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1))
         engine.forward_backward(*batch())
-        assert (len(seen), backend.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1) + NUM_BLOCKS)
+        assert (len(seen), counts.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1) + NUM_BLOCKS)
 
 
-def test_hooks_that_were_there_are_compiled_with_their_blocks():
+def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
     model, seen = gpt(), []
-    model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    backend = counting()
+    handle = model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    counts = counting()
     with launch({"compile": COUNTED}):
-        engine = initialize(model)
-        for _ in range(3):
-            engine.forward_backward(*batch())
-    assert (len(seen), backend.calls, backend.graphs) == (3, 3 * NUM_BLOCKS, 2)
+        with pytest.warns(UserWarning, match=r"^compile: 'blocks\.0' runs eagerly while 'mlp', a MLP, in it has hooks"):
+            engine = initialize(model)
+        engine.forward_backward(*batch())
+        assert (len(seen), counts.calls) == (1, NUM_BLOCKS - 1)
+        handle.remove()
+        engine.forward_backward(*batch())
+        assert (len(seen), counts.calls) == (1, 2 * NUM_BLOCKS - 1)
 
 
 @on_ranks(2)
 def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
-    backend = counting()
+    counts = counting()
     with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         model = gpt()
         with torch.no_grad():
@@ -190,9 +194,9 @@ def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
         engine = initialize(model)
         engine.forward_backward(*batch())
         assert engine.step().overflow
-        calls = backend.calls
+        calls = counts.calls
         report = engine.diagnose_overflow()
-        assert backend.calls == calls > 0
+        assert counts.calls == calls > 0
         assert report.origin.module == "blocks.1.mlp.down"
         assert "compiled blocks ran eagerly in the rerun" in str(report)
 
@@ -224,18 +228,18 @@ def test_layers_on_dtensors_run_eagerly_and_say_so(world):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    backend = counting()
+    counts = counting()
     with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
         torch.manual_seed(0)
         message = "^compile: '0' runs eagerly, because 'up', a Linear, in it computes on DTensors"
         with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
             engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss, plan=plan)
         engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
-        assert backend.calls == 0
+        assert counts.calls == 0
 
 
 def test_what_runs_eagerly_says_so():
-    backend = counting()
+    counts = counting()
     with launch({"compile": COUNTED}):
         with pytest.warns(UserWarning, match="^compile: Sequential has no repeated blocks"):
             engine = initialize(nn.Sequential(nn.Linear(8, 8)), nn.functional.mse_loss)
@@ -245,7 +249,7 @@ def test_what_runs_eagerly_says_so():
         with pytest.warns(UserWarning, match="^compile: '16-mixed' computes fp16 products in fp32 on this CPU"):
             engine = initialize()
         engine.forward_backward(*batch())
-    assert backend.graphs == 0
+    assert counts.graphs == 0
 
 
 def test_without_a_compiler_initialize_names_the_fix():
@@ -275,20 +279,22 @@ def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 
 
+@family
+@long
 @needs_compiler
 def test_the_default_backend():
     from torch._dynamo.utils import counters
 
     before = counters["inductor"].total()
-    config = {"precision": "bf16-mixed", "steps": 4}
-    with launch({"compile": True, "precision": "bf16-mixed"}):
+    mode = {"precision": "bf16-mixed"}
+    with launch({"compile": True, **mode}):
         engine = initialize()
         losses = []
         for step in range(4):
             losses.append(engine.forward_backward(*batch(step)).item())
             engine.step()
     assert counters["inductor"].total() > before
-    with launch({"precision": config["precision"]}):
+    with launch(mode):
         engine = initialize()
         for step, loss in enumerate(losses):
             assert engine.forward_backward(*batch(step)).item() == pytest.approx(loss, rel=2**-9)
