@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..distributed.collectives import gather_objects
@@ -32,8 +32,6 @@ from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-LOCAL_SHARDS = "_paramp_local_shards"
-"""The attribute of a module that computes on local shards: ``{parameter: whether its gradient is partial}``."""
 DEFAULT = "inductor"
 """torch's default backend."""
 INSTALL = 'or choose a backend that needs none: compile={"backend": "aot_eager"}'

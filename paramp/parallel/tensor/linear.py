@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from ...base.dtensor import is_dtensor
+from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
-from ..compiled_blocks import LOCAL_SHARDS
 from .exchange import enter, gather, gather_and_enter, local_shard, on_first_rank, own_slice, sum_over_ranks, sum_slices
 
 SEQUENCE = Shard(1)
