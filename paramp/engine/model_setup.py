@@ -34,6 +34,7 @@ from ..optim.user_optimizer import (
     warn_of_eps,
 )
 from ..parallel.adapters import ModelAdapter
+from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
@@ -81,7 +82,8 @@ def plain(model: nn.Module, context: ParallelContext) -> tuple[nn.Module, dict[s
     The configuration's options replace the model's own.
 
     Raises:
-        ConfigError: DDP, FSDP or DTensors distribute it already, or it is compiled and the schedule splits backwards.
+        ConfigError: DDP, FSDP or DTensors distribute it already; it is compiled and the schedule splits backwards; or a
+            rank has no compiler.
     """
     model, options = without_compilation(model)
     check_plain(model)
@@ -93,6 +95,7 @@ def plain(model: nn.Module, context: ParallelContext) -> tuple[nn.Module, dict[s
         if context.is_main:
             warnings.warn(EMULATED.format(config.precision.name), stacklevel=3)
         return model, None
+    check_compiler(options, context)
     return model, options
 
 
@@ -295,8 +298,9 @@ def flatten_weights(
     return weights
 
 
-def make_stages(stages: Joined, context: ParallelContext) -> Stages:
-    """This rank's modules as stages that compute in the mode's precision, each with a random stream."""
+def make_stages(stages: Joined, compiled: CompiledBlocks, context: ParallelContext) -> Stages:
+    """This rank's modules, compiled, as stages that compute in the mode's precision, each with a random stream."""
+    compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
