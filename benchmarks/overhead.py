@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --tp 2
     torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --pp 2
     python benchmarks/overhead.py --layouts 1 tp2 pp2 pp2·tp2
+    python benchmarks/overhead.py --width 128 --layers 4 --compile
 
 Both train a GPT of 21 million parameters with an untied output layer: forward, backward, clipping to the norm of the
 whole model, fused AdamW. The loop on torch uses torch.autocast, parallelize_module, a PipelineStage in a Schedule1F1B,
@@ -205,6 +206,7 @@ def run(
     num_microbatches: int,
     rounds: int,
     device: str | None,
+    compiled: bool = False,
 ) -> dict[str, Any] | None:
     """Train both in turn, in each of ``modes``. Returns the result on rank 0, None on the others.
 
@@ -221,7 +223,10 @@ def run(
                 "clip_grad_norm": MAX_NORM,
             }
             context = stack.enter_context(paramp.launch_from_torch(config, device=device))
-            for name in ("direct", "paramp"):
+            for name in ("direct", "paramp", *(["compiled"] if compiled else [])):
+                if name == "compiled":
+                    config["compile"] = True
+                    context = stack.enter_context(paramp.launch_from_torch(config, device=device))
                 torch.manual_seed(0)
                 model = GPT(shape)
                 num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -236,8 +241,9 @@ def run(
         norms = {name: float(candidate.norm) for name, candidate in candidates.items()}
         for mode in modes:
             direct, ours = norms[f"direct, {mode}"], norms[f"paramp, {mode}"]
-            if not abs(direct - ours) <= TOLERANCE[mode] * direct:
-                raise SystemExit(f"{mode}: the gradient's norm is {direct} directly, but {ours} in paramp")
+            for norm in (ours, norms.get(f"compiled, {mode}", ours)):
+                if not abs(direct - norm) <= TOLERANCE[mode] * direct:
+                    raise SystemExit(f"{mode}: the gradient's norm is {direct} directly, but {norm} in paramp")
         turns = {name: Turn(partial(candidate.train, *batch)) for name, candidate in candidates.items()}
         median = medians(take_turns(turns, rounds, context.device))
         if not context.is_main:
@@ -256,11 +262,18 @@ def run(
                     "direct_seconds": median[f"direct, {mode}"],
                     "paramp_seconds": median[f"paramp, {mode}"],
                     "paramp_over_direct": median[f"paramp, {mode}"] / median[f"direct, {mode}"],
+                    **_compiled(median, mode),
                     "first_norms": [norms[f"direct, {mode}"], norms[f"paramp, {mode}"]],
                 }
                 for mode in modes
             ],
         }
+
+
+def _compiled(median: dict[str, float], mode: str) -> dict[str, float]:
+    """The row's entries about the engine with ``compile=True``, if that was measured."""
+    seconds = median.get(f"compiled, {mode}")
+    return {} if seconds is None else {"compiled_seconds": seconds, "speedup": median[f"paramp, {mode}"] / seconds}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -276,10 +289,12 @@ def show(result: dict[str, Any]) -> None:
             f"{row['direct_seconds'] * 1e3:.1f}",
             f"{row['paramp_seconds'] * 1e3:.1f}",
             f"{row['paramp_over_direct']:.3f}",
+            *([f"{row['compiled_seconds'] * 1e3:.1f}", f"{row['speedup']:.2f}"] if "speedup" in row else []),
         )
         for row in result["rows"]
     ]
-    print(table(("", "torch/ms", "paramp/ms", "paramp / torch"), rows))
+    compiled = ("compiled/ms", "paramp / compiled") if "speedup" in result["rows"][0] else ()
+    print(table(("", "torch/ms", "paramp/ms", "paramp / torch", *compiled), rows))
 
 
 def why_not(layout: Layout, device: str | None) -> str | None:
@@ -335,7 +350,7 @@ def own_arguments(options: argparse.Namespace, layout: Layout) -> list[str]:
     for name in SIZES:
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
-    return [*arguments, "--precision", *options.precision]
+    return [*arguments, *(["--compile"] if options.compile else []), "--precision", *options.precision]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -354,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=4, help="under a pipeline")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="also the engine with compile=True")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     add_json_option(parser)
     options = parser.parse_args(arguments)
@@ -387,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(options.json, {"layouts": results, "cannot_run": skipped})
     elif runnable:
         sizes = (options.batch_size, options.seq_len, options.microbatches, options.rounds)
-        result = run(modes, runnable[0], shape, *sizes, options.device)
+        result = run(modes, runnable[0], shape, *sizes, options.device, options.compile)
         if result is not None:
             show(result)
             write_json(options.json, result)

@@ -13,6 +13,9 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
+LOCAL_SHARDS = "_paramp_local_shards"
+"""The attribute of a module that computes on local tensors: ``{parameter: whether its gradient is partial}``."""
+
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: no DTensor exists before that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -48,25 +49,36 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module
     return module
 
 
-def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
-    """Run each call of ``module`` inside a new ``context(module)`` from now on.
+def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[Any] | None]) -> None:
+    """Run each forward of ``module`` inside a new ``context(module)``, if that is not None, from now on.
 
-    It adds hooks instead of assigning ``module.forward``, because
-    :func:`~paramp.base.replace_class.replace_class` may later change the class and with it the forward. Hooks
-    registered before run outside the context.
+    It is the forward of the class that it has then: :func:`~paramp.base.replace_class.replace_class` may change that.
+    Hooks of ``module`` run outside.
     """
-    entered: list[AbstractContextManager[Any]] = []  # a stack, because a module may call itself
+    replaced = vars(module).get("forward")
+    assert replaced is None or isinstance(replaced, MethodType)
+    own = type(module).forward if replaced is None else replaced.__func__
 
-    def enter(module: nn.Module, _inputs: Any) -> None:
-        entered.append(context(module))
-        entered[-1].__enter__()
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = type(module).forward if replaced is None else own
+        entered = context(module)
+        if entered is None:
+            return run(module, *args, **kwargs)
+        with entered:
+            return run(module, *args, **kwargs)
 
-    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if entered:  # empty if an earlier hook raised
-            entered.pop().__exit__(None, None, None)
+    setattr(forward, OF_CLASS, runs_forward_of_class(module))
+    replace_forward(module, forward)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, prepend=True, always_call=True)
+
+OF_CLASS = "_runs_forward_of_class"
+
+
+def runs_forward_of_class(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` is that of its class, perhaps inside a context of :func:`run_within`."""
+    replaced = vars(module).get("forward")
+    return replaced is None or getattr(replaced, OF_CLASS, False)
 
 
 def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn.Module:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
+from .module_surgery import runs_forward_of_class
+
 
 def replace_class(
     model: nn.Module,
@@ -65,8 +67,7 @@ def _check_bare(model: nn.Module) -> None:
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    own = "forward" in module.__dict__
-    return isinstance(module, kind) and type(module).forward is kind.forward and not own
+    return isinstance(module, kind) and type(module).forward is kind.forward and runs_forward_of_class(module)
 
 
 _COMBINED: dict[tuple[type, type, type], type] = {}

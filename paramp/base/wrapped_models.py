@@ -51,31 +51,55 @@ def check_plain(model: nn.Module) -> None:
             )
 
 
-def without_compilation(model: nn.Module) -> tuple[nn.Module, bool]:
-    """``model`` without ``torch.compile``, changed in place, and whether any of it was compiled."""
+def without_compilation(model: nn.Module) -> tuple[nn.Module, dict[str, Any] | None]:
+    """``model`` without ``torch.compile``, changed in place, and the options with which it was compiled.
+
+    They are those of the outermost module that was; None if nothing was compiled.
+    """
     kind: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    found = isinstance(model, kind)
-    model = _original(model, kind)
+    found: list[Any] = []  # torch's contexts, the outermost first
+    model = _original(model, kind, found)
     for module in model.modules():  # which goes on with the children that it finds after the loop's body
+        _undo_own(module, found)
         for name, child in module._modules.items():
             if isinstance(child, kind):
-                module._modules[name], found = _original(child, kind), True
-        found |= _undo_own(module)
-    return model, found
+                module._modules[name] = _original(child, kind, found)
+    return model, _options(found[0]) if found else None
 
 
-def _original(module: Any, kind: Any) -> nn.Module:
-    return _original(module._orig_mod, kind) if isinstance(module, kind) else module
+def _original(module: Any, kind: Any, found: list[Any]) -> nn.Module:
+    if not isinstance(module, kind):
+        return module
+    found.append(module.dynamo_ctx)
+    return _original(module._orig_mod, kind, found)
 
 
-def _undo_own(module: nn.Module) -> bool:
-    """Undo ``module.compile()`` and ``module.forward = torch.compile(module.forward)``; False if there was neither."""
+def _undo_own(module: nn.Module, found: list[Any]) -> None:
+    """Undo ``module.compile()`` and ``module.forward = torch.compile(module.forward)``."""
     compiled = vars(module).get("forward")
-    in_forward = hasattr(compiled, "_torchdynamo_orig_callable")
-    if in_forward:
+    if hasattr(compiled, "_torchdynamo_orig_callable"):
+        found.append(_context(compiled))
         original = compiled.__wrapped__  # type: ignore[union-attr]
         del module.__dict__["forward"]
         if getattr(original, "__func__", None) is not type(module).forward:  # itself an attribute of this module only
             module.__dict__["forward"] = original
-    in_call = vars(module).pop("_compiled_call_impl", None) is not None
-    return in_forward or in_call
+    called = vars(module).pop("_compiled_call_impl", None)
+    if called is not None:
+        found.append(_context(called))
+
+
+def _context(compiled: Any) -> Any:
+    """torch's context of the function that ``torch.compile`` has returned, which is a closure over it."""
+    names = compiled.__code__.co_freevars
+    return compiled.__closure__[names.index("self")].cell_contents if "self" in names else None
+
+
+def _options(context: Any) -> dict[str, Any]:
+    """The options of ``torch.compile`` in its ``context``. The backend includes ``mode`` and ``options``."""
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    if backend is None:
+        return {}
+    dynamic, fullgraph = getattr(backend, "dynamic", None), getattr(context, "fullgraph", False)
+    return {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}

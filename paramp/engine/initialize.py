@@ -22,6 +22,7 @@ from ..data.dataloader import shard_loaders
 from ..distributed.context import get_context
 from ..parallel.activation_checkpointing import CheckpointedBlocks
 from ..parallel.adapters import adapter_for
+from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.stage import Joined, tie_stages
 from . import model_setup as setup
 from .engine import Engine
@@ -68,7 +69,7 @@ def initialize(
     train_dataloader, test_dataloader = shard_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
-    model = setup.plain(setup.build_model(model, optimizer), context)
+    model, options = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
     optimizer = setup.build_optimizer(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
@@ -86,7 +87,7 @@ def initialize(
     setup.shard(own, styles, fill, stored, to_float8, context)
     ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
-    stages = setup.make_stages(own, context)
+    stages = setup.make_stages(own, CompiledBlocks(model, options, context), context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
     engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)

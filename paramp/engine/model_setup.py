@@ -10,6 +10,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from ..optim.user_optimizer import (
     warn_of_eps,
 )
 from ..parallel.adapters import ModelAdapter
+from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
@@ -39,11 +41,16 @@ from ..precision.capabilities import find_library
 from ..precision.float8 import convert
 from ..precision.float8_layers import choose_layers
 from ..precision.policy import Precision
+from .compute_context import ComputeContext
 from .engine import Engine
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+EMULATED = (
+    "compile: {!r} computes fp16 products in fp32 on this CPU, in a dispatch mode, under which torch runs no compiled "
+    "code; the blocks run eagerly"
+)
 Parameters: TypeAlias = Iterable[nn.Parameter]
 
 
@@ -68,16 +75,27 @@ def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> n
     return model()
 
 
-def plain(model: nn.Module, context: ParallelContext) -> nn.Module:
-    """``model`` without ``torch.compile``; a ConfigError if DDP, FSDP or DTensors distribute it already."""
-    model, was_compiled = without_compilation(model)
+def plain(model: nn.Module, context: ParallelContext) -> tuple[nn.Module, dict[str, Any] | None]:
+    """``model`` without ``torch.compile``, and the options to compile its blocks with; None: they run eagerly.
+
+    The configuration's options replace the model's own.
+
+    Raises:
+        ConfigError: DDP, FSDP or DTensors distribute it already; it is compiled and the schedule splits backwards; or a
+            rank has no compiler.
+    """
+    model, options = without_compilation(model)
     check_plain(model)
-    if was_compiled and context.is_main:
-        warnings.warn(
-            "model: it was compiled by torch.compile, but compiled layouts are not supported yet; it runs eagerly",
-            stacklevel=3,
-        )
-    return model
+    config = context.config
+    if options is not None and config.compile_options is None:
+        replace(config, compile=True)  # raises if the layout does not go with it
+    options = config.compile_options if config.compile_options is not None else options
+    if options is not None and ComputeContext.in_layout(context).emulate:
+        if context.is_main:
+            warnings.warn(EMULATED.format(config.precision.name), stacklevel=3)
+        return model, None
+    check_compiler(options, context)
+    return model, options
 
 
 def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:
@@ -278,8 +296,9 @@ def flatten_weights(
     return weights
 
 
-def make_stages(stages: Joined, context: ParallelContext) -> Stages:
-    """This rank's modules as stages that compute in the mode's precision, each with a random stream."""
+def make_stages(stages: Joined, compiled: CompiledBlocks, context: ParallelContext) -> Stages:
+    """This rank's modules, compiled, as stages that compute in the mode's precision, each with a random stream."""
+    compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
     stage = functools.partial(Stage, precision=context.config.precision, device=context.device)

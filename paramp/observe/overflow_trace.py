@@ -27,6 +27,8 @@ FINITE_AGAIN = (
     "overwritten, or the model is not deterministic"
 )
 
+EAGERLY = "compiled blocks ran eagerly in the rerun of the batch"
+
 
 class Gradients(Protocol):
     """The gradients of a window on this rank."""
@@ -127,7 +129,9 @@ def _investigate(
         origin = replace(origin, helped_by_scale=helped)
     failure = next(filter(None, gather_objects(tracer.failure)), None)
     problem = f"the rerun failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
-    return OverflowReport(scale, (non_finite or of_step) if problem else non_finite, origin, problem)
+    compiled = any(module._compiled_call_impl is not None for module in window.stages.modules())
+    unknown = "; ".join(filter(None, (problem, EAGERLY if compiled else "")))  # for the hooks
+    return OverflowReport(scale, (non_finite or of_step) if problem else non_finite, origin, unknown)
 
 
 def _stages_by_parameter(window: Window, context: ParallelContext) -> dict[str, int]:

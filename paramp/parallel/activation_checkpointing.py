@@ -95,7 +95,7 @@ PRODUCTS = (
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's forward and of its repetition."""
     forward, again = torchs.create_selective_checkpoint_contexts(_keep_products)
-    if "torch.distributed.tensor" not in sys.modules:
+    if "torch.distributed.tensor" not in sys.modules or torch.compiler.is_compiling():
         return forward, again
     from .tensor.exchange import keeping_inputs  # imports DTensor, which other layouts do not need
 

@@ -86,10 +86,13 @@ def convert(
 
 def _report_overflow(module: nn.Module, choice: Choice, flag: torch.Tensor, saturates: bool) -> None:
     """Make the chosen layers of ``module`` set ``flag`` when they get a gradient that is not finite."""
+    probe = torch.zeros_like(flag, requires_grad=True)
+    probe.grad = flag
     for name, layer in module.named_modules():
         if name in choice.linear:  # a method, so that a deep copy uses its own flag
             forward = types.MethodType(_forward, layer)
-            layer.__dict__.update(_overflow=flag, _inputs_saturate=saturates, forward=forward)
+            own = {"_overflow": flag, "_probe": probe, "_inputs_saturate": saturates, "forward": forward}
+            layer.__dict__.update(own)
 
 
 def _report(choice: Choice, library: Library, float8: Float8, precision: Precision) -> None:
@@ -186,10 +189,27 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         _flag_overflow(layer._overflow, x)
     with torch.autocast(device, enabled=False):
         output: torch.Tensor = type(layer).forward(layer, x)
+    if torch.compiler.is_compiling():
+        return _Probe.apply(output, layer._probe)
     if output.requires_grad:
         flag = layer._overflow
         output.register_hook(lambda gradient: _flag_overflow(flag, gradient))
     return output
+
+
+class _Probe(torch.autograd.Function):
+    """``output``, whose gradient is checked in a compiled backward, which can have neither hooks nor side effects.
+
+    So whether it is not finite is the gradient of ``probe``, 0-dim, which autograd adds to the flag.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, (~gradient.isfinite()).any().float()
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ PACKAGES = (
 """Distributions whose versions are reported, by their names on PyPI."""
 
 IN_FP32 = "products are computed in fp32 and rounded"
+EAGERLY = "compiled blocks run eagerly"
 WIDER = "operands are rounded to it and multiplied in a wider dtype"
 SECONDS_FOR_MPIRUN = 10.0
 
@@ -159,7 +160,7 @@ def _lacking(dtype: torch.dtype, device: Mapping[str, Any]) -> str | None:
     """Why products of ``dtype`` are not native on ``device``; None if they are."""
     kind = device["kind"]
     if dtype is torch.float16 and not has_native_fp16(kind):
-        return f"this CPU has no fp16 arithmetic: {IN_FP32}"
+        return f"this CPU has no fp16 arithmetic: {IN_FP32}; {EAGERLY}"
     if dtype is torch.bfloat16 and kind == "cpu" and not has_bf16_on_cpu():
         return f"this CPU has no bfloat16 arithmetic: {IN_FP32}"
     if dtype is torch.bfloat16 and kind == "cuda" and _capability(device) < NATIVE_BF16:

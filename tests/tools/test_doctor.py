@@ -71,7 +71,7 @@ def test_a_cpu_without_fp16_emulates_it(bare):
     for name in ("16-mixed", "16-naive", "O2", "16-true"):
         assert modes[name] == {
             "runs": "emulated",
-            "why": "this CPU has no fp16 arithmetic: products are computed in fp32 and rounded",
+            "why": f"this CPU has no fp16 arithmetic: {doctor.IN_FP32}; compiled blocks run eagerly",
         }
     assert modes["32-true"] == {"runs": "natively", "why": "float32 products"}
 

@@ -25,9 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
 
-from ...base.dtensor import wrap
+from ...base.dtensor import is_dtensor, wrap
 from ...base.local_leaves import local_in_graph, remember
 from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
@@ -95,6 +100,8 @@ def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
             Else the gradient has the placements of ``weight``.
     """
+    if not is_dtensor(weight):  # a compiled block has the local tensors in the place of its parameters
+        return weight
     own = None if is_partial else local_in_graph(weight)
     return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if own is None else own
 
@@ -116,7 +123,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             group, backward, _ = ctx.others
             return backward(gradient, group), None, None, None
         return _exchange(gradient, *ctx.others), None, None, None
@@ -127,11 +134,13 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # the same graph on every rank
+        return x * float(group.rank() == 0)
     return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if _KEEPS_INPUTS.get():
+    if torch.compiler.is_compiling() or _KEEPS_INPUTS.get():
         return wait_tensor(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
     all_reduce_(dense, group)
@@ -139,6 +148,8 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return wait_tensor(all_gather_tensor(x.contiguous(), dim, group))
     size = group.size()
     whole = x.new_empty(size * x.numel())
     all_gather_shards(whole, x.contiguous().view(-1), group)
@@ -150,6 +161,8 @@ def _slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
 
 
 def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
     slices = torch.stack(x.chunk(group.size(), dim))
     own = slices.new_empty(slices[0].numel())
     reduce_scatter_shards(own, slices.view(-1), group)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from ...base.dtensor import is_dtensor
+from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
 from .exchange import (
@@ -108,7 +108,8 @@ def _is_lookup(module: nn.Module, size: int) -> bool:
 def _look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The rows ``tokens`` (any dims, integers) that this rank has, and 0 for others' rows; dims of ``tokens`` + 1."""
     table = cast(nn.Embedding, module)
-    if tokens.device.type == "cpu" and tokens.numel():  # elsewhere it would synchronise
+    on_host = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and tokens.numel():  # elsewhere it would synchronise
         low, high = (int(value) for value in torch.aminmax(tokens))
         if low < 0 or high >= table.num_embeddings:
             raise IndexError(f"token {low if low < 0 else high}, expected one of 0 to {table.num_embeddings - 1}")
@@ -142,12 +143,18 @@ def _summed_bias(module: nn.Module, group: dist.ProcessGroup) -> torch.Tensor | 
     return None if bias is None else on_first_rank(bias, group)
 
 
-def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make the parameter ``name`` of ``module``, equal on all ranks, a DTensor. Without the parameter, do nothing."""
+def distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, *, is_partial: bool = False
+) -> None:
+    """Make the parameter ``name`` of ``module``, equal on all ranks, a DTensor. Without the parameter, do nothing.
+
+    The module computes on its :func:`~.exchange.local_shard`, whose gradient may be partial.
+    """
     parameter: Any = module._parameters[name]
     if parameter is not None:
         distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
+        vars(module).setdefault(LOCAL_SHARDS, {})[name] = is_partial
 
 
 class PackedColwise(ParallelStyle):
@@ -189,9 +196,7 @@ class PackedColwise(ParallelStyle):
 
     def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
         """This rank's shard of a parameter, packed."""
-        value = module.get_parameter(name)
-        assert isinstance(value, DTensor)
-        part = local_shard(value)
+        part = local_shard(cast(DTensor, module._parameters[name]))
         return part.flatten(dim, dim + 1) if self.parts > 1 else part
 
     def _weight(self, module: nn.Module) -> torch.Tensor:

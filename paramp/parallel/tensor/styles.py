@@ -38,8 +38,12 @@ class ShardedRandom(ParallelStyle):
     random = staticmethod(sharded_random)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        run_within(module, lambda _: self.random())
+        run_within(module, lambda module: None if _is_idle_dropout(module) else self.random())
         return module
+
+
+def _is_idle_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and not (module.training and module.p)
 
 
 class ReplicatedRandom(ShardedRandom):
@@ -70,7 +74,7 @@ class PartialGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for child in module.modules():
             for name in list(child._parameters):
-                distribute(child, name, device_mesh, Replicate())
+                distribute(child, name, device_mesh, Replicate(), is_partial=True)
             if child._parameters:
                 run_within(child, _partial_gradients)
         return module
@@ -85,11 +89,10 @@ class SliceOfSequence(PartialGradient):
         return module if is_norm else ShardedRandom()._apply(module, device_mesh)
 
 
-def _partial_gradients(module: nn.Module) -> AbstractContextManager[None]:
+def _partial_gradients(module: nn.Module) -> AbstractContextManager[None] | None:
     own = module._parameters.items()
-    return with_parameters(
-        module, {name: local_shard(value, is_partial=True) for name, value in own if is_dtensor(value)}
-    )
+    shards = {name: local_shard(value, is_partial=True) for name, value in own if is_dtensor(value)}
+    return with_parameters(module, shards) if shards else None  # a compiled block has local shards already
 
 
 EXPERTS = "gate_up_proj", "down_proj"
@@ -131,7 +134,7 @@ class ExpertSlices(ParallelStyle):
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             args, kwargs = tree_map(enter_each, (args, kwargs))
-            up, down = (local_shard(cast(DTensor, module.get_parameter(name))) for name in EXPERTS)
+            up, down = (local_shard(cast(DTensor, module._parameters[name])) for name in EXPERTS)
             with with_parameters(module, {"gate_up_proj": up.flatten(1, 2), "down_proj": down}):
                 return sum_over_ranks(type(module).forward(module, *args, **kwargs), group)
 

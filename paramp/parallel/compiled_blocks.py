@@ -1,0 +1,219 @@
+"""Compilation of a model's repeated blocks with ``torch.compile``: equal blocks share one compilation.
+
+Modules, names and state stay as they are; only calls of the blocks change::
+
+    block(x) ─► parameters sharded over the tensor axis: their local shards ─► the compiled function of blocks like it
+
+torch compiles at the first call, and again where an input's shape, the training mode or the like has changed. Within
+the compiled function there are plain tensors only. A block with a layer that computes on DTensors, as a style of
+torch's own or float8 does over several tensor ranks, runs eagerly.
+
+Activation checkpointing is inside the compiled function, as torch advises: the compiler then computes again what the
+choice says (:mod:`paramp.parallel.activation_checkpointing`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..base.dtensor import LOCAL_SHARDS, is_dtensor
+from ..base.errors import ConfigError
+from ..base.module_surgery import PassThrough
+from ..distributed.collectives import gather_objects
+from ..distributed.context import ParallelContext
+from .activation_checkpointing import repeated_blocks
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+DEFAULT = "inductor"
+"""torch's default backend."""
+INSTALL = 'or choose a backend that needs none: compile={"backend": "aot_eager"}'
+
+
+class CompiledBlocks:
+    """The blocks of the whole ``model`` that are compiled.
+
+    Args:
+        options: of ``torch.compile``; None: no block is compiled.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any] | None, context: ParallelContext) -> None:
+        self._options = options
+        self._context = context
+        self.names = [] if options is None else repeated_blocks(model)
+        if options is not None and not self.names and context.is_main:
+            warnings.warn(
+                f"compile: {type(model).__name__} has no repeated blocks, so it runs eagerly; expected modules of one "
+                "class, with children, in a ModuleList or Sequential",
+                stacklevel=3,
+            )
+
+    def apply(self, parts: Iterable[nn.Module]) -> None:
+        """Compile those that are in ``parts``, this rank's stages, whose parameters are sharded already."""
+        if self._options is None:
+            return
+        alike: defaultdict[object, list[tuple[str, nn.Module]]] = defaultdict(list)
+        reports = _Reports(self._context)
+        for part in parts:
+            modules = dict(part.named_modules())
+            for name in self.names:
+                block = modules.get(name)
+                if block is None or isinstance(block, PassThrough):
+                    continue
+                if where := _on_dtensors(block):
+                    reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
+                    continue
+                if where := _with_hooks(block):
+                    reports.warn(where, f"{name!r} runs eagerly while {where} in it has hooks")
+                alike[_signature(block)].append((name, block))
+        for group in alike.values():
+            run = _compiled(type(group[0][1]).__name__, self._options)
+            for name, block in group:
+                block._compiled_call_impl = _Call(name, block, run, reports)
+
+
+def _signature(block: nn.Module) -> object:
+    """What is equal in blocks that share a compilation."""
+    if any(map(_hooks, block.modules())):
+        return block  # torch compiles the numbers of hooks, which differ
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    return type(block), tuple((name, value.shape, value.dtype) for name, value in tensors)
+
+
+def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A compiled function that calls the block that is its first argument."""
+
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return block._call_impl(*args, **kwargs)
+
+    # torch keeps what it has compiled, up to a limit, with a function's code: so each has its own.
+    own = FunctionType(run.__code__.replace(co_name=name), globals(), name)
+    copied: dict[str, Any] = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()
+    }
+    return torch.compile(own, **copied)
+
+
+def _on_dtensors(block: nn.Module) -> str | None:
+    """The name and class of a module in ``block`` that computes on DTensors; None if there is none."""
+    for name, module in block.named_modules():
+        local = vars(module).get(LOCAL_SHARDS, {})
+        if any(is_dtensor(value) and own not in local for own, value in module._parameters.items()):
+            return _named(name, module)
+    return None
+
+
+def _with_hooks(block: nn.Module) -> str | None:
+    """The name and class of a module in ``block`` that has hooks of the user's; None if there is none."""
+    for name, module in block.named_modules():
+        if len(_hooks(module)) > _num_own_hooks(module):
+            return _named(name, module)
+    return None
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name!r}, a {type(module).__name__},"
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+
+
+def _num_own_hooks(module: nn.Module) -> int:
+    """How many hooks of ``module`` are paramp's, which are compiled."""
+    return sum(str(getattr(hook, "__module__", "")).startswith("paramp.") for hook in _hooks(module))
+
+
+class _Call:
+    """What calling a compiled block calls."""
+
+    def __init__(self, name: str, block: nn.Module, run: Callable[..., Any], reports: _Reports) -> None:
+        self._name, self._block, self._run, self._reports = name, block, run, reports
+        modules = list(block.modules())
+        self._hooks = [getattr(module, hooks) for module in modules for hooks in HOOKS]
+        self._num_hooks = sum(map(_num_own_hooks, modules))
+        self._shards = [
+            (module, parameter, is_partial)
+            for module in modules
+            for parameter, is_partial in vars(module).get(LOCAL_SHARDS, {}).items()
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # torch does not notice hooks that come later, and compiles again for what they have collected.
+        if sum(map(len, self._hooks)) != self._num_hooks or _has_any_global_hook():
+            return self._block._call_impl(*args, **kwargs)
+        if not self._shards:
+            return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
+        from .tensor.exchange import local_shard  # imports DTensor, which other layouts do not need
+
+        wholes = [(module, name, module._parameters[name]) for module, name, _ in self._shards]
+        try:
+            for (module, name, whole), (_, _, is_partial) in zip(wholes, self._shards, strict=True):
+                module._parameters[name] = local_shard(whole, is_partial=is_partial)  # type: ignore[arg-type,assignment]
+            return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
+        finally:
+            for module, name, whole in wholes:
+                module._parameters[name] = whole
+
+
+class _Reports:
+    """Warnings of what is not compiled, each once."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        from torch._dynamo.utils import graph_break_reasons
+
+        self._found: list[Any] = graph_break_reasons
+        self._reported: set[object] = set()
+        # Other data and tensor ranks run the same blocks.
+        self._reports = context.batch_axis.rank == 0 and context.tensor_axis.rank == 0
+
+    def warn(self, key: object, message: str) -> None:
+        """Warn, unless it was done for ``key`` before."""
+        if self._reports and key not in self._reported:
+            warnings.warn(f"compile: {message}", stacklevel=2)
+        self._reported.add(key)
+
+    def run(self, name: str, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call ``run`` of ``block``, and warn of the breaks in its graph that torch found meanwhile."""
+        before = len(self._found)
+        result = run(block, *args, **kwargs)
+        for one in self._found[before:]:
+            where = one.user_stack[-1] if one.user_stack else None
+            place = "" if where is None else f" at {where.filename}:{where.lineno}, in {where.name}"
+            reason = one.reason.strip().split("\n")[0]
+            what = f"the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}"
+            self.warn((place, reason), what)
+        return result
+
+
+def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) -> None:
+    """Raise a ConfigError on every rank if the backend of ``options`` lacks its compiler on one. A collective."""
+    backend = None if options is None else options.get("backend", DEFAULT)
+    if getattr(backend, "compiler_name", backend) != DEFAULT:
+        return
+    for rank, missing in enumerate(gather_objects(_missing_compiler(context.device))):
+        if missing is not None:
+            raise ConfigError(f"compile: rank {rank} has {missing}, {INSTALL}")
+
+
+def _missing_compiler(device: torch.device) -> str | None:
+    """What torch's default backend lacks on ``device``, with the fix; None if nothing."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "no Triton that works on its GPU, which torch's default backend needs; install"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler, which torch's default backend needs on CPUs; install one, such as g++"
+    return None
