@@ -93,15 +93,21 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
+def choose_step(
+    optimizer: torch.optim.Optimizer,
+    weights: FlatWeights,
+    fused: Callable[[torch.optim.Optimizer, FlatWeights], FusedStep] | None = None,
+) -> Step:
     """The step of ``optimizer``, whose groups hold the stepped tensors of ``weights``.
+
+    ``fused`` makes the step of an optimizer that has fused kernels; None: :class:`FusedStep`.
 
     Raises:
         ConfigError: it cannot use fused kernels, but the masters are remainders.
     """
     reason = why_not_fused(optimizer)
     if reason is None:
-        return FusedStep(optimizer, weights)
+        return (fused or FusedStep)(optimizer, weights)
     if any(buffer.masters.needs_fused_step for buffer in weights.buffers):
         raise ConfigError(
             f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer "
@@ -145,19 +151,20 @@ class FusedStep:
             grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
         self._check_unchanged()
-        ranges = self._weights.step_ranges.without(absent)
+        ranges = [one for one in self._weights.step_ranges.without(absent) if one.group != NO_GROUP]
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
-        size = CACHE_BLOCK[self._steps.device.type]
-        for step_range in ranges:
-            if step_range.group == NO_GROUP:
-                continue
-            for start in range(0, step_range.length, size):
-                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
+        self._run(ranges, grad_scale, found_inf)
         if self._kernel.counts_steps:
             self._steps.sub_(counted * found_inf)  # undo it if the kernels skipped the step: the host does not know
         self._weights.gather_weights()
+
+    def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        size = CACHE_BLOCK[self._steps.device.type]
+        for step_range in ranges:
+            for start in range(0, step_range.length, size):
+                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""

@@ -22,9 +22,8 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16), elementwise."""
     wide = weight.float()
     if weight.dtype is torch.bfloat16:
-        wide.view(torch.int32).add_(remainder)
-        return wide
-    return wide.addcmul_(remainder.float(), _steps(wide), value=-1)
+        return (wide.view(torch.int32) + remainder).view(torch.float32)
+    return wide - remainder.float() * _steps(wide)
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
@@ -42,5 +41,5 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
 
 def _steps(wide: torch.Tensor) -> torch.Tensor:
     """2**(e - 26), float32: the value of one step of the remainder of each fp16 weight, given in float32."""
-    powers = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2**exponent; 0 of 0; inf of inf and NaN
-    return powers.clamp_(2.0**-14, 2.0**15).mul_(2.0**-26)
+    exponent = (wide.view(torch.int32) & 0x7F800000).clamp(113 << 23, 142 << 23)  # of 2**-14 to 2**15
+    return (exponent - (26 << 23)).view(torch.float32)

@@ -1,0 +1,162 @@
+"""The compiled step against torch's optimizers on fp64, and against the step that is not compiled.
+
+A kernel takes seconds to compile. So most tests run the driver with the kernels' functions uncompiled.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import family, long
+from torch import nn
+
+import paramp
+from paramp.base import compilers
+from paramp.optim.compiled import step as compiled
+from paramp.optim.compiled.kernels import step_function
+
+WHY_NOT = compilers.why_not_inductor("cpu", {})
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+STEPS, OVERFLOW, EDIT = range(7), 2, 4
+
+
+class Net(nn.Module):
+    """Odd sizes, and a layer that is used in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.sometimes, self.last = nn.Linear(7, 13), nn.Linear(13, 13), nn.Linear(13, 3)
+        self.use = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.sometimes(x) if self.use else x)
+
+
+def groups(kind, **options):
+    """Two groups that differ in their options, dealt out in turn so that neighbours are in different ones."""
+
+    def make(parameters):
+        own = list(parameters)
+        return kind([{"params": own[::2], "lr": 0.02}, {"params": own[1::2], "weight_decay": 0.3}], lr=0.05, **options)
+
+    return make
+
+
+ADAMW = groups(torch.optim.AdamW)
+
+
+def configuration(mode, masters=None, **others):
+    precision = {"mode": mode} | ({"init_scale": 256.0, "growth_interval": 3} if mode.startswith("16-") else {})
+    return {"precision": precision, "masters": masters, "clip_grad_norm": 0.5, "compile": True} | others
+
+
+def train(config, make, steps=STEPS):
+    """An engine after ``steps``, and torch's optimizer in fp64 on masters that started and were edited like its own.
+
+    Step ``OVERFLOW`` has a gradient that is not finite; before ``EDIT`` a weight is changed behind autograd's back.
+    """
+    with paramp.launch_from_torch(config) as context:
+        model = Net()
+        exact = {name: nn.Parameter(value.detach().double()) for name, value in model.named_parameters()}
+        if not context.config.precision.masters:  # they start from rounded weights
+            exact = {
+                name: nn.Parameter(one.to(context.config.precision.weights).double()) for name, one in exact.items()
+            }
+        engine, *_ = paramp.initialize(model, make(model.parameters()), F.mse_loss)
+        reference = make(exact.values())
+        for step in steps:
+            run_step(engine, model, exact, reference, step)
+        return engine, engine.full_state_dict(), exact, reference
+
+
+def run_step(engine, model, exact, reference, step):
+    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
+        group["lr"] = other["lr"] = 0.01 / (1 + step)
+    if step == EDIT:
+        name, weight = next(iter(engine.named_parameters()))
+        weight.data[0, :3] = torch.tensor([0.5, -0.25, 0.0])
+        followed = engine.full_state_dict()[name][0, :3]  # half a unit off in a remainder, which belongs to any weight
+        torch.testing.assert_close(followed, torch.tensor([0.5, -0.25, 0.0]).to(followed), rtol=2.0**-8, atol=1e-7)
+        exact[name].data[0, :3] = followed
+    model.use = step in (1, 5)
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)
+    engine.forward_backward(x, y)
+    if step == OVERFLOW:
+        model.first.weight.grad[0, 0] = float("inf")
+    scale = engine.scaler.get_scale()
+    used = {name: one for name, one in engine.named_parameters() if model.use or not name.startswith("sometimes")}
+    for name, one in exact.items():
+        one.grad = used[name].grad.double() / scale if name in used else None
+    result = engine.step()
+    engine.zero_grad()
+    assert result.stepped == (step != OVERFLOW)
+    if result.stepped:
+        nn.utils.clip_grad_norm_(exact.values(), 0.5)
+        reference.step()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """The compiled step with its functions as they are."""
+    monkeypatch.setattr(compiled, "compiled_step", lambda variant, _: step_function(variant))
+    monkeypatch.setattr(compiled, "why_not_inductor", lambda *_: None)
+
+
+def check(config, make, close):
+    engine, weights, exact, reference = train(config, make)
+    assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+    for name, value in weights.items():
+        torch.testing.assert_close(value.double(), exact[name].detach(), **close, msg=name)
+    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
+        for stepped, one in zip(group["params"], other["params"], strict=True):
+            assert engine.optimizer.state[stepped].get("step") == reference.state[one].get("step")
+
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+HALF = {"rtol": 2.0**-7, "atol": 2e-3}
+"""Weights and state that are themselves rounded to 16 bits in each step."""
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "adam": groups(torch.optim.Adam, amsgrad=True, maximize=True),
+    "adam with a tensor": lambda parameters: torch.optim.Adam(list(parameters), lr=torch.tensor(0.01), fused=True),
+    "sgd": groups(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "plain sgd": groups(torch.optim.SGD),
+}
+MODES = [
+    ("32-true", None, CLOSE),
+    ("64-true", None, {"rtol": 1e-9, "atol": 1e-9}),
+    ("bf16-mixed", None, CLOSE),
+    ("16-naive", None, CLOSE),
+    ("bf16-naive", None, CLOSE),
+    ("16-naive", "remainder", CLOSE),
+    ("bf16-naive", "remainder", CLOSE),
+    ("bf16-true", None, HALF),
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_function_is_that_of_torchs_optimizer(uncompiled, name):
+    check(configuration("32-true"), OPTIMIZERS[name], CLOSE)
+
+
+@pytest.mark.parametrize(("mode", "masters", "close"), MODES)
+def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, close):
+    check(configuration(mode, masters), ADAMW, close)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mode", "masters", "close"),
+    [mode if mode[:2] == ("16-naive", "remainder") else pytest.param(*mode, marks=[family, long]) for mode in MODES],
+)
+def test_the_compiled_step(mode, masters, close):
+    """Nothing is compiled again: not for another learning rate, scale, step count, range or set of parameters."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        check(configuration(mode, masters), ADAMW, close)
+    assert counters["stats"]["unique_graphs"] <= 1  # none if another test has compiled the same kernel
