@@ -14,6 +14,8 @@ from paramp.base import compilers
 from paramp.optim.compiled import step as compiled
 from paramp.optim.compiled.kernels import step_function
 
+# torch's own import of Inductor warns
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 WHY_NOT = compilers.why_not_inductor("cpu", {})
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 STEPS, OVERFLOW, EDIT = range(7), 2, 4
