@@ -3,16 +3,22 @@
 A kernel takes seconds to compile. So most tests run the driver with the kernels' functions uncompiled.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from families import family, long
+from pool import on_ranks
 from torch import nn
 
 import paramp
 from paramp.base import compilers
 from paramp.optim.compiled import step as compiled
-from paramp.optim.compiled.kernels import step_function
+from paramp.optim.compiled.kernels import joined, left_over, step_function
+from paramp.optim.fused_step import FusedStep
+from paramp.optim.master_residuals import join, split
 
 # torch's own import of Inductor warns
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -162,3 +168,115 @@ def test_the_compiled_step(mode, masters, close):
     with torch._dynamo.config.patch(error_on_recompile=True):
         check(configuration(mode, masters), ADAMW, close)
     assert counters["stats"]["unique_graphs"] <= 1  # none if another test has compiled the same kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_remainders_have_the_bits_of_the_other_step(dtype):
+    """Of masters beside each number and tie, of those that are too large, and of infinities and NaN."""
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    masters = torch.cat([weights * factor for factor in (1.0, 1 + 2.0**-12, 1 - 2.0**-12, 1 + 2.0**-20, 1.0005)])
+    weight, remainder = torch.empty_like(masters, dtype=dtype), torch.empty_like(masters, dtype=torch.int16)
+    split(masters, weight, remainder)
+    assert torch.equal(left_over(masters, masters.to(dtype)), remainder.int())
+    assert torch.equal(joined(weight, remainder).view(torch.int32), join(weight, remainder).view(torch.int32))
+
+
+@pytest.mark.parametrize(("mode", "masters"), [("16-naive", None), ("16-naive", "remainder"), ("32-true", None)])
+def test_weights_stay_near_those_of_the_other_step(uncompiled, mode, masters):
+    """The same arithmetic in another order: the masters differ by a few of their units."""
+    _, weights, *_ = train(configuration(mode, masters), ADAMW)
+    engine, others, *_ = train(configuration(mode, masters, compile=False), ADAMW)
+    assert type(engine._optimizer_step.update) is FusedStep
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)
+
+
+def test_saved_state_continues_in_either_step(uncompiled):
+    """Bit for bit in the compiled one, and near it in the other."""
+
+    def trained(steps, compile=True, saved=None):
+        with paramp.launch_from_torch(configuration("16-naive", "remainder", compile=compile)):
+            model = Net()
+            engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+            if saved is not None:
+                engine.load_state_dict(saved)
+            for step in steps:
+                engine.forward_backward(torch.full((2, 7), 0.5 + step), torch.zeros(2, 3))
+                engine.step()
+                engine.zero_grad()
+            return engine.state_dict(), engine.full_state_dict()
+
+    saved, _ = trained(range(3))
+    _, whole = trained(range(6))
+    _, resumed = trained(range(3, 6), saved=saved)
+    _, other = trained(range(3, 6), compile=False, saved=saved)
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_under_zero_each_rank_steps_its_part(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "compiled_step", lambda variant, _: step_function(variant))
+        patch.setattr(compiled, "why_not_inductor", lambda *_: None)
+        weights = {}
+        for zero in (0, 1):
+            config = configuration("16-naive", "remainder", parallel={"zero": zero}) | {"clip_grad_norm": None}
+            with paramp.launch_from_torch(config) as context:
+                model = Net()
+                engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+                for step in range(3):
+                    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2 * step + context.dp.rank))
+                    engine.forward_backward(x, torch.ones(4, 3))
+                    engine.step()
+                    engine.zero_grad()
+                assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+                weights[zero] = engine.full_state_dict()
+        for name, value in weights[0].items():
+            assert torch.equal(value, weights[1][name]), name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends_that_make_no_kernels_leave_the_step_as_it_is(backend):
+    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+        model = Net()
+        engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+        assert type(engine._optimizer_step.update) is FusedStep
+
+
+def test_without_a_compiler_the_step_is_not_compiled_and_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with paramp.launch_from_torch({"compile": True}):
+        model = Net()
+        with pytest.warns(UserWarning, match=r"the optimizer step is not compiled: no C\+\+ compiler"):
+            engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+        assert type(engine._optimizer_step.update) is FusedStep
+
+
+def test_a_kernel_that_drops_roundings_is_not_used(uncompiled, monkeypatch):
+    def wrong(weight, master, *others):
+        master.copy_(weight)
+
+    monkeypatch.setattr(compiled, "compiled_step", lambda variant, _: wrong)
+    with pytest.warns(UserWarning, match="drops roundings"):
+        _, weights, *_ = train(configuration("16-naive"), ADAMW)
+    _, others, *_ = train(configuration("16-naive", compile=False), ADAMW)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
+SCRIPT = """
+import sys, torch, paramp
+with paramp.launch_from_torch({}):
+    model = torch.nn.Linear(3, 3)
+    engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), torch.nn.functional.mse_loss)
+    engine.forward_backward(torch.ones(2, 3), torch.ones(2, 3))
+    engine.step()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_step_without_compile_loads_no_compiler():
+    assert subprocess.run([sys.executable, "-c", SCRIPT], check=False).returncode == 0

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from ..master_residuals import join
-
 Options = Mapping[str, Any]
 Update = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -171,10 +169,20 @@ def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.T
     Without ``emulate_precision_casts`` Inductor would drop the rounding.
     """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    exact = master if remainder is None else join(weight, remainder)
+    exact = master if remainder is None else joined(weight, remainder)
     if exact is None:
         return wide
     return torch.where(exact.to(weight.dtype).to(wide.dtype) == wide, exact, wide)
+
+
+def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """:func:`~paramp.optim.master_residuals.join` without operations in place."""
+    wide = weight.float()
+    bits = wide.view(torch.int32)
+    if weight.dtype is torch.bfloat16:
+        return (bits + remainder).view(torch.float32)
+    exponent = (bits & 0x7F800000).clamp(113 << 23, 142 << 23)
+    return wide - remainder.float() * (exponent - (26 << 23)).view(torch.float32)
 
 
 def left_over(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -185,7 +193,7 @@ def left_over(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.bfloat16:
         left, least = master.view(torch.int32) - bits, -(2**15)
     else:
-        scale = exponent.clamp(113 << 23, 142 << 23)  # in integers: fewer instructions than clamping floats
+        scale = exponent.clamp(113 << 23, 142 << 23)
         inverse = ((153 << 23) - scale + (127 << 23)).view(torch.float32)  # 1 / 2**(e - 26), exact
         left, least = ((wide - master) * inverse).round().to(torch.int32), 1 - 2**15
     return torch.where(exponent < 0x7F800000, left.clamp(least, 2**15 - 1), 0)

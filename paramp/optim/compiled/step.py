@@ -14,10 +14,9 @@ from ...base.compilers import why_not_inductor
 from ...distributed.context import ParallelContext
 from ..flat_params import FlatWeights
 from ..fused_step import CACHE_BLOCK, FusedStep
-from ..master_residuals import join
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
-from .kernels import FAMILIES, Family, Variant, compiled_step, step_function
+from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
 
 TRIED = 256
 """Elements of the step with which each kernel is compared with its uncompiled function."""
@@ -102,7 +101,7 @@ class CompiledStep(FusedStep):
         if not self._on_cpu or weight.dtype.itemsize > 2:
             kernel(weight, master, remainder, gradient, state, row, skip, None)
             return
-        stepped = self._scratch_like("stepped", weight, torch.float32) if master is None else master
+        stepped = self._scratch.like("stepped", weight, torch.float32) if master is None else master
         wide = None if remainder is None else self._widened("remainder", remainder, torch.int32)
         kernel(weight, master, wide, gradient, state, row, skip, stepped if master is None else None)
         weight.copy_(stepped)
@@ -176,7 +175,7 @@ def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) 
         row = coefficients.to(torch.promote_types(variant.state, torch.float32))
         skip = None if on_cpu else torch.zeros((), dtype=torch.bool, device=device)
         function(weight, master, remainder, gradient.to(variant.gradient), states, row, skip, stepped)
-        values = [weight if remainder is None else join(weight, remainder), master, stepped, *states]
+        values = [weight if remainder is None else joined(weight, remainder), master, stepped, *states]
         results.append([one for one in values if one is not None])
     compared = zip(*results, strict=True)  # another order of multiplication may round to a neighbour
     return all(
