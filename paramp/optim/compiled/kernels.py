@@ -155,12 +155,9 @@ _made: list[Variant] = []
 
 @functools.cache
 def compiled_step(variant: Variant, options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
-    """:func:`step_function`, compiled with Inductor's ``options``; compiling takes seconds, in its first call.
-
-    Without ``fullgraph``, with which torch refuses to run it uncompiled under a dispatch mode, such as a FLOP counter.
-    """
+    """:func:`step_function`, compiled with Inductor's ``options``; compiling takes seconds, in its first call."""
     settings = dict(options) | {"emulate_precision_casts": True, "triton.cudagraphs": False}
-    return torch.compile(step_function(variant), dynamic=True, options=settings)
+    return torch.compile(step_function(variant), dynamic=True, fullgraph=True, options=settings)
 
 
 def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...base.compilers import why_not_inductor
 from ...distributed.context import ParallelContext
@@ -67,6 +68,9 @@ class CompiledStep(FusedStep):
 
     def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
         if self._on_cpu and found_inf:  # known without a wait; masters follow changed weights in the next step
+            return
+        if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on
+            super()._run(ranges, grad_scale, found_inf)
             return
         skip = None if self._on_cpu else found_inf.bool()
         rows = self._coefficients(ranges, grad_scale)
