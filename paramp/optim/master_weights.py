@@ -196,11 +196,11 @@ def follow(weight: torch.Tensor, master: torch.Tensor, scratch: Scratch | None =
     In place, same shapes; 1-dim if ``scratch`` is given, which holds the temporary.
     """
     rounded = scratch.like("rounded", weight, weight.dtype) if scratch else torch.empty_like(weight)
-    rounded.copy_(master)
-    bits, own = rounded.view(torch.int16), weight.view(torch.int16)
-    # Mostly nothing has changed. On a CPU the comparison costs less than the write; on a GPU it would synchronise.
-    if weight.device.type != "cpu" or not torch.equal(bits, own):
-        torch.where(bits == own, master, weight, out=master)
+    changed = rounded.copy_(master).view(torch.int16).bitwise_xor_(weight.view(torch.int16))
+    # Mostly nothing has changed. On a CPU the check costs less than the write; on a GPU it would synchronise.
+    if weight.device.type == "cpu" and not changed.flatten().view(torch.uint8).any():  # any() is fast for bytes only
+        return
+    torch.where(changed == 0, master, weight, out=master)
 
 
 def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
