@@ -36,13 +36,17 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, s
     scratch = scratch or Scratch()
     weight.copy_(master)
     wide = scratch.like("left", weight, torch.float32).copy_(weight)
+    # A sum is finite only if all elements are. On a GPU, asking would synchronise.
+    finite = weight.device.type == "cpu" and bool(wide.sum().isfinite())
     if weight.dtype is torch.bfloat16:
-        left = master.view(torch.int32) - wide.view(torch.int32)
-        remainder.copy_(left.masked_fill_(~wide.isfinite(), 0).clamp_(-(2**15), 2**15 - 1))
+        unfit = None if finite else ~wide.isfinite()
+        bits = wide.view(torch.int32)
+        left = torch.sub(master.view(torch.int32), bits, out=bits)
+        remainder.copy_((left if unfit is None else left.masked_fill_(unfit, 0)).clamp_(-(2**15), 2**15 - 1))
         return
     inverse = _exponents(wide, scratch).sub_(153 << 23).neg_().add_(127 << 23).view(torch.float32)
-    left = wide.sub_(master).mul_(inverse).round_()
-    remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(1 - 2.0**15, 2.0**15 - 1))
+    rounded = wide.sub_(master).mul_(inverse).round_()
+    remainder.copy_((rounded if finite else rounded.nan_to_num_(0.0, 0.0, 0.0)).clamp_(1 - 2.0**15, 2.0**15 - 1))
 
 
 def _exponents(wide: torch.Tensor, scratch: Scratch) -> torch.Tensor:
