@@ -49,6 +49,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
+from paramp.base.compilers import why_not_inductor
 
 SCALE = 1024.0
 """The loss scale that all gradients carry."""
@@ -154,6 +155,15 @@ class Ours:
         return self.engine.step()
 
 
+class Compiled(Ours):
+    """An engine with a compiled step; its context's configuration has ``compile``."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        if reason := why_not_inductor(device.type, {}):
+            raise ValueError(reason)
+        super().__init__(sizes, device)
+
+
 class Accelerate:
     """fp32 weights in Hugging Face Accelerate: fp16 with its scaler on a GPU; on a CPU, where it has none, bf16."""
 
@@ -226,10 +236,19 @@ def ours(mode: str, **options: Any) -> dict[str, Any]:
 ROWS = [
     Row(FULL, FULL, BYTES["32-true"], TorchChain, {}),
     Row("paramp 16-mixed", FULL, BYTES["32-true"], Ours, ours("16-mixed")),
+    Row("paramp 16-mixed, compiled", FULL, BYTES["32-true"], Compiled, ours("16-mixed", compile=True)),
     Row("Accelerate", FULL, BYTES["32-true"], Accelerate, {}),
     Row(HALF, HALF, BYTES["16-naive"], HandWritten, {}),
     Row("paramp 16-naive", HALF, BYTES["16-naive"], Ours, ours("16-naive")),
     Row("paramp 16-naive, remainder", HALF, BYTES["remainder"], Ours, ours("16-naive", masters="remainder")),
+    Row("paramp 16-naive, compiled", HALF, BYTES["16-naive"], Compiled, ours("16-naive", compile=True)),
+    Row(
+        "paramp 16-naive, remainder, compiled",
+        HALF,
+        BYTES["remainder"],
+        Compiled,
+        ours("16-naive", masters="remainder", compile=True),
+    ),
     Row("DeepSpeed fp16", HALF, BYTES["16-naive"], DeepSpeed, {}),
 ]
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.context import ParallelContext
+from ..optim.compiled.step import fused_step_for
 from ..optim.flat_gradients import FlatGradients
 from ..optim.flat_params import FlatWeights
 from ..optim.fused_step import choose_step
@@ -133,7 +134,7 @@ class OptimizerStep:
         self._losses = losses
         self._counters = counters
         self._context = context
-        self.update = choose_step(optimizer, weights)
+        self.update = choose_step(optimizer, weights, fused_step_for(context))
         self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
         replace_zero_grad(optimizer, losses.drop)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
+from ..base.scratch import Scratch
 from .flat_params import NO_GROUP, FlatWeights
 from .param_buffer import Buffer, FlatParam, StepRange
 
@@ -93,15 +94,21 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def choose_step(optimizer: torch.optim.Optimizer, weights: FlatWeights) -> Step:
+def choose_step(
+    optimizer: torch.optim.Optimizer,
+    weights: FlatWeights,
+    fused: Callable[[torch.optim.Optimizer, FlatWeights], FusedStep] | None = None,
+) -> Step:
     """The step of ``optimizer``, whose groups hold the stepped tensors of ``weights``.
+
+    ``fused`` makes the step of an optimizer that has fused kernels; None: :class:`FusedStep`.
 
     Raises:
         ConfigError: it cannot use fused kernels, but the masters are remainders.
     """
     reason = why_not_fused(optimizer)
     if reason is None:
-        return FusedStep(optimizer, weights)
+        return (fused or FusedStep)(optimizer, weights)
     if any(buffer.masters.needs_fused_step for buffer in weights.buffers):
         raise ConfigError(
             f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer "
@@ -130,7 +137,7 @@ class FusedStep:
         }
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch = Scratch()
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
         self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
@@ -145,19 +152,20 @@ class FusedStep:
             grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
         self._check_unchanged()
-        ranges = self._weights.step_ranges.without(absent)
+        ranges = [one for one in self._weights.step_ranges.without(absent) if one.group != NO_GROUP]
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
-        size = CACHE_BLOCK[self._steps.device.type]
-        for step_range in ranges:
-            if step_range.group == NO_GROUP:
-                continue
-            for start in range(0, step_range.length, size):
-                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
+        self._run(ranges, grad_scale, found_inf)
         if self._kernel.counts_steps:
             self._steps.sub_(counted * found_inf)  # undo it if the kernels skipped the step: the host does not know
         self._weights.gather_weights()
+
+    def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        size = CACHE_BLOCK[self._steps.device.type]
+        for step_range in ranges:
+            for start in range(0, step_range.length, size):
+                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
@@ -188,7 +196,7 @@ class FusedStep:
         """Read, step and write elements ``start`` to ``stop`` of a range, while they are in the cache."""
         buffer, options = step_range.buffer, self._optimizer.param_groups[step_range.group]
         own = slice(step_range.own_start + start, step_range.own_start + stop)
-        master = buffer.masters.read(own)
+        master = buffer.masters.read(own, self._scratch)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
         # computes wrong momenta in half precision.
         wide = torch.promote_types(master.dtype, torch.float32)
@@ -203,7 +211,7 @@ class FusedStep:
         for name, value in state.items():
             if state_in[name] is not value:
                 value.copy_(state_in[name])
-        buffer.masters.write(own, master_in)
+        buffer.masters.write(own, master_in, self._scratch)
 
     def _gradient_in(
         self, gradient: torch.Tensor, wide: torch.dtype, grad_scale: torch.Tensor
@@ -215,18 +223,12 @@ class FusedStep:
         are widened into scratch memory in any case.
         """
         if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
-            return torch.div(gradient, grad_scale, out=self._scratch_like("gradient", gradient, wide)), None
+            return torch.div(gradient, grad_scale, out=self._scratch.like("gradient", gradient, wide)), None
         return self._widened("gradient", gradient, wide), grad_scale.float()
 
     def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``block`` in ``dtype``: itself, or a copy that the next block overwrites."""
-        return block if block.dtype is dtype else self._scratch_like(what, block, dtype).copy_(block)
-
-    def _scratch_like(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        scratch = self._scratch.get(what)
-        if scratch is None or scratch.numel() < block.numel() or scratch.dtype is not dtype:
-            scratch = self._scratch[what] = torch.empty_like(block, dtype=dtype)
-        return scratch[: block.numel()]
+        return block if block.dtype is dtype else self._scratch.like(what, block, dtype).copy_(block)
 
     def _counted(self, absent: Sequence[FlatParam]) -> torch.Tensor:
         """For each parameter 1 if it is stepped, 0 if it is in ``absent``; 1-dim float32 on the device."""
@@ -309,10 +311,10 @@ class PlainStep:
 
     def _follow_changes(self) -> None:
         """Update the masters of weights that were changed in place, block by block."""
-        size = CACHE_BLOCK[self._weights.device.type]
+        size, scratch = CACHE_BLOCK[self._weights.device.type], Scratch()
         for buffer in self._weights.buffers:
             for start in range(0, buffer.own_size, size):
-                buffer.masters.read(slice(start, start + size))
+                buffer.masters.read(slice(start, start + size), scratch)
 
     def state_loaded(self) -> None:
         """No action: nothing here depends on the optimizer's state."""

@@ -17,30 +17,40 @@ A weight that is not finite has the remainder 0.
 
 import torch
 
+from ..base.scratch import Scratch
 
-def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16), elementwise."""
-    wide = weight.float()
+
+def join(weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:
+    """The masters, float32, of ``weight`` (float16 or bfloat16) and ``remainder`` (int16); 1-dim, of ``scratch``."""
+    scratch = scratch or Scratch()
+    wide = scratch.like("wide", weight, torch.float32).copy_(weight)
     if weight.dtype is torch.bfloat16:
-        wide.view(torch.int32).add_(remainder)
+        wide.view(torch.int32).add_(scratch.like("remainder", weight, torch.int32).copy_(remainder))
         return wide
-    return wide.addcmul_(remainder.float(), _steps(wide), value=-1)
+    steps = _exponents(wide, scratch).sub_(26 << 23).view(torch.float32)
+    return wide.sub_(scratch.like("left", weight, torch.float32).copy_(remainder).mul_(steps))
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Round ``master`` (float32) to ``weight``, and store the difference in ``remainder``; both in place."""
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None = None) -> None:
+    """Round ``master`` (float32) to ``weight``, and store the difference in ``remainder``; both in place; 1-dim."""
+    scratch = scratch or Scratch()
     weight.copy_(master)
-    wide = weight.float()
+    wide = scratch.like("left", weight, torch.float32).copy_(weight)
+    # A sum is finite only if all elements are. On a GPU, asking would synchronise.
+    finite = weight.device.type == "cpu" and bool(wide.sum().isfinite())
     if weight.dtype is torch.bfloat16:
-        left = master.view(torch.int32) - wide.view(torch.int32)
-        remainder.copy_(left.masked_fill_(~wide.isfinite(), 0).clamp_(-(2**15), 2**15 - 1))
+        unfit = None if finite else ~wide.isfinite()
+        bits = wide.view(torch.int32)
+        left = torch.sub(master.view(torch.int32), bits, out=bits)
+        remainder.copy_((left if unfit is None else left.masked_fill_(unfit, 0)).clamp_(-(2**15), 2**15 - 1))
         return
-    steps = _steps(wide)
-    left = wide.sub_(master).div_(steps).round_()
-    remainder.copy_(left.nan_to_num_(0.0, 0.0, 0.0).clamp_(1 - 2.0**15, 2.0**15 - 1))
+    inverse = _exponents(wide, scratch).sub_(153 << 23).neg_().add_(127 << 23).view(torch.float32)
+    rounded = wide.sub_(master).mul_(inverse).round_()
+    remainder.copy_((rounded if finite else rounded.nan_to_num_(0.0, 0.0, 0.0)).clamp_(1 - 2.0**15, 2.0**15 - 1))
 
 
-def _steps(wide: torch.Tensor) -> torch.Tensor:
-    """2**(e - 26), float32: the value of one step of the remainder of each fp16 weight, given in float32."""
-    powers = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2**exponent; 0 of 0; inf of inf and NaN
-    return powers.clamp_(2.0**-14, 2.0**15).mul_(2.0**-26)
+def _exponents(wide: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """The bits of 2**e of each fp16 weight, given in float32; int32. A step of its remainder is 2**(e - 26)."""
+    bits = scratch.like("exponents", wide, torch.int32)
+    # In integers: the bits of floats are in the order of their values.
+    return torch.bitwise_and(wide.view(torch.int32), 0x7F800000, out=bits).clamp_(113 << 23, 142 << 23)

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 
+from ..base.scratch import Scratch
 from .master_residuals import join, split
 from .master_weights import follow
 
@@ -40,14 +41,14 @@ class NoMasters:
         self.stepped = weights
         self.state: tuple[torch.Tensor, ...] = ()
 
-    def read(self, own: slice) -> torch.Tensor:
-        """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them.
+    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
+        """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them, else of ``scratch``.
 
         If a master does not round to its weight, the weight was changed in place, and the master takes its value.
         """
         return self.stepped[own]
 
-    def write(self, own: slice, values: torch.Tensor) -> None:
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
         """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(self.weights[own], values)
 
@@ -68,12 +69,12 @@ class FullMasters(NoMasters):
         self.stepped = torch.zeros_like(weights, dtype=torch.float32)
         self.state = (self.stepped,)
 
-    def read(self, own: slice) -> torch.Tensor:
-        master = self.stepped[own]
-        follow(self.weights[own], master)
+    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
+        master, weight = self.stepped[own], self.weights[own]
+        follow(weight, master, scratch)
         return master
 
-    def write(self, own: slice, values: torch.Tensor) -> None:
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
         _copy_unless_same(self.stepped[own], values)
         self.weights[own].copy_(values)
 
@@ -92,13 +93,15 @@ class ResidualMasters(NoMasters):
         self.remainders = torch.zeros_like(weights, dtype=torch.int16)
         self.state = (self.remainders,)
 
-    def read(self, own: slice) -> torch.Tensor:
-        master = join(self.weights[own], self.remainders[own])
-        follow(self.weights[own], master)  # after a change in place, weight and remainder may not fit together
+    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
+        weight = self.weights[own]
+        master = join(weight, self.remainders[own], scratch)
+        # After a change in place, weight and remainder may not fit together.
+        follow(weight, master, scratch)
         return master
 
-    def write(self, own: slice, values: torch.Tensor) -> None:
-        split(values.float(), self.weights[own], self.remainders[own])
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        split(values.float(), self.weights[own], self.remainders[own], scratch)
 
     def follow(self, own: slice) -> None:
         """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters, unfrozen
+from ..base.scratch import Scratch
 from ..precision.policy import Precision
 from .replaced_parameters import ModelParameters
 
@@ -189,12 +190,13 @@ def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.P
     return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
 
 
-def follow(weight: torch.Tensor, master: torch.Tensor) -> None:
+def follow(weight: torch.Tensor, master: torch.Tensor, scratch: Scratch | None = None) -> None:
     """Give ``master`` (float32) the value of ``weight`` (2 bytes) in each element that does not round to its bits.
 
-    In place, same shapes.
+    In place, same shapes; 1-dim if ``scratch`` is given, which holds the temporary.
     """
-    changed = master.to(weight.dtype).view(torch.int16).bitwise_xor_(weight.view(torch.int16))
+    rounded = scratch.like("rounded", weight, weight.dtype) if scratch else torch.empty_like(weight)
+    changed = rounded.copy_(master).view(torch.int16).bitwise_xor_(weight.view(torch.int16))
     # Mostly nothing has changed. On a CPU the check costs less than the write; on a GPU it would synchronise.
     if weight.device.type == "cpu" and not changed.flatten().view(torch.uint8).any():  # any() is fast for bytes only
         return

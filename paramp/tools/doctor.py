@@ -14,6 +14,7 @@ group. So it runs anywhere, also where training does not start. A problem is a l
     slurm         {"job", "nodes", "tasks": each null outside of a job, "srun": its path, or null}
     apex          {"kind": "real" | "wrong" | "none", "version", "reason"}
     torchao, transformer_engine    {"found", "version", "reason"}
+    compile       {"runs": whether torch.compile's kernels can be made here, "why": null or why not}
     modes         {mode: {"runs": "natively" | "emulated" | "no", "why"}}
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.compilers import why_not_inductor
 from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
@@ -70,6 +72,7 @@ def examine() -> dict[str, Any]:
         "apex": {key: value for key, value in asdict(find_apex()).items() if key in ("kind", "version", "reason")},
         "torchao": asdict(find_torchao()),
         "transformer_engine": asdict(find_transformer_engine()),
+        "compile": _compile(devices[0]["kind"]),
         "modes": {name: _mode(precision, devices) for name, precision in PRESETS.items()},
     }
 
@@ -113,6 +116,11 @@ def _launcher() -> dict[str, Any]:
         return {"name": None, "rank": None, "world_size": None, "problem": str(error)}
     name, rank, world_size = (place.launcher, place.rank, place.world_size) if place else (None, None, None)
     return {"name": name, "rank": rank, "world_size": world_size, "problem": None}
+
+
+def _compile(device: str) -> dict[str, Any]:
+    why = why_not_inductor(device, {})
+    return {"runs": why is None, "why": why}
 
 
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
@@ -197,11 +205,18 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         ("Apex", found["apex"]["reason"]),
         ("torchao", found["torchao"]["reason"]),
         ("TE", found["transformer_engine"]["reason"]),
+        ("compile", _compile_text(found["compile"])),
         ("packages", ", ".join(others)),
     ]
     lines = [f"{name:<10}{text}".rstrip() for name, text in rows]
     lines += ["", f"{'mode':<28}{'runs':<10}why"]
     return lines + [f"{name:<28}{mode['runs']:<10}{mode['why']}" for name, mode in found["modes"].items()]
+
+
+def _compile_text(found: Mapping[str, Any]) -> str:
+    if found["runs"]:
+        return "with compile, the optimizer step is one compiled kernel; without, torch's fused kernels in blocks"
+    return f"the optimizer step runs in torch's fused kernels, in blocks, also with compile: {found['why']}"
 
 
 NAMED_ABOVE = ("mpi4py", "torchao", "transformer_engine", "apex")

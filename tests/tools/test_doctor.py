@@ -15,7 +15,7 @@ from paramp.tools.cli import main
 
 KEYS = {
     *("versions", "device", "devices", "backends", "launcher", "mpi", "slurm"),
-    *("apex", "torchao", "transformer_engine", "modes"),
+    *("apex", "torchao", "transformer_engine", "compile", "modes"),
 }
 
 

@@ -1,0 +1,1 @@
+"""The optimizer step compiled by ``torch.compile``: one loop over memory."""

@@ -1,0 +1,187 @@
+"""The compiled step of an engine's optimizer, and whether it is used."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ...base.compilers import why_not_inductor
+from ...distributed.context import ParallelContext
+from ..flat_params import FlatWeights
+from ..fused_step import CACHE_BLOCK, FusedStep
+from ..master_storage import ResidualMasters
+from ..param_buffer import StepRange
+from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
+
+TRIED = 256
+"""Elements of the step with which each kernel is compared with its uncompiled function."""
+
+
+def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer, FlatWeights], FusedStep]:
+    """Makes the step of an optimizer that has fused kernels; compiled if the configuration asks for it and it can be.
+
+    A collective of the world if it asks: the two differ in bits, so that all ranks have to take the same.
+    """
+    options = context.config.compile_options
+    if options is None:
+        return FusedStep
+    reason = why_not_inductor(context.device.type, options)
+    if not _on_any_rank(reason is not None, context):
+        return functools.partial(CompiledStep, settings=options.get("options") or {})
+    if options.get("backend", "inductor") == "inductor" and context.is_main:
+        warnings.warn(f"compile: the optimizer step is not compiled: {reason or 'another rank cannot'}", stacklevel=2)
+    return FusedStep
+
+
+def _on_any_rank(flag: bool, context: ParallelContext) -> bool:
+    count = torch.tensor(float(flag), device=context.device)
+    if context.world_size > 1:
+        dist.all_reduce(count)
+    return bool(count)
+
+
+class CompiledStep(FusedStep):
+    """AdamW, Adam and SGD in one loop over memory for each range.
+
+    On a CPU a range runs in blocks, whose results are copied to 16-bit weights and remainders while they are in the
+    cache (:mod:`paramp.optim.compiled.kernels`).
+
+    Args:
+        settings: options for Inductor.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights, settings: dict[str, Any]) -> None:
+        super().__init__(optimizer, weights)
+        self._settings = tuple(settings.items())
+        self._family: Family = FAMILIES[type(optimizer)]
+        self._on_cpu = weights.device.type == "cpu"
+        self._options: tuple[tuple[tuple[float, ...], ...], torch.Tensor] | None = None
+        self._index = {param: index for index, param in enumerate(weights.params)}
+        self._first: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._kernels: dict[Variant, Callable[..., None] | None] = {}
+
+    def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        if self._on_cpu and found_inf:  # known without a wait; masters follow changed weights in the next step
+            return
+        if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on
+            super()._run(ranges, grad_scale, found_inf)
+            return
+        skip = None if self._on_cpu else found_inf.bool()
+        rows = self._coefficients(ranges, grad_scale)
+        by_dtype = {dtype: rows.to(dtype).unbind() for dtype in (torch.float32, torch.float64)}
+        for index, step_range in enumerate(ranges):
+            kernel = self._kernel_for(step_range)
+            if kernel is None:
+                super()._run([step_range], grad_scale, found_inf)
+                continue
+            row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
+            size = CACHE_BLOCK["cpu"] if self._on_cpu else step_range.length
+            for start in range(0, step_range.length, size):
+                self._compiled_block(kernel, step_range, start, min(start + size, step_range.length), row, skip)
+
+    def _compiled_block(
+        self,
+        kernel: Callable[..., None],
+        step_range: StepRange,
+        start: int,
+        stop: int,
+        row: torch.Tensor,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Step elements ``start`` to ``stop`` of a range."""
+        buffer, masters = step_range.buffer, step_range.buffer.masters
+        own = slice(step_range.own_start + start, step_range.own_start + stop)
+        weight = masters.weights[own]
+        master = None if masters.stepped is masters.weights else masters.stepped[own]
+        remainder = masters.remainders[own] if isinstance(masters, ResidualMasters) else None
+        gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
+        state = [self._state[buffer][name][own] for name in self._names(step_range)]
+        if not self._on_cpu or weight.dtype.itemsize > 2:
+            kernel(weight, master, remainder, gradient, state, row, skip, None)
+            return
+        stepped = self._scratch.like("stepped", weight, torch.float32) if master is None else master
+        wide = None if remainder is None else self._widened("remainder", remainder, torch.int32)
+        kernel(weight, master, wide, gradient, state, row, skip, stepped if master is None else None)
+        weight.copy_(stepped)
+        if remainder is not None and wide is not None:
+            remainder.copy_(wide)
+
+    def _names(self, step_range: StepRange) -> tuple[str, ...]:
+        return self._kernel.states(self._optimizer.param_groups[step_range.group])
+
+    def _kernel_for(self, step_range: StepRange) -> Callable[..., None] | None:
+        """The compiled function for a range; None if it does not compute what the function does uncompiled."""
+        masters, options = step_range.buffer.masters, self._optimizer.param_groups[step_range.group]
+        variant = Variant(
+            family=self._family,
+            device=self._weights.device.type,
+            weight=masters.weights.dtype,
+            gradient=step_range.buffer.gradients.dtype,
+            state=masters.dtype,
+            num_states=len(self._names(step_range)),
+            has_master=masters.stepped is not masters.weights,
+            has_remainder=isinstance(masters, ResidualMasters),
+            nesterov=bool(options.get("nesterov")),
+        )
+        if variant not in self._kernels:
+            kernel = compiled_step(variant, self._settings)
+            is_right = agrees(kernel, variant, self._weights.device)
+            if not is_right:
+                text = "compile: torch's compiler drops roundings of the optimizer step; it is not used for it"
+                warnings.warn(text, stacklevel=2)
+            self._kernels[variant] = kernel if is_right else None
+        return self._kernels[variant]
+
+    def _coefficients(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor) -> torch.Tensor:
+        """The coefficients of each range, one row each; float64 on the device, without a wait for it."""
+        groups = [self._optimizer.param_groups[one.group] for one in ranges]
+        rows = tuple((*self._family.options(group), -1.0 if group["maximize"] else 1.0) for group in groups)
+        if self._options is None or self._options[0] != rows:
+            self._options = rows, self._to_device(torch.tensor(rows, dtype=torch.float64))
+        options = self._options[1]
+        for index, group in enumerate(groups):
+            if torch.is_tensor(group["lr"]):
+                options[index, 0].copy_(group["lr"])
+        first = tuple(self._index[one.params[0]] for one in ranges)
+        if self._first is None or self._first[0] != first:
+            self._first = first, self._to_device(torch.tensor(first))
+        steps = self._steps[self._first[1]].double()
+        scale = options[:, -1] / grad_scale
+        return torch.stack([scale, *self._family.coefficients(options[:, :-1], steps)], 1)
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` on the device; from pinned memory, so that the host does not wait."""
+        return values if self._on_cpu else values.pin_memory().to(self._weights.device, non_blocking=True)
+
+
+@torch.no_grad()
+def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) -> bool:
+    """Whether ``kernel`` computes the step of ``variant`` as its function does uncompiled, but for rounding."""
+    results, on_cpu = [], device.type == "cpu"
+    scratch = on_cpu and variant.weight.itemsize == 2 and not variant.has_master
+    for function in (kernel, step_function(variant)):
+        generator = torch.Generator().manual_seed(1)
+        noise = [torch.rand(TRIED, generator=generator) + 0.5 for _ in range(2 + variant.num_states)]
+        exact, gradient, *state = (one.to(device) for one in noise)
+        weight = exact.to(variant.weight)
+        master = exact.clone() if variant.has_master else None
+        low = torch.arange(TRIED, device=device, dtype=torch.int32 if on_cpu else torch.int16)
+        remainder = low if variant.has_remainder else None
+        stepped = torch.zeros_like(exact) if scratch else None
+        states = [one.to(variant.state) for one in state]
+        coefficients = torch.tensor([0.01, 0.99, 0.02, 0.1, 0.9, 0.1, 0.01, 1.0, 1e-8], device=device)
+        row = coefficients.to(torch.promote_types(variant.state, torch.float32))
+        skip = None if on_cpu else torch.zeros((), dtype=torch.bool, device=device)
+        function(weight, master, remainder, gradient.to(variant.gradient), states, row, skip, stepped)
+        values = [weight if remainder is None else joined(weight, remainder), master, stepped, *states]
+        results.append([one for one in values if one is not None])
+    compared = zip(*results, strict=True)  # another order of multiplication may round to a neighbour
+    return all(
+        torch.allclose(one, other, rtol=1e-5 if one.itemsize > 2 else 0.01, atol=1e-5) for one, other in compared
+    )

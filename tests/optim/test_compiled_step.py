@@ -1,0 +1,302 @@
+"""The compiled step against torch's optimizers on fp64, and against the step that is not compiled.
+
+A kernel takes seconds to compile. So most tests run the driver with the kernels' functions uncompiled.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import family, long
+from pool import on_ranks
+from torch import nn
+
+import paramp
+from paramp.base import compilers
+from paramp.optim.compiled import step as compiled
+from paramp.optim.compiled.kernels import compiled_step, joined, left_over, step_function
+from paramp.optim.fused_step import FusedStep
+from paramp.optim.master_residuals import join, split
+
+# torch's own import of Inductor warns
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+WHY_NOT = compilers.why_not_inductor("cpu", {})
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+STEPS, OVERFLOW, EDIT = range(7), 2, 4
+
+
+class Net(nn.Module):
+    """Odd sizes, and a layer that is used in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.sometimes, self.last = nn.Linear(7, 13), nn.Linear(13, 13), nn.Linear(13, 3)
+        self.use = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.sometimes(x) if self.use else x)
+
+
+def groups(kind, **options):
+    """Two groups that differ in their options, dealt out in turn so that neighbours are in different ones."""
+
+    def make(parameters):
+        own = list(parameters)
+        return kind([{"params": own[::2], "lr": 0.02}, {"params": own[1::2], "weight_decay": 0.3}], lr=0.05, **options)
+
+    return make
+
+
+ADAMW = groups(torch.optim.AdamW)
+
+
+def configuration(mode, masters=None, **others):
+    precision = {"mode": mode} | ({"init_scale": 256.0, "growth_interval": 3} if mode.startswith("16-") else {})
+    return {"precision": precision, "masters": masters, "clip_grad_norm": 0.5, "compile": True} | others
+
+
+def train(config, make, steps=STEPS):
+    """An engine after ``steps``, and torch's optimizer in fp64 on masters that started and were edited like its own.
+
+    Step ``OVERFLOW`` has a gradient that is not finite; before ``EDIT`` a weight is changed behind autograd's back.
+    """
+    with paramp.launch_from_torch(config) as context:
+        model = Net()
+        exact = {name: nn.Parameter(value.detach().double()) for name, value in model.named_parameters()}
+        if not context.config.precision.masters:  # they start from rounded weights
+            exact = {
+                name: nn.Parameter(one.to(context.config.precision.weights).double()) for name, one in exact.items()
+            }
+        engine, *_ = paramp.initialize(model, make(model.parameters()), F.mse_loss)
+        reference = make(exact.values())
+        for step in steps:
+            run_step(engine, model, exact, reference, step)
+        return engine, engine.full_state_dict(), exact, reference
+
+
+def run_step(engine, model, exact, reference, step):
+    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
+        group["lr"] = other["lr"] = 0.01 / (1 + step)
+    if step == EDIT:
+        name, weight = next(iter(engine.named_parameters()))
+        weight.data[0, :3] = torch.tensor([0.5, -0.25, 0.0])
+        followed = engine.full_state_dict()[name][0, :3]  # half a unit off in a remainder, which belongs to any weight
+        torch.testing.assert_close(followed, torch.tensor([0.5, -0.25, 0.0]).to(followed), rtol=2.0**-8, atol=1e-7)
+        exact[name].data[0, :3] = followed
+    model.use = step in (1, 5)
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)
+    engine.forward_backward(x, y)
+    if step == OVERFLOW:
+        model.first.weight.grad[0, 0] = float("inf")
+    scale = engine.scaler.get_scale()
+    used = {name: one for name, one in engine.named_parameters() if model.use or not name.startswith("sometimes")}
+    for name, one in exact.items():
+        one.grad = used[name].grad.double() / scale if name in used else None
+    result = engine.step()
+    engine.zero_grad()
+    assert result.stepped == (step != OVERFLOW)
+    if result.stepped:
+        nn.utils.clip_grad_norm_(exact.values(), 0.5)
+        reference.step()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """The compiled step with its functions as they are."""
+    monkeypatch.setattr(compiled, "compiled_step", lambda variant, _: step_function(variant))
+    monkeypatch.setattr(compiled, "why_not_inductor", lambda *_: None)
+
+
+def check(config, make, close):
+    engine, weights, exact, reference = train(config, make)
+    assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+    for name, value in weights.items():
+        torch.testing.assert_close(value.double(), exact[name].detach(), **close, msg=name)
+    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
+        for stepped, one in zip(group["params"], other["params"], strict=True):
+            assert engine.optimizer.state[stepped].get("step") == reference.state[one].get("step")
+
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+HALF = {"rtol": 2.0**-7, "atol": 2e-3}
+"""Weights and state that are themselves rounded to 16 bits in each step."""
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "adam": groups(torch.optim.Adam, amsgrad=True, maximize=True),
+    "adam with a tensor": lambda parameters: torch.optim.Adam(list(parameters), lr=torch.tensor(0.01), fused=True),
+    "sgd": groups(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "plain sgd": groups(torch.optim.SGD),
+}
+MODES = [
+    ("32-true", None, CLOSE),
+    ("64-true", None, {"rtol": 1e-9, "atol": 1e-9}),
+    ("bf16-mixed", None, CLOSE),
+    ("16-naive", None, CLOSE),
+    ("bf16-naive", None, CLOSE),
+    ("16-naive", "remainder", CLOSE),
+    ("bf16-naive", "remainder", CLOSE),
+    ("bf16-true", None, HALF),
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_function_is_that_of_torchs_optimizer(uncompiled, name):
+    check(configuration("32-true"), OPTIMIZERS[name], CLOSE)
+
+
+@pytest.mark.parametrize(("mode", "masters", "close"), MODES)
+def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, close):
+    check(configuration(mode, masters), ADAMW, close)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mode", "masters", "close"),
+    [mode if mode[:2] == ("16-naive", "remainder") else pytest.param(*mode, marks=[family, long]) for mode in MODES],
+)
+def test_the_compiled_step(mode, masters, close):
+    """Nothing is compiled again: not for another learning rate, scale, step count, range or set of parameters."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    compiled_step.cache_clear()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        check(configuration(mode, masters), ADAMW, close)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_remainders_have_the_bits_of_the_other_step(dtype):
+    """Of masters beside each number and tie, of those that are too large, and of infinities and NaN."""
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    masters = torch.cat([weights * factor for factor in (1.0, 1 + 2.0**-12, 1 - 2.0**-12, 1 + 2.0**-20, 1.0005)])
+    weight, remainder = torch.empty_like(masters, dtype=dtype), torch.empty_like(masters, dtype=torch.int16)
+    split(masters, weight, remainder)
+    assert torch.equal(left_over(masters, masters.to(dtype)), remainder.int())
+    assert torch.equal(joined(weight, remainder).view(torch.int32), join(weight, remainder).view(torch.int32))
+
+
+@pytest.mark.parametrize(("mode", "masters"), [("16-naive", None), ("16-naive", "remainder"), ("32-true", None)])
+def test_weights_stay_near_those_of_the_other_step(uncompiled, mode, masters):
+    """The same arithmetic in another order: the masters differ by a few of their units."""
+    _, weights, *_ = train(configuration(mode, masters), ADAMW)
+    engine, others, *_ = train(configuration(mode, masters, compile=False), ADAMW)
+    assert type(engine._optimizer_step.update) is FusedStep
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)
+
+
+def test_saved_state_continues_in_either_step(uncompiled, tmp_path):
+    """Bit for bit in the compiled one, and near it in the other."""
+    folder = tmp_path / "state"
+
+    def trained(steps, compile=True, saved=False):
+        with paramp.launch_from_torch(configuration("16-naive", "remainder", compile=compile)):
+            model = Net()
+            engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+            if saved:
+                engine.load(folder)
+            for step in steps:
+                engine.forward_backward(torch.full((2, 7), 0.5 + step), torch.zeros(2, 3))
+                engine.step()
+                engine.zero_grad()
+            if len(steps) == 3 and not saved:
+                engine.save(folder)
+            return engine.full_state_dict()
+
+    whole = trained(range(6))
+    trained(range(3))
+    resumed = trained(range(3, 6), saved=True)
+    other = trained(range(3, 6), compile=False, saved=True)
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_under_zero_each_rank_steps_its_part(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "compiled_step", lambda variant, _: step_function(variant))
+        patch.setattr(compiled, "why_not_inductor", lambda *_: None)
+        weights = {}
+        for zero in (0, 1):
+            config = configuration("16-naive", "remainder", parallel={"zero": zero}) | {"clip_grad_norm": None}
+            with paramp.launch_from_torch(config) as context:
+                model = Net()
+                engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+                for step in range(3):
+                    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2 * step + context.dp.rank))
+                    engine.forward_backward(x, torch.ones(4, 3))
+                    engine.step()
+                    engine.zero_grad()
+                assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+                weights[zero] = engine.full_state_dict()
+        for name, value in weights[0].items():
+            assert torch.equal(value, weights[1][name]), name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends_that_make_no_kernels_leave_the_step_as_it_is(backend):
+    with paramp.launch_from_torch({"compile": {"backend": backend}}):
+        model = Net()
+        engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+        assert type(engine._optimizer_step.update) is FusedStep
+
+
+def test_without_a_compiler_the_step_is_not_compiled_and_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with paramp.launch_from_torch({"compile": True}):
+        model = Net()
+        with pytest.warns(UserWarning, match=r"the optimizer step is not compiled: no C\+\+ compiler"):
+            engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
+        assert type(engine._optimizer_step.update) is FusedStep
+
+
+def test_a_kernel_that_drops_roundings_is_not_used(uncompiled, monkeypatch):
+    def wrong(weight, master, *others):
+        master.copy_(weight)
+
+    monkeypatch.setattr(compiled, "compiled_step", lambda variant, _: wrong)
+    with pytest.warns(UserWarning, match="drops roundings"):
+        _, weights, *_ = train(configuration("16-naive"), ADAMW)
+    _, others, *_ = train(configuration("16-naive", compile=False), ADAMW)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
+SCRIPT = """
+import sys, torch, paramp
+with paramp.launch_from_torch({}):
+    model = torch.nn.Linear(3, 3)
+    engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), torch.nn.functional.mse_loss)
+    engine.forward_backward(torch.ones(2, 3), torch.ones(2, 3))
+    engine.step()
+sys.exit("torch._inductor.compile_fx" in sys.modules)  # torch.optim itself loads torch._dynamo
+"""
+
+
+def test_a_step_without_compile_loads_no_compiler():
+    assert subprocess.run([sys.executable, "-c", SCRIPT], check=False).returncode == 0
+
+
+def test_under_a_dispatch_mode_the_other_step_is_made(uncompiled, monkeypatch):
+    """torch would never again run the compiled code after it was called under one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def refused(*_):
+        raise AssertionError("called under a dispatch mode")
+
+    monkeypatch.setattr(compiled, "compiled_step", lambda *_: refused)
+    with FlopCounterMode(display=False):
+        _, weights, *_ = train(configuration("16-naive"), ADAMW)
+    _, others, *_ = train(configuration("16-naive", compile=False), ADAMW)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
