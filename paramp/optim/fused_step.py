@@ -19,7 +19,7 @@ from ..base.scratch import Scratch
 from .flat_params import NO_GROUP, FlatWeights
 from .param_buffer import Buffer, FlatParam, StepRange
 
-CACHE_BLOCK = {"cpu": 2**19, "cuda": 2**23}
+CACHE_BLOCK = {"cpu": 2**18, "cuda": 2**23}
 """Elements of a block, by device: few enough to stay in the cache between the passes over them."""
 
 Options = Mapping[str, Any]

@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ...base.compilers import why_not_inductor
 from ...distributed.context import ParallelContext
 from ..flat_params import FlatWeights
-from ..fused_step import CACHE_BLOCK, FusedStep
+from ..fused_step import FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
 from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
 
+BLOCK = 2**19
+"""Elements of a block on a CPU. A call costs some 25 us, and only one block of a result is read again."""
 TRIED = 256
 """Elements of the step with which each kernel is compared with its uncompiled function."""
 
@@ -81,7 +83,7 @@ class CompiledStep(FusedStep):
                 super()._run([step_range], grad_scale, found_inf)
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
-            size = CACHE_BLOCK["cpu"] if self._on_cpu else step_range.length
+            size = BLOCK if self._on_cpu else step_range.length
             for start in range(0, step_range.length, size):
                 self._compiled_block(kernel, step_range, start, min(start + size, step_range.length), row, skip)
 
