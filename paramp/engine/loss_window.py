@@ -375,7 +375,8 @@ class LossWindow:
             Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
         summed = self.findings(totals)
-        dist.all_reduce(summed)
+        if self._context.world_size > 1:
+            dist.all_reduce(summed)
         with self.failing() if totals is None else nullcontext():
             self.failure.publish(summed[4], wait=self._context.stage_axis.size > 1)
         return (summed[0] / summed[1]).float()
