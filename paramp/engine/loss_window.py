@@ -377,7 +377,8 @@ class LossWindow:
             Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
         summed = self.findings(totals)
-        dist.all_reduce(summed)
+        if self._context.world_size > 1:
+            dist.all_reduce(summed)
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
         is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
         if not is_left_to_step:
