@@ -90,11 +90,11 @@ def plain(model: nn.Module, context: ParallelContext) -> tuple[nn.Module, dict[s
     if options is not None and config.compile_options is None:
         replace(config, compile=True)  # raises if the layout does not go with it
     options = config.compile_options if config.compile_options is not None else options
+    check_compiler(options, context)
     if options is not None and ComputeContext.in_layout(context).emulate:
         if context.is_main:
             warnings.warn(EMULATED.format(config.precision.name), stacklevel=3)
         return model, None
-    check_compiler(options, context)
     return model, options
 
 

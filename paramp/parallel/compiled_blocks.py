@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
@@ -34,7 +35,7 @@ from .activation_checkpointing import repeated_blocks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEFAULT = "inductor"
 """torch's default backend."""
-INSTALL = 'or choose a backend that needs none: compile={"backend": "aot_eager"}'
+INSTALL = 'install it, or choose a backend that needs none: compile={"backend": "aot_eager"}'
 
 
 class CompiledBlocks:
@@ -198,22 +199,6 @@ def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) 
     backend = None if options is None else options.get("backend", DEFAULT)
     if getattr(backend, "compiler_name", backend) != DEFAULT:
         return
-    for rank, missing in enumerate(gather_objects(_missing_compiler(context.device))):
+    for rank, missing in enumerate(gather_objects(why_not_inductor(context.device.type, {}))):
         if missing is not None:
-            raise ConfigError(f"compile: rank {rank} has {missing}, {INSTALL}")
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """What torch's default backend lacks on ``device``, with the fix; None if nothing."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "no Triton that works on its GPU, which torch's default backend needs; install"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler, which torch's default backend needs on CPUs; install one, such as g++"
-    return None
+            raise ConfigError(f"compile: on rank {rank} {missing}; {INSTALL}")

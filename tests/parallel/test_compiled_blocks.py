@@ -250,14 +250,12 @@ def test_what_runs_eagerly_says_so():
     assert counts.graphs == 0
 
 
-def test_without_a_compiler_initialize_names_the_fix():
-    import torch._inductor.config as inductor
-
-    fix = r'no C\+\+ compiler, .*; install one, .*or choose .*: compile=\{"backend": "aot_eager"\}'
-    missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler")})
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])  # of the second, only the optimizer step is compiled
+def test_without_a_compiler_initialize_names_the_fix(precision, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    fix = r'on rank 0 no C\+\+ compiler no-such-compiler .*; install it, or choose .*: compile={"backend": "aot_eager"}'
     with (
-        launch({"compile": True}),
-        missing,
+        launch({"compile": True, "precision": precision}),
         pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"),
     ):
         initialize()

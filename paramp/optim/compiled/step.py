@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ...base.compilers import why_not_inductor
 from ...distributed.context import ParallelContext
 from ..flat_params import FlatWeights
 from ..fused_step import FusedStep
@@ -26,26 +24,14 @@ TRIED = 256
 
 
 def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer, FlatWeights], FusedStep]:
-    """Makes the step of an optimizer that has fused kernels; compiled if the configuration asks for it and it can be.
+    """Makes the step of an optimizer that has fused kernels: compiled if the configuration asks for it with Inductor.
 
-    A collective of the world if it asks: the two differ in bits, so that all ranks have to take the same.
+    Every rank has Inductor's compiler then (:func:`paramp.parallel.compiled_blocks.check_compiler`).
     """
     options = context.config.compile_options
-    if options is None:
+    if options is None or options.get("backend", "inductor") != "inductor":
         return FusedStep
-    reason = why_not_inductor(context.device.type, options)
-    if not _on_any_rank(reason is not None, context):
-        return functools.partial(CompiledStep, settings=options.get("options") or {})
-    if options.get("backend", "inductor") == "inductor" and context.is_main:
-        warnings.warn(f"compile: the optimizer step is not compiled: {reason or 'another rank cannot'}", stacklevel=2)
-    return FusedStep
-
-
-def _on_any_rank(flag: bool, context: ParallelContext) -> bool:
-    count = torch.tensor(float(flag), device=context.device)
-    if context.world_size > 1:
-        dist.all_reduce(count)
-    return bool(count)
+    return functools.partial(CompiledStep, settings=options.get("options") or {})
 
 
 class CompiledStep(FusedStep):
