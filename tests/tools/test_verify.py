@@ -336,7 +336,8 @@ def test_user_errors_are_reported_by_the_single_run(changes, message):
         see(World(0, 1, "cpu"), Options(**(own | changes)), "single")
 
 
-def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path):
+def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which gets the file's folder, as for a script
     file = tmp_path / "random.py"
     file.write_text("class Thing:\n    pass\n\nthing = Thing()\n")
     kind, thing = (load_attribute(f"{file}:{name}", "model") for name in ("Thing", "thing"))
