@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from .dtensor import wrap
+from .dtensor import local, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -84,6 +84,20 @@ def on_local(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Ten
         return function(tensor)
     result = function(part)
     return tensor if result is part else with_local(cast("DTensor", tensor), result)
+
+
+def register_hook(call: Callable[..., Any], whole: DTensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """``torch.Tensor.register_hook``, which is ``call``, also of an activation whose local tensor is in use already."""
+    part = local_in_graph(whole)
+    if part is None or part.is_leaf:
+        return call(whole, hook)
+    like = cast("DTensor", whole.detach())  # without the part, whose hooks the garbage collector does not traverse
+
+    def on_part(gradient: torch.Tensor) -> torch.Tensor | None:
+        changed = hook(wrap(gradient, like))
+        return None if changed is None else local(changed)
+
+    return part.register_hook(on_part)
 
 
 def grad(

@@ -141,3 +141,40 @@ def test_autograd_grad_goes_through_an_engine_s_forward(world):
         expected = torch.autograd.grad(GPT.loss(plain(x), y), list(plain.parameters()))
         for name, one, other in zip(names, found, expected, strict=True):
             torch.testing.assert_close(full(one), other, atol=1e-13, rtol=1e-9, msg=name)
+
+
+def doubled_late(logits, target):
+    loss = GPT.loss(logits, target)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return loss
+
+
+def changed_under_a_view(logits, target):
+    rows = logits.view(-1, logits.shape[-1])
+    logits.div_(2)
+    return F.cross_entropy(rows, target.reshape(-1))
+
+
+def changed_through_a_view(logits, target):
+    logits.flatten(0, 1).mul_(2)
+    return F.cross_entropy(logits.transpose(1, 2), target)
+
+
+@pytest.mark.parametrize("criterion", [doubled_late, changed_under_a_view, changed_through_a_view])
+@on_ranks(2)
+def test_a_criterion_that_changes_logits_after_they_were_used(world, criterion):
+    """Gradients are those of one process, or there is an error."""
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "precision": "64-true"}, device="cpu"):
+        plain, engine = gpt(), engine_of(gpt(), criterion)
+        (x, y), *_ = batches()
+        if criterion is not doubled_late:
+            with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
+                engine.forward_backward(x, y)
+            return
+        engine.forward_backward(x, y)
+        engine.zero_grad()
+        engine.forward_backward(x, y)
+        criterion(plain(x), y).backward()
+        for name, parameter in plain.named_parameters():
+            gradient = full(engine.module.get_parameter(name).grad)
+            torch.testing.assert_close(gradient, parameter.grad, atol=1e-13, rtol=1e-9, msg=name)

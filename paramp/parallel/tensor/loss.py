@@ -15,16 +15,23 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
-from ...base.local_leaves import grad, with_local
+from ...base.local_leaves import grad, register_hook, with_local
 from ...distributed.collectives import all_reduce_
 from .exchange import as_shards, local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+SHARING = "_paramp_reshaped"
+"""The attribute of DTensors whose memory :func:`_reshaped` shares: a list, empty until one of them was changed.
+
+Autograd does not know that they share it, so the others would have the new values without the new graph.
+"""
 
 
 @contextmanager
@@ -45,10 +52,29 @@ class _ShardedVocabulary(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        sharing = [base for value in tree_leaves((args, kwargs)) if (base := _sharing(value)) is not None]
+        if not sharing:
+            return self._run(func, args, kwargs)
+        if any(vars(tensor)[SHARING] for tensor in sharing) and func.__name__ != "__get__":
+            raise RuntimeError(
+                "criterion: the logits were changed in place through another view of the same memory (view, reshape or "
+                "flatten), expected changes of new tensors where the vocabulary is sharded, such as logits = logits / 2"
+            )
+        nodes = [tensor.grad_fn for tensor in sharing]
+        output = self._run(func, args, kwargs)
+        for tensor, node in zip(sharing, nodes, strict=True):
+            if tensor.grad_fn is not node:
+                vars(tensor)[SHARING].append(True)
+                vars(tensor)[SHARING] = []
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.cross_entropy and _has_sharded_classes(args[0] if args else kwargs.get("input")):
             return _cross_entropy(*args, **kwargs)
         if func is torch.autograd.grad:
             return grad(func, *args, **kwargs)
+        if func is torch.Tensor.register_hook and is_dtensor(args[0]):
+            return register_hook(func, *args, **kwargs)
         if func in (torch.Tensor.flatten, torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
             shape = _shape_of_rows(func, *args)
             if shape is not None:
@@ -59,6 +85,14 @@ class _ShardedVocabulary(TorchFunctionMode):
         if isinstance(output, torch.Tensor):
             return _plain_unless_sharded(output)
         return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if isinstance(output, tuple) else output
+
+
+def _sharing(value: Any) -> torch.Tensor | None:
+    """``value``, or the tensor that it is a view of, if it shares its memory with other DTensors."""
+    if not is_dtensor(value):
+        return None
+    base = value if value._base is None else value._base
+    return base if SHARING in vars(base) else None
 
 
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +117,10 @@ def _reshaped(logits: DTensor, shape: list[int]) -> torch.Tensor:
     """``logits`` with the dims ``shape`` before the last, over which they are sharded, without DTensor's dispatch."""
     rows = local_shard(logits)
     rows = rows.reshape(*shape, rows.shape[-1])
-    return as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1])
+    whole = as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1])
+    base = logits if logits._base is None else logits._base
+    vars(whole)[SHARING] = vars(base).setdefault(SHARING, [])
+    return whole
 
 
 def _class_dim(logits: torch.Tensor) -> int:
