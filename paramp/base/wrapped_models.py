@@ -70,14 +70,17 @@ def without_compilation(model: nn.Module) -> tuple[nn.Module, dict[str, Any] | N
 def _original(module: Any, kind: Any, found: list[Any]) -> nn.Module:
     if not isinstance(module, kind):
         return module
-    found.append(module.dynamo_ctx)
+    if module.dynamo_ctx.callback is None:  # torch.compiler.disable(module), which stays so within a compiled block
+        module._orig_mod.forward = module.dynamo_ctx(module._orig_mod.forward)
+    else:
+        found.append(module.dynamo_ctx)
     return _original(module._orig_mod, kind, found)
 
 
 def _undo_own(module: nn.Module, found: list[Any]) -> None:
     """Undo ``module.compile()`` and ``module.forward = torch.compile(module.forward)``."""
     compiled = vars(module).get("forward")
-    if hasattr(compiled, "_torchdynamo_orig_callable"):
+    if hasattr(compiled, "_torchdynamo_orig_callable") and not hasattr(compiled, "_torchdynamo_disable"):
         found.append(_context(compiled))
         original = compiled.__wrapped__  # type: ignore[union-attr]
         del module.__dict__["forward"]

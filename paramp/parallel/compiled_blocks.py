@@ -28,7 +28,7 @@ from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
-from ..distributed.collectives import gather_objects
+from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
 
@@ -197,8 +197,10 @@ class _Reports:
 def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) -> None:
     """Raise a ConfigError on every rank if the backend of ``options`` lacks its compiler on one. A collective."""
     backend = None if options is None else options.get("backend", DEFAULT)
-    if getattr(backend, "compiler_name", backend) != DEFAULT:
-        return
-    for rank, missing in enumerate(gather_objects(why_not_inductor(context.device.type, {}))):
+    is_default = getattr(backend, "compiler_name", backend) == DEFAULT
+    own = why_not_inductor(context.device.type, {}) if is_default else None
+    # Every rank takes part: a model may come compiled on some ranks only. A gathering from thousands takes seconds.
+    reasons = [own] if equal_everywhere(own, context.device) else gather_objects(own)
+    for rank, missing in enumerate(reasons):
         if missing is not None:
             raise ConfigError(f"compile: on rank {rank} {missing}; {INSTALL}")

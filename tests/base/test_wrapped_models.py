@@ -163,3 +163,23 @@ def test_models_that_are_distributed_already_are_refused(world):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with pytest.raises(paramp.ConfigError, match=f"^model: {message}"):
                 paramp.initialize(model, optimizer, F.mse_loss)
+
+
+def part_disabled(model):
+    model[0].up = torch.compiler.disable(model[0].up)
+    model[1].down.forward = torch.compiler.disable(model[1].down.forward)
+    return model
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": counting}])
+def test_a_disabled_module_stays_so_and_asks_for_no_compilation(compile):
+    graphs.clear()
+    with warnings.catch_warnings(), paramp.launch_from_torch({"compile": compile}):
+        warnings.filterwarnings("ignore", "compile: the graph of .* breaks|The .grad attribute")
+        model = part_disabled(build())
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine.forward_backward(torch.ones(2, 8), torch.ones(2, 8))
+    assert [*dict(engine.module.named_parameters())] == [*dict(build().named_parameters())]
+    assert bool(graphs) == bool(compile)
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum("linear" in target for target in targets) == (2 if compile else 0)  # of the blocks' four

@@ -159,6 +159,20 @@ def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, clos
     check(configuration(mode, masters), ADAMW, close)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_infinite_weight_without_a_gradient_stays_as_it_is(uncompiled, kind):
+    """As in a learned mask: without L2 decay, the gradient is not 0 times infinity."""
+    with paramp.launch_from_torch({"compile": True}):
+        model = Net()
+        model.first.bias.data[0] = -torch.inf
+        engine, *_ = paramp.initialize(model, kind(model.parameters(), lr=0.1), F.l1_loss)
+        engine.forward_backward(torch.ones(2, 7), torch.ones(2, 3))
+        model.first.bias.grad.zero_()
+        model.last.weight.grad.zero_()
+        assert engine.step().stepped
+        assert engine.full_state_dict()["first.bias"][0] == -torch.inf
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("mode", "masters", "close"),

@@ -261,6 +261,14 @@ def test_without_a_compiler_initialize_names_the_fix(precision, monkeypatch):
         initialize()
 
 
+@on_ranks(2)
+def test_a_model_compiled_on_one_rank_without_a_compiler_is_an_error_on_every_rank(world):
+    with pytest.MonkeyPatch.context() as patch, launch({"hang_timeout": 20}):
+        patch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(paramp.ConfigError, match=r"^compile: on rank 1 no C\+\+ compiler"):
+            initialize(torch.compile(gpt()) if world.rank else gpt())
+
+
 def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
     split = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}
     from paramp.config.files import load

@@ -39,6 +39,11 @@ def _rate(group: Options) -> float:
     return 0.0 if torch.is_tensor(group["lr"]) else float(group["lr"])
 
 
+def _l2(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The gradient of L2 decay; 0 also for infinite values if ``factor`` is 0, as torch then leaves it out."""
+    return torch.where(factor == 0, 0.0, factor * value)
+
+
 def _adam_options(group: Options) -> tuple[float, ...]:
     decay, (beta1, beta2) = float(group["weight_decay"]), group["betas"]
     decoupled = bool(group.get("decoupled_weight_decay"))
@@ -55,7 +60,7 @@ def _adam(
     value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, _nesterov: bool
 ) -> Update:
     exp_avg, exp_avg_sq, *largest = state
-    gradient = gradient + c[2] * value
+    gradient = gradient + _l2(value, c[2])
     exp_avg = exp_avg + c[3] * (gradient - exp_avg)
     exp_avg_sq = c[4] * exp_avg_sq + c[5] * gradient * gradient
     largest = [torch.maximum(one, exp_avg_sq) for one in largest]
@@ -74,7 +79,7 @@ def _sgd_coefficients(options: torch.Tensor, _: torch.Tensor) -> Sequence[torch.
 def _sgd(
     value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, nesterov: bool
 ) -> Update:
-    gradient = gradient + c[2] * value
+    gradient = gradient + _l2(value, c[2])
     momentum = [c[3] * one + gradient for one in state]
     change = momentum[0] if momentum else gradient
     if nesterov:
