@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +21,14 @@ from .layout import ParallelConfig
 from .training import TrainConfig
 
 DEFAULT_SEED = 1024
-COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
-"""The options of ``torch.compile`` that the key ``compile`` takes."""
+COMPILE_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "backend": ("the name of a backend or a callable", lambda value: isinstance(value, str) or callable(value)),
+    "mode": ("the name of a mode, or None", lambda value: isinstance(value, str | None)),
+    "dynamic": ("True, False or None", lambda value: isinstance(value, bool | None)),
+    "fullgraph": ("True or False", lambda value: isinstance(value, bool)),
+    "options": ("a table of the backend's options, or None", lambda value: isinstance(value, Mapping | None)),
+}
+"""The options of ``torch.compile`` that the key ``compile`` takes: what is allowed, and whether a value is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +112,10 @@ class Config:
 
     def _check_compile(self, splits_backward: bool) -> None:
         options, names = self.compile, ", ".join(COMPILE_OPTIONS)
-        for name in options if isinstance(options, Mapping) else ():
-            known = f"one of {names}{nearest(name, COMPILE_OPTIONS)}"
-            require(name in COMPILE_OPTIONS, "compile", name, known)
+        for name, value in options.items() if isinstance(options, Mapping) else ():
+            require(name in COMPILE_OPTIONS, "compile", name, f"one of {names}{nearest(name, COMPILE_OPTIONS)}")
+            allowed, is_allowed = COMPILE_OPTIONS[name]
+            require(is_allowed(value), f"compile.{name}", value, allowed)
         whole = f"False, because the schedule {self.parallel.pipeline.schedule!r} runs each backward in two halves"
         require(options is False or not splits_backward, "compile", options, whole)
 

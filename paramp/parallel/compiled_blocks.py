@@ -71,6 +71,10 @@ class CompiledBlocks:
                 if where := _on_dtensors(block):
                     reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
                     continue
+                if where := self._draws_again(block):
+                    why = "draws differently on tensor ranks: its graph breaks, and 'selective' needs it whole"
+                    reports.warn(where, f"{name!r} runs eagerly, because {where} {why}")
+                    continue
                 if where := _with_hooks(block):
                     reports.warn(where, f"{name!r} runs eagerly while {where} in it has hooks")
                 alike[_signature(block)].append((name, block))
@@ -78,6 +82,15 @@ class CompiledBlocks:
             run = _compiled(type(group[0][1]).__name__, self._options)
             for name, block in group:
                 block._compiled_call_impl = _Call(name, block, run, reports)
+
+    def _draws_again(self, block: nn.Module) -> str | None:
+        """The name and class of a dropout in ``block`` that compiled selective checkpointing could not repeat."""
+        selective = self._context.config.activation_checkpointing == "selective"
+        if selective and self._context.tensor_axis.size > 1:
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Dropout) and module.p:
+                    return _named(name, module)
+        return None
 
 
 def _signature(block: nn.Module) -> object:

@@ -160,6 +160,11 @@ def test_the_table_of_modes_has_the_documented_rows():
         ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
         ({"parallel": {"data": True}}, r"parallel\.data: got True"),
         ({"parallel": {"zero": 2}}, r"parallel\.zero: got 2, expected 0 or 1"),
+        ({"compile": {"bakcend": "eager"}}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
+        ({"compile": {"fullgraph": "no"}}, r"compile\.fullgraph: got 'no', expected True or False"),
+        ({"compile": {"backend": None}}, r"compile\.backend: got None, expected the name of a backend or a callable"),
+        ({"compile": {"dynamic": "yes"}}, r"compile\.dynamic: got 'yes', expected True, False or None"),
+        ({"compile": {"options": 3}}, r"compile\.options: got 3, expected a table of the backend's options"),
         ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
         (
             {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},

@@ -134,6 +134,20 @@ def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     assert all(re.match(r"compile: the graph of 'blocks\.0', a Block, breaks at .*\.py:\d+, in ", one) for one in said)
 
 
+@on_ranks(2)
+def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_says_so(world):
+    config = {"parallel": {"tensor": 2}, "dropout": 0.1, "steps": 3, "activation_checkpointing": "selective"}
+    counts = counting()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        results = train(counts, **config)
+    assert counts.calls == 0
+    assert results == train(None, **config)
+    said = [str(one.message) for one in found if "runs eagerly, because" in str(one.message)]
+    assert bool(said) == (world.rank == 0)
+    assert all("a Dropout, draws differently on tensor ranks" in one for one in said)
+
+
 @pytest.mark.parametrize("mode", ["fp8-mixed", "64-true", "bf16-true"])
 def test_other_modes_train_as_eagerly(mode, capsys):
     counts = counting()
