@@ -16,11 +16,57 @@ import torch.distributed as dist
 from torch.library import Library
 
 from ..base import trees
+from ..base.scratch import Scratch
+
+_OF_TWO: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+_SWAP_TAG = 7
+_SMALL = 2**16
+"""Bytes up to which two ranks send each other a sum of any dtype."""
+_PIECE = 2**19
+"""Elements that they send each other at a time; bounds the memory for what arrives."""
+_received = Scratch()
 
 
-def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
-    """``dist.all_reduce`` without its checks, which cost as much as a small layer; ``tensor`` is plain and dense."""
-    group.allreduce([tensor], op).wait()
+@torch.no_grad()
+def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
+    """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
+
+    Two ranks send each other their tensors where that is faster than gloo's ring; the sums have the same bits.
+
+    Args:
+        tensor: plain, dense, any dtype.
+        op: SUM or MAX.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    if not _is_faster_swapped(tensor, group):
+        group.allreduce([tensor], op).wait()
+        return
+    combine, rank = _OF_TWO[op], group.rank()
+    for own in tensor.view(-1).split(_PIECE):
+        other = _received.like(str(own.dtype), own, own.dtype)
+        _swap(own, other, group)
+        combine(*((own, other) if rank == 0 else (other, own)), out=own)  # NaNs have the bits of the first
+
+
+def _is_faster_swapped(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the sum of ``tensor`` over ``group`` is that of two ranks over gloo, small, or in fp16.
+
+    gloo's ring takes 0.45 ms on one machine for a few values, two messages 0.3 ms; for 1 MB of fp16, which gloo adds
+    up without vector instructions, 2.0 and 1.0 ms. Larger sums in other dtypes are faster in the ring.
+    """
+    if group.size() != 2 or tensor.device.type != "cpu" or dist.get_backend(group) != "gloo":
+        return False
+    return tensor.nbytes <= _SMALL or tensor.dtype is torch.float16
+
+
+def _swap(own: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send ``own`` to the other rank of ``group``, and receive its ``own`` as ``other``; both dense."""
+    peer = 1 - group.rank()
+    received = group.recv([other], peer, _SWAP_TAG)
+    sent = group.send([own], peer, _SWAP_TAG)
+    received.wait()
+    sent.wait()
 
 
 @torch.no_grad()
@@ -70,10 +116,10 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
         buckets[tensor.device, tensor.dtype if dtype is None else dtype].append(tensor)
     for (_, wide), bucket in buckets.items():
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype is wide:
-            dist.all_reduce(bucket[0], group=group)
+            all_reduce_(bucket[0], group)
             continue
         flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
-        dist.all_reduce(flat, group=group)
+        all_reduce_(flat, group)
         chunks = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [chunk.view_as(tensor) for chunk, tensor in zip(chunks, bucket, strict=True)])
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import CheckpointError
 from ..base.trees import map_tensors
+from ..distributed.collectives import all_reduce_
 from ..distributed.context import ParallelContext, TiedParameter
 from ..observe.replay import Window
 from ..optim.flat_gradients import FlatGradients
@@ -378,7 +379,7 @@ class LossWindow:
         """
         summed = self.findings(totals)
         if self._context.world_size > 1:
-            dist.all_reduce(summed)
+            all_reduce_(summed)
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
         is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
         if not is_left_to_step:

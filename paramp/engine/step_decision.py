@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from ..distributed.collectives import all_reduce_
 from ..distributed.context import ParallelContext
 from ..optim.compiled.step import fused_step_for
 from ..optim.flat_gradients import FlatGradients
@@ -68,7 +68,7 @@ def decide_step(
     presence = [gradients.presence(first_names)] if differ else []
     control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
     if context.world_size > 1:
-        dist.all_reduce(control)
+        all_reduce_(control)
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = control[:8].unbind()
     scale = scale.double()
     overflow = (found_any > 0) | ~squares.isfinite()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from paramp.distributed import collectives
-from paramp.distributed.collectives import broadcast_
+from paramp.distributed.collectives import all_reduce_, broadcast_
 
 VIEWS = {
     "dense": lambda tensor: tensor,
@@ -71,3 +71,31 @@ def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world
     assert torch.equal(twice, values[0].repeat(2))
     assert "c10d::_allgather_base_" in names
     assert "c10d::allgather_into_tensor_coalesced_" not in names
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX], ids=["sum", "max"])
+@on_ranks(2)
+def test_two_ranks_reduce_to_the_bits_of_gloos_ring(world, op):
+    generator = torch.Generator().manual_seed(world.rank)
+    cases = [(3, torch.float64), (2**14 + 1, torch.float32), (2**15, torch.bfloat16), (5, torch.int64), (0, torch.half)]
+    cases += [(2**19 * 2 + 7, torch.float16), (2**18, torch.float32)]  # several pieces; large enough for the ring
+    for size, dtype in cases:
+        values = torch.randn(size, generator=generator).mul_(100).to(dtype)
+        values[:2] = torch.tensor([[2.0, 70.0], [-3.0, 9.0]])[world.rank][: values[:2].numel()].to(dtype)
+        expected = values.clone()
+        dist.all_reduce(expected, op)
+        all_reduce_(values, op=op)
+        assert torch.equal(values, expected), (size, dtype)
+
+
+@on_ranks(2)
+def test_two_ranks_sum_what_is_not_finite_to_the_same_bits(world):
+    """The payload of a NaN is that of the first operand, which differs here from rank to rank."""
+    payloads = torch.tensor([0x7E01, 0x7E02], dtype=torch.int16)
+    values = torch.cat([payloads[world.rank :][:1].view(torch.half), torch.tensor([65504.0, -torch.inf]).half()])
+    all_reduce_(values)
+    both = [torch.empty(3, dtype=torch.int32) for _ in range(2)]
+    dist.all_gather(both, values.view(torch.int16).int())
+    assert torch.equal(*both)
+    assert values.isnan().tolist() == [True, False, False]
+    assert values[1:].tolist() == [torch.inf, -torch.inf]

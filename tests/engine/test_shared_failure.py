@@ -7,6 +7,7 @@ from pool import on_ranks
 from torch import nn
 
 import paramp
+from paramp.distributed.collectives import all_reduce_
 
 
 class Fragile(nn.Module):
@@ -240,7 +241,7 @@ def test_tensor_ranks_that_fail_together_and_alone(world):
             for _ in range(2):
                 with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|tensor axis alone"):
                     engine.evaluate(*batch(1))
-            torch.distributed.all_reduce(torch.zeros(5, dtype=torch.float64))
+            all_reduce_(torch.zeros(5, dtype=torch.float64))
     finally:
         module.SECONDS_OF_GRACE = grace
 
@@ -267,7 +268,7 @@ def test_a_tensor_rank_of_a_pipeline_that_fails_alone(world):
             assert layer.good_backwards == -1
             for _ in range(2):  # the test comes in its place: two microbatches, and the loss
                 torch.distributed.recv(torch.empty(2, 4), group=context.pp.group, group_src=1)
-            torch.distributed.all_reduce(torch.zeros(5, dtype=torch.float64))
+            all_reduce_(torch.zeros(5, dtype=torch.float64))
     finally:
         module.SECONDS_OF_GRACE = grace
 
