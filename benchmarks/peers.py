@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from paramp import ParallelContext
 from paramp.models import GPT
 
 
-class Peer:
+class Peer(ABC):
     """A library that wraps the model and the optimizer, and replicates both on every data rank."""
 
     package: ClassVar[str]
@@ -34,8 +35,9 @@ class Peer:
         self.norm = torch.zeros(())
         self._wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), context, mode)
 
+    @abstractmethod
     def _wrap(self, model: GPT, optimizer: torch.optim.Optimizer, context: ParallelContext, mode: str) -> None:
-        raise NotImplementedError
+        """Make the library's model and optimizer."""
 
 
 class Accelerate(Peer):

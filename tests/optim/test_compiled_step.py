@@ -10,12 +10,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from compiler import needs_compiler
 from families import family, long
 from pool import on_ranks
 from torch import nn
 
 import paramp
-from paramp.base import compilers
 from paramp.optim.compiled import step as compiled
 from paramp.optim.compiled.kernels import compiled_step, joined, left_over, step_function
 from paramp.optim.fused_step import FusedStep
@@ -27,8 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:compile.*run.* eagerly"),  # the model, which is not tested here
 ]
-WHY_NOT = compilers.why_not_inductor("cpu", {})
-needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 STEPS, OVERFLOW, EDIT = range(7), 2, 4
 
 

@@ -2,13 +2,13 @@
 
 import functools
 import re
-import shutil
 import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from compiler import needs_compiler
 from families import cases as chosen
 from families import family, long
 from matrix import LAYOUTS, MODES, from_small_scale
@@ -292,9 +292,6 @@ def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
         context.config = load({"parallel": split})
         with pytest.raises(paramp.ConfigError, match=r"^compile: got True, expected False, because the schedule 'zbv'"):
             plain(torch.compile(gpt(), backend="eager"), context)
-
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 
 
 @family
