@@ -25,7 +25,8 @@ from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
-from ..distributed.context import ROLES, ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
@@ -103,7 +104,7 @@ class Replicas:
         self._batches = batches
         self._weights = weights
         self._context = context
-        self._names = tuple(context.mesh.mesh_dim_names or ())
+        self._names = tuple(context.roles)
         self._optimizer = optimizer
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
@@ -127,7 +128,7 @@ class Replicas:
         groups: dict[nn.Parameter, ReplicaGroup] = {}
         for parameter, tie in tie_of.items():
             stages = tuple(self._stage_of(rank) for rank in dist.get_process_group_ranks(tie.group))
-            axes = {*replicated_axes(parameter, self._context), *ROLES["stage"]}
+            axes = {*replicated_axes(parameter, self._context), *self._context.axes_of("stage")}
             groups[parameter] = self._group(axes, stages, numbers[stages])
             numbers[stages] += 1
         return [
@@ -151,7 +152,7 @@ class Replicas:
             weight = part_of[param.name]
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes).difference(ROLES["batch"], ROLES["stage"])), None
+                group, tie = self._group(set(group.axes).difference(self._context.axes_of(*BATCH, "stage"))), None
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
@@ -159,9 +160,9 @@ class Replicas:
         return parts
 
     def _stage_of(self, rank: int) -> int:
-        """The coordinate of ``rank`` on the pipeline axis."""
-        coordinates = (self._context.mesh.mesh == rank).nonzero()[0].tolist()
-        return int(coordinates[self._names.index(*ROLES["stage"])])
+        """The coordinate of ``rank`` on the pipeline axis; 0 if there is none."""
+        coordinates = self._context.coordinates_of(rank)
+        return next((coordinates[name] for name in self._context.axes_of("stage")), 0)
 
     # --------------------------------------------------------------------------------------------------- comparing
 
@@ -287,8 +288,8 @@ class Replicas:
     def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
         """Broadcast along each axis in turn, from its first rank."""
         for name in part.group.axes:
-            tied = part.tie is not None and name in ROLES["stage"]
-            group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
+            tied = part.tie is not None and name in self._context.axes_of("stage")
+            group = part.tie.group if part.tie is not None and tied else self._context.group_along(name)
             broadcast_(tensor, group)
 
 
