@@ -25,7 +25,7 @@ from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext, TiedParameter, get_context
 from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
@@ -87,30 +87,55 @@ class _Part:
         return self.kind, self.group
 
 
+def check_replicas(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: DistributedGradScaler | None = None,
+    *,
+    context: ParallelContext | None = None,
+) -> list[Difference]:
+    """Compare the replicas of a model in a loop without an engine; a collective of the world, which changes nothing.
+
+    Args:
+        module: this rank's model, or its stage; parameters are plain or DTensors, on any meshes.
+        optimizer: of these parameters, whose state is compared too.
+        scaler: its scale and counters are compared too.
+        context: None: the current one.
+
+    Returns:
+        What differs, and on which ranks; the same on every rank. It synchronises with the device.
+    """
+    context = context or get_context()
+    return Replicas(module, None, context.ties, optimizer, scaler, None, context).check()
+
+
 class Replicas:
     """Compares this rank's values with its replica groups, and repairs differences."""
 
     def __init__(
         self,
         module: nn.Module,
-        weights: FlatWeights,
+        weights: FlatWeights | None,
         ties: Iterable[TiedParameter],
-        optimizer: torch.optim.Optimizer,
-        scaler: DistributedGradScaler,
-        batches: Window,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: DistributedGradScaler | None,
+        batches: Window | None,
         context: ParallelContext,
     ) -> None:
-        """``batches``: the window of the last step, in which a model group may have had different data."""
+        """``weights`` None: the optimizer, if given, steps the parameters of ``module`` themselves.
+
+        ``batches``: the window of the last step, in which a model group may have had different data.
+        """
         self._batches = batches
         self._weights = weights
         self._context = context
         self._names = tuple(context.roles)
-        self._optimizer = optimizer
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
-        parts = [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
+        parts = [] if scaler is None else [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
-        parts += self._stepped_parts({part.name: part for part in parts})
+        if optimizer is not None:
+            parts += self._stepped_parts({part.name: part for part in parts}, module, optimizer)
         self._parts = [part for part in parts if part.group.axes]
 
     # -------------------------------------------------------------------------------------------- replica groups
@@ -142,11 +167,18 @@ class Replicas:
             for name, parameter in module.named_parameters()
         ]
 
-    def _stepped_parts(self, part_of: Mapping[str, _Part]) -> list[_Part]:
+    def _stepped_parts(
+        self, part_of: Mapping[str, _Part], module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[_Part]:
         """Masters and optimizer state of the parameters that this rank steps.
 
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently.
         """
+        if self._weights is None:
+            return [
+                _Part(STATE, name, part_of[name].group, partial(_states, optimizer, parameter), part_of[name].tie)
+                for name, parameter in module.named_parameters()
+            ]
         parts: list[_Part] = []
         for param, stepped, buffer in self._weights.pairs():
             weight = part_of[param.name]
@@ -156,7 +188,7 @@ class Replicas:
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
-            parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
+            parts.append(_Part(STATE, param.name, group, partial(_states, optimizer, stepped), tie))
         return parts
 
     def _stage_of(self, rank: int) -> int:
@@ -260,7 +292,7 @@ class Replicas:
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
-        batches = [call.batch for call in self._batches.calls or ()]
+        batches = [call.batch for call in (self._batches and self._batches.calls) or ()]
         if (found := different_data(batches, self._context)) is not None:
             reported += f". A model group had different data: {found}"
         if not repair:
@@ -283,7 +315,8 @@ class Replicas:
             if (stage, part.name) in affected:
                 for tensor in part.tensors():
                     self._copy_from_lowest(tensor, part)
-        self._weights.write_back()
+        if self._weights is not None:
+            self._weights.write_back()
 
     def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
         """Broadcast along each axis in turn, from its first rank."""
@@ -300,4 +333,4 @@ def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:
 def _states(optimizer: torch.optim.Optimizer, stepped: nn.Parameter) -> list[torch.Tensor]:
     """The optimizer's state tensors with one value per element of ``stepped``, sorted by key."""
     values = [value for _, value in sorted(optimizer.state.get(stepped, {}).items())]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]
+    return [local(value) for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]
