@@ -113,7 +113,7 @@ def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshLayout:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh: got {shown(mesh)}, expected a torch.distributed.device_mesh.DeviceMesh; "
-            "an object that holds several meshes has the one over which the parameters lie"
+            "of an object that holds several meshes, such as transformers', pass the one over which the parameters lie"
         )
     if not mesh.mesh_dim_names:
         raise ConfigError(
@@ -160,7 +160,7 @@ def _roles(names: tuple[str, ...], given: Any) -> dict[str, Role]:
 def _check_ranks(mesh: DeviceMesh) -> None:
     ranks, world_size = sorted(mesh.mesh.flatten().tolist()), dist.get_world_size()
     if ranks != list(range(world_size)):
-        missing = "" if mesh.get_coordinate() is not None else f", and not rank {dist.get_rank()}, which has it"
+        missing = "" if mesh.get_coordinate() is not None else f" without this rank, {dist.get_rank()}"
         raise ConfigError(
             f"mesh: got a mesh of the ranks {one_line(str(ranks))}{missing}, expected all {world_size} ranks of the "
             "world; pass the whole mesh rather than a part of it such as mesh['tp']"

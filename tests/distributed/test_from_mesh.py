@@ -32,6 +32,11 @@ def of_torchtitan(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1):
     return by_name({"world": 4})._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=fake)
 
 
+def slice_of_torchtitan():
+    """What ``parallel_dims.get_mesh(["fsdp", "tp"])`` returns."""
+    return of_torchtitan(dp_shard=2, tp=2)["fsdp", "tp"]
+
+
 def of_older_torchtitan():
     """Axes of size 1 are left out; others are flattened."""
     mesh = by_name({"dp_replicate": 2, "dp_shard": 2})
@@ -54,7 +59,7 @@ def of_transformers():
 
 
 MESHES = {  # and the axes over which fully_shard shards
-    "torchtitan": (lambda: of_torchtitan(dp_shard=2, tp=2), ("fsdp",)),
+    "torchtitan": (slice_of_torchtitan, ("fsdp",)),
     "torchtitan-hsdp": (lambda: of_torchtitan(dp_replicate=2, dp_shard=2), ("dp_replicate", "fsdp")),
     "torchtitan-cp": (lambda: of_torchtitan(dp_shard=1, cp=2, tp=2), ("fsdp",)),
     "torchtitan-2025": (of_older_torchtitan, ("dp_replicate", "dp_shard")),
@@ -392,6 +397,9 @@ def test_one_context_after_another_and_one_that_is_left_twice():
         paramp.ParallelContext.from_mesh(None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        if not torch.cuda.is_available():
+            with pytest.raises(paramp.ConfigError, match="the device 'cuda', but torch sees no GPU; make a mesh of"):
+                paramp.ParallelContext.from_mesh(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))
         mesh = by_name({"dp": 1})
         torch.manual_seed(5)
         expected = torch.get_rng_state()
@@ -409,5 +417,11 @@ def test_one_context_after_another_and_one_that_is_left_twice():
             engine.forward_backward(torch.ones(2, 2), torch.zeros(2, 2))
             assert engine.step().stepped
         dist.all_reduce(torch.ones(()), group=mesh.get_group())
+    finally:
+        dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(paramp.ConfigError, match=r"the device 'cpu', for which .* \(cuda:gloo\) has no backend"):
+            paramp.ParallelContext.from_mesh(by_name({"dp": 1}))
     finally:
         dist.destroy_process_group()
