@@ -45,7 +45,7 @@ tensors, which needs the interpreter, and a thread that finds it ended aborts th
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it, or several axes of one role, flattened."""
+    """One axis of the mesh as this rank sees it, or several axes, flattened."""
 
     rank: int
     size: int

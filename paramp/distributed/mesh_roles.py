@@ -84,8 +84,9 @@ def read_mesh(
         different = _agree(mesh, found, problem)
         if different and problem is None:
             raise ConfigError(different)
-    if problem is not None or found is None:
-        raise problem or AssertionError
+    if problem is not None:
+        raise problem
+    assert found is not None
     return found
 
 
