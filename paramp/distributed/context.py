@@ -1,10 +1,13 @@
-""":class:`ParallelContext`: a ``DeviceMesh`` with the axes ``pp``, ``dp`` and ``tp``, and this rank's coordinates.
+""":class:`ParallelContext`: a ``DeviceMesh``, the roles of its axes, and this rank's coordinates.
 
-``tp`` varies fastest over the ranks and ``pp`` slowest. pp=2, dp=1, tp=2 places four ranks like this::
+The launch functions make a mesh with the axes ``pp``, ``dp`` and ``tp``; ``tp`` varies fastest over the ranks and
+``pp`` slowest. pp=2, dp=1, tp=2 places four ranks like this::
 
               tp 0     tp 1
     pp 0     rank 0   rank 1     first half of the layers, each split in two
     pp 1     rank 2   rank 3     second half
+
+:meth:`ParallelContext.from_mesh` takes a mesh that others made. Code asks for axes by role (:mod:`.mesh_roles`).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,20 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.dtensor import forget_sharding_decisions
 from ..base.spans import span
 from ..config.schema import Config
+from .collectives import gather_dtensors_over_gloo
 from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
+from .mesh_roles import BATCH, ROLES, Role, read_mesh
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
-ROLES = {"stage": ("pp",), "batch": ("dp",), "tensor": ("tp",)}
-"""The role of each mesh axis; the slowest first. ``stage``: each rank has its own parameters. ``batch``: ranks have
-parts of the batch and the same parameters, so gradients are summed. ``tensor``: ranks have shards or copies, according
-to each DTensor's placements."""
-AXES = tuple(name for names in ROLES.values() for name in names)
-(PIPELINE_AXIS,) = ROLES["stage"]
-"""The only axis along which ranks hold different parameters; along the others they shard or replicate the same ones."""
-(DATA_AXIS,) = ROLES["batch"]
-"""The axis over which ZeRO shards the optimizer state."""
 SECONDS_FOR_THREADS = 0.2
 """The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
 tensors, which needs the interpreter, and a thread that finds it ended aborts the process."""
@@ -48,7 +45,7 @@ tensors, which needs the interpreter, and a thread that finds it ended aborts th
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it."""
+    """One axis of the mesh as this rank sees it, or several axes, flattened."""
 
     rank: int
     size: int
@@ -79,12 +76,14 @@ class ParallelContext:
 
     Attributes:
         config: the resolved configuration.
-        mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included.
+        mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included; or that of :meth:`from_mesh`.
+        roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
         num_engines: how many engines ``initialize`` has made in it.
         device: the device of this rank.
-        pp, dp, tp: the :class:`Axis` of each name; ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by role.
+        pp, dp, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is ``dp_replicate`` and
+            ``dp_shard`` flattened. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by role.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         heartbeat: reports this rank's phase to the other ranks and watches them; None if there is none.
@@ -100,6 +99,8 @@ class ParallelContext:
         device: torch.device,
         owns_world: bool,
         heartbeat: Heartbeat | None = None,
+        mesh: DeviceMesh | None = None,
+        roles: Mapping[str, Role] = ROLES,
     ) -> None:
         self.config = config
         self.rank = rank
@@ -113,26 +114,100 @@ class ParallelContext:
         self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
-        ranks = torch.arange(world_size, device="cpu").view(_mesh_shape(config, world_size))
-        groups = [self._own_group(name, family_along(ranks, [axis])) for axis, name in enumerate(AXES)]
-        self.mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=AXES)
-        self.pp, self.dp, self.tp = self.stage_axis, self.batch_axis, self.tensor_axis = [
-            Axis(dist.get_rank(group), dist.get_world_size(group), group) for group in groups
-        ]
-        other_axes = [axis for axis, name in enumerate(AXES) if name != DATA_AXIS]
-        self.model_group = self._own_group("model", family_along(ranks, other_axes))
+        self.mesh: DeviceMesh = self._make_mesh() if mesh is None else mesh
+        self.roles = {name: roles[name] for name in self.mesh.mesh_dim_names or ()}
+        self.pp = self.stage_axis = self._axis("stage")
+        self.dp = self.batch_axis = self._axis(*BATCH)
+        self.tp = self.tensor_axis = self._axis("tensor")
+        self.model_group = self._own_group("model", self._family("stage", "tensor"))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
-        # The same on every rank, so that a model built after this is the same everywhere.
-        torch.manual_seed(config.seed)
+        if mesh is None:  # the same on every rank, so that a model built after this is the same everywhere
+            torch.manual_seed(config.seed)
         self.heartbeat = heartbeat
         if heartbeat is not None:
             heartbeat.start(self.name_of)
         _contexts.append(self)
 
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        roles: Mapping[str, str] | None = None,
+    ) -> ParallelContext:
+        """A context over a mesh that you or another framework made. Every rank of the world calls it.
+
+        Leaving it destroys the few process groups that it makes, and leaves the mesh's and the world's alive. It does
+        not seed torch's random streams, and has no heartbeat. The mesh may have axes in any order; those without a role
+        in it have size 1. What a role means for parameters and gradients: :mod:`paramp.distributed.mesh_roles`. A plain
+        parameter counts as replicated except over ``pp``, and over ``ep`` if its attribute ``allreduce`` is False,
+        which marks experts in Megatron-Core and DeepSpeed.
+
+        Args:
+            mesh: of all ranks of the world, with a name for each axis.
+            config: as for :func:`~paramp.distributed.launchers.launch_from_torch`; the mesh gives the sizes in
+                ``parallel``.
+            roles: usual names (``pp``, ``tp``, ``dp``, ``ddp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``cp``,
+                ``ep``) of axes that have others, or another meaning: ``{"model": "tp"}``. At most one axis of a role.
+
+        Raises:
+            ConfigError: on every rank: the mesh has no names, an axis without a known role, two axes of one role, other
+                ranks than the world's or a device that torch or the process groups do not have; ``roles`` or
+                ``config`` are invalid or do not fit the mesh; or ranks passed different arguments.
+            LaunchError: a rank did not call it in time.
+        """
+        layout = read_mesh(mesh, config, roles)
+        if layout.device.type == "cuda" and dist.get_backend() == "gloo":
+            gather_dtensors_over_gloo()
+        rank, device = dist.get_rank(), layout.device
+        return cls(
+            layout.config,
+            rank=rank,
+            world_size=dist.get_world_size(),
+            local_rank=dist.get_node_local_rank(fallback_rank=rank if device.index is None else device.index),
+            device=device,
+            owns_world=False,
+            mesh=mesh,
+            roles=layout.roles,
+        )
+
+    def _make_mesh(self) -> DeviceMesh:
+        """The mesh of the layout in the configuration."""
+        sizes = _mesh_sizes(self.config, self.world_size)
+        ranks = torch.arange(self.world_size, device="cpu").view(*sizes.values())
+        groups = [self._own_group(name, family_along(ranks, [dim])) for dim, name in enumerate(sizes)]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+    def _axis(self, *roles: Role) -> Axis:
+        """The axis of the mesh with one of ``roles``; of several the flattened one; of none one of size 1."""
+        names, family = self.axes_of(*roles), self._family(*roles)
+        size = family.shape[1]
+        # An axis of size 1 may have a group that moves no data, such as torchtitan's.
+        group = self.group_along(names[0]) if len(names) == 1 and size > 1 else self._own_group(roles[0], family)
+        return Axis(dist.get_rank(group), size, group)
+
+    def _family(self, *roles: Role) -> torch.Tensor:
+        """The groups of ranks along the axes of ``roles``: 2-dim int, each ascending."""
+        dims = [dim for dim, role in enumerate(self.roles.values()) if role in roles]
+        return family_along(self.mesh.mesh, dims).sort(dim=1).values
+
+    def axes_of(self, *roles: Role) -> tuple[str, ...]:
+        """The names of the mesh's axes that have one of ``roles``, in the mesh's order."""
+        return tuple(name for name, role in self.roles.items() if role in roles)
+
+    def group_along(self, name: str) -> dist.ProcessGroup:
+        """This rank's process group along the axis ``name`` of the mesh."""
+        return self.mesh.get_group([*self.roles].index(name))  # by name, torch may return a flattened axis of that name
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """The coordinate of ``rank`` on each axis of the mesh, by the axis's name."""
+        return dict(zip(self.roles, (self.mesh.mesh == rank).nonzero()[0].tolist(), strict=True))
+
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on each axis of the mesh, by the axis's name."""
-        return {name: self.mesh.get_local_rank(name) for name in self.mesh.mesh_dim_names or ()}
+        return self.coordinates_of(self.rank)
 
     @property
     def local_stages(self) -> list[int]:
@@ -170,8 +245,7 @@ class ParallelContext:
 
     def name_of(self, rank: int) -> str:
         """A rank with its coordinates on the mesh: ``rank 2 (pp 1, dp 0, tp 0)``."""
-        coordinates = (self.mesh.mesh == rank).nonzero()[0].tolist()
-        return f"rank {rank} ({', '.join(f'{name} {index}' for name, index in zip(AXES, coordinates, strict=True))})"
+        return f"rank {rank} ({', '.join(f'{name} {index}' for name, index in self.coordinates_of(rank).items())})"
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A context for a phase outside the engine, such as ``data`` or ``checkpoint``.
@@ -221,6 +295,8 @@ class ParallelContext:
         self._groups.destroy()
 
     def __enter__(self) -> ParallelContext:
+        if self not in _contexts:
+            raise RuntimeError(f"{self!r} was closed, and its process groups are destroyed; make another context")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -253,14 +329,14 @@ class ParallelContext:
         return heartbeat.ending
 
     def __repr__(self) -> str:
-        sizes = " x ".join(f"{name} {axis.size}" for name, axis in zip(AXES, (self.pp, self.dp, self.tp), strict=True))
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(self.roles, self.mesh.shape, strict=True))
         return f"ParallelContext({sizes}, rank {self.rank} of {self.world_size}, {self.device})"
 
 
-def _mesh_shape(config: Config, world_size: int) -> tuple[int, ...]:
-    """The size of each axis, in the order of ``ROLES``."""
+def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
     parallel = config.parallel
-    return parallel.pipeline.size, parallel.data_size(world_size), parallel.tensor.size
+    return {"pp": parallel.pipeline.size, "dp": parallel.data_size(world_size), "tp": parallel.tensor.size}
 
 
 _contexts: list[ParallelContext] = []

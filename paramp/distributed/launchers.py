@@ -4,7 +4,6 @@ Each function returns a :class:`~paramp.distributed.context.ParallelContext`. Al
 process group is made, so a mistake is an error on every rank and never a hang.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from ..base.errors import ConfigError, LaunchError
+from ..base.errors import LaunchError
 from ..config.files import load
-from ..config.schema import DEFAULT_SEED, Config, flatten
+from ..config.schema import DEFAULT_SEED, Config
 from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext
 from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
-from .rendezvous import agree, choose_interface, host_store, join_store, meet
+from .rendezvous import agree, agree_on_config, choose_interface, host_store, join_store, meet
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -181,7 +180,7 @@ def _join(
     if owns_world or dist.get_backend() != "fake":  # with a fake process group only this rank runs
         store = meet(store, rank, world_size)
         heartbeat = _make_heartbeat(config, store, place) if owns_world else None
-        _agree_on_config(store, config, rank, world_size)
+        agree_on_config(store, config, rank, world_size)
     if owns_world:
         if backend == "nccl":
             _check_own_gpus(store, device, rank, world_size)
@@ -190,8 +189,15 @@ def _join(
         gather_dtensors_over_gloo()
     if world_size > 1:
         report_once()
-    ranks = {"rank": rank, "world_size": world_size, "local_rank": place.local_rank}
-    return ParallelContext(config, **ranks, device=device, owns_world=owns_world, heartbeat=heartbeat)
+    return ParallelContext(
+        config,
+        rank=rank,
+        world_size=world_size,
+        local_rank=place.local_rank,
+        device=device,
+        owns_world=owns_world,
+        heartbeat=heartbeat,
+    )
 
 
 def _check_world(place: LauncherRank) -> None:
@@ -237,39 +243,6 @@ def _shared_store(place: LauncherRank) -> Store:
 def _agent_listens(place: LauncherRank) -> bool:
     """Whether torchrun's agent hosts the store, which then outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-
-
-OWN_SETTINGS = (
-    *("train.data", "train.validation_data", "train.tokenizer"),
-    *("train.log_dir", "train.checkpoint_dir", "train.resume"),
-)
-"""Paths, which may differ from machine to machine."""
-
-
-def _agree_on_config(store: Any, config: Config, rank: int, world_size: int) -> None:
-    """Raise on every rank if the ranks' configurations differ, which would train wrongly or hang."""
-    settings = {
-        key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user
-    }
-    difference = agree(store, "config", json.dumps(settings), rank, world_size, _first_difference)
-    if difference:
-        raise ConfigError(difference)
-
-
-def _first_difference(texts: list[str]) -> str:
-    """The first setting that a rank has different from rank 0, as a message; empty if there is none."""
-    first = json.loads(texts[0])
-    for other, text in enumerate(texts):
-        if text == texts[0]:
-            continue
-        theirs = json.loads(text)
-        for key in sorted(first.keys() | theirs.keys()):
-            if first.get(key) != theirs.get(key):
-                return (
-                    f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
-                    "give every rank the same configuration"
-                )
-    return ""
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:

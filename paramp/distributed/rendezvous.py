@@ -8,6 +8,7 @@ interface on the route to the other ranks instead. On one machine nothing has to
 import contextlib
 import ipaddress
 import itertools
+import json
 import os
 import queue
 import random
@@ -19,10 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from ..base.errors import LaunchError
+from ..base.errors import ConfigError, LaunchError
+from ..config.schema import Config, flatten
 
 PASSWORD = "paramp/password"
 """The key of a random text by which ranks recognise the store of their own rank 0."""
@@ -246,6 +249,41 @@ def _first_missing(store: Store, keys: Sequence[str]) -> int:
     with contextlib.suppress(DistError, RuntimeError):
         return next((index for index, key in enumerate(keys) if not store.check([key])), 0)
     return 0
+
+
+OWN_SETTINGS = (
+    *("train.data", "train.validation_data", "train.tokenizer"),
+    *("train.log_dir", "train.checkpoint_dir", "train.resume"),
+)
+"""Paths, which may differ from machine to machine."""
+
+
+def agree_on_config(store: Store, config: Config, rank: int, world_size: int) -> None:
+    """Raise on every rank if the ranks' configurations differ, which would train wrongly or hang."""
+    difference = agree(store, "config", json.dumps(shared_settings(config)), rank, world_size, first_difference)
+    if difference:
+        raise ConfigError(difference)
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """The settings of ``config`` that are the same on every rank."""
+    return {key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user}
+
+
+def first_difference(texts: list[str]) -> str:
+    """The first setting that a rank has different from rank 0, as a message; empty if there is none."""
+    first = json.loads(texts[0])
+    for other, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        theirs = json.loads(text)
+        for key in sorted(first.keys() | theirs.keys()):
+            if first.get(key) != theirs.get(key):
+                return (
+                    f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
+                    "give every rank the same configuration"
+                )
+    return ""
 
 
 def choose_interface(store: Store, host: str, rank: int, world_size: int) -> None:

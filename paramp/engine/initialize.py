@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
-from ..distributed.context import get_context
+from ..distributed.context import ParallelContext
 from ..parallel.activation_checkpointing import CheckpointedBlocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
@@ -44,6 +44,7 @@ def initialize(
     *,
     plan: Mapping[str, str | ParallelStyle] | None = None,
     algorithms: Sequence[Any] = (),
+    context: ParallelContext | None = None,
 ) -> tuple[Engine, Any, Any, Scheduler | None]:
     """Prepare ``model`` for the current context's layout and mode. From then on, use it only through the engine.
 
@@ -56,16 +57,16 @@ def initialize(
         lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
         algorithms: changes to the model's modules; each has ``apply(model, precision)``.
+        context: the latest one that is open. None: that one.
 
     Returns:
         ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
 
     Raises:
-        RuntimeError: nothing was launched.
-        ConfigError: the model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
+        RuntimeError: no context is open.
+        ConfigError: the context, model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
-    context = get_context()
-    setup.check_libraries(context)
+    context = setup.usable_context(context)
     train_dataloader, test_dataloader = shard_loaders(
         context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
     )
@@ -77,8 +78,7 @@ def initialize(
     names_of = setup.read_names(model, optimizer, context)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
-    overflow = torch.zeros((), device=context.device)
-    to_float8 = setup.float8_conversion(model, styles, overflow, context)
+    to_float8, overflow = setup.float8_conversion(model, styles, context)
     fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
     own = Joined(all_stages[index] for index in context.local_stages)

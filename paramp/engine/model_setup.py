@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, one_line
 from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import equal_everywhere, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext, TiedParameter, get_context
 from ..optim.flat_params import FlatWeights
 from ..optim.user_optimizer import (
     check_elementwise,
@@ -54,10 +54,32 @@ EMULATED = (
 Parameters: TypeAlias = Iterable[nn.Parameter]
 
 
-def check_libraries(context: ParallelContext) -> None:
-    """Raise a ConfigError if a package that the mode needs is not installed, before anything is built."""
-    if context.config.precision.float8 is not None:
-        find_library(context.config.precision.float8, context.device, context.tensor_axis.size)
+def usable_context(context: ParallelContext | None) -> ParallelContext:
+    """The current context, which ``context`` has to be unless it is None.
+
+    Raises:
+        ConfigError: it is another one; the mesh has axes that the engine does not train over, or ranks in an order in
+            which process groups do not number them; or a package that the mode needs is not installed.
+    """
+    current = get_context()
+    if context not in (None, current):
+        raise ConfigError(f"context: got {context!r}, expected the latest one that is open, {current!r}")
+    mesh = current.mesh
+    for index, (name, role) in enumerate(current.roles.items()):
+        if mesh.size(index) > 1 and role in ("shard", "context", "expert"):
+            raise ConfigError(
+                f"mesh: got the axis {name!r} of {mesh.size(index)} ranks, over which the engine does not train, "
+                "expected pp, dp and tp only; in your own loop, paramp.DistributedGradScaler and "
+                "paramp.clip_grad_norm_ work on it"
+            )
+        if (mesh.mesh.diff(dim=index) < 0).any():
+            raise ConfigError(
+                f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
+                "expected ascending ones; make the mesh with init_device_mesh"
+            )
+    if current.config.precision.float8 is not None:
+        find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
+    return current
 
 
 # ------------------------------------------------------------------------------------------------ user arguments
@@ -189,21 +211,22 @@ def plan_layers(
 
 
 def float8_conversion(
-    model: nn.Module, styles: Mapping[str, ParallelStyle], overflow: torch.Tensor, context: ParallelContext
-) -> Callable[[nn.Module], nn.Module]:
+    model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext
+) -> tuple[Callable[[nn.Module], nn.Module], torch.Tensor]:
     """A function that converts the chosen layers of a stage to float8; the choice is made on the whole ``model``.
 
-    The layers set ``overflow``, 0-dim, to 1 when they receive a non-finite gradient.
+    And a 0-dim tensor, which the layers set to 1 when they receive a non-finite gradient.
     """
+    overflow = torch.zeros((), device=context.device)
     precision, size = context.config.precision, context.tensor_axis.size
     if precision.float8 is None:
-        return lambda module: module
+        return (lambda module: module), overflow
     dims: dict[str, int] = {}
     if styles:
         from ..parallel.tensor.plan import sharded_dims
 
         dims = sharded_dims(styles)
-    return functools.partial(
+    conversion = functools.partial(
         convert,
         precision=precision,
         device=context.device,
@@ -213,6 +236,7 @@ def float8_conversion(
         group=context.batch_axis.group,
         verbose=context.is_main,
     )
+    return conversion, overflow
 
 
 def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> list[nn.Module]:

@@ -25,7 +25,8 @@ from ..base.dtensor import local
 from ..base.errors import ReplicaDrift
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
-from ..distributed.context import ROLES, ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext, TiedParameter, get_context
+from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
@@ -86,30 +87,55 @@ class _Part:
         return self.kind, self.group
 
 
+def check_replicas(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: DistributedGradScaler | None = None,
+    *,
+    context: ParallelContext | None = None,
+) -> list[Difference]:
+    """Compare the replicas of a model in a loop without an engine; a collective of the world, which changes nothing.
+
+    Args:
+        module: this rank's model, or its stage; parameters are plain or DTensors, on any meshes.
+        optimizer: of these parameters, whose state is compared too.
+        scaler: its scale and counters are compared too.
+        context: None: the current one.
+
+    Returns:
+        What differs, and on which ranks; the same on every rank. It synchronises with the device.
+    """
+    context = context or get_context()
+    return Replicas(module, None, context.ties, optimizer, scaler, None, context).check()
+
+
 class Replicas:
     """Compares this rank's values with its replica groups, and repairs differences."""
 
     def __init__(
         self,
         module: nn.Module,
-        weights: FlatWeights,
+        weights: FlatWeights | None,
         ties: Iterable[TiedParameter],
-        optimizer: torch.optim.Optimizer,
-        scaler: DistributedGradScaler,
-        batches: Window,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: DistributedGradScaler | None,
+        batches: Window | None,
         context: ParallelContext,
     ) -> None:
-        """``batches``: the window of the last step, in which a model group may have had different data."""
+        """``weights`` None: the optimizer, if given, steps the parameters of ``module`` themselves.
+
+        ``batches``: the window of the last step, in which a model group may have had different data.
+        """
         self._batches = batches
         self._weights = weights
         self._context = context
-        self._names = tuple(context.mesh.mesh_dim_names or ())
-        self._optimizer = optimizer
+        self._names = tuple(context.roles)
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
-        parts = [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
+        parts = [] if scaler is None else [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
-        parts += self._stepped_parts({part.name: part for part in parts})
+        if optimizer is not None:
+            parts += self._stepped_parts({part.name: part for part in parts}, module, optimizer)
         self._parts = [part for part in parts if part.group.axes]
 
     # -------------------------------------------------------------------------------------------- replica groups
@@ -127,7 +153,7 @@ class Replicas:
         groups: dict[nn.Parameter, ReplicaGroup] = {}
         for parameter, tie in tie_of.items():
             stages = tuple(self._stage_of(rank) for rank in dist.get_process_group_ranks(tie.group))
-            axes = {*replicated_axes(parameter, self._context), *ROLES["stage"]}
+            axes = {*replicated_axes(parameter, self._context), *self._context.axes_of("stage")}
             groups[parameter] = self._group(axes, stages, numbers[stages])
             numbers[stages] += 1
         return [
@@ -141,27 +167,34 @@ class Replicas:
             for name, parameter in module.named_parameters()
         ]
 
-    def _stepped_parts(self, part_of: Mapping[str, _Part]) -> list[_Part]:
+    def _stepped_parts(
+        self, part_of: Mapping[str, _Part], module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[_Part]:
         """Masters and optimizer state of the parameters that this rank steps.
 
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently.
         """
+        if self._weights is None:
+            return [
+                _Part(STATE, name, part_of[name].group, partial(_states, optimizer, parameter), part_of[name].tie)
+                for name, parameter in module.named_parameters()
+            ]
         parts: list[_Part] = []
         for param, stepped, buffer in self._weights.pairs():
             weight = part_of[param.name]
             group, tie = weight.group, weight.tie
             if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes).difference(ROLES["batch"], ROLES["stage"])), None
+                group, tie = self._group(set(group.axes).difference(self._context.axes_of(*BATCH, "stage"))), None
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
-            parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
+            parts.append(_Part(STATE, param.name, group, partial(_states, optimizer, stepped), tie))
         return parts
 
     def _stage_of(self, rank: int) -> int:
-        """The coordinate of ``rank`` on the pipeline axis."""
-        coordinates = (self._context.mesh.mesh == rank).nonzero()[0].tolist()
-        return int(coordinates[self._names.index(*ROLES["stage"])])
+        """The coordinate of ``rank`` on the pipeline axis; 0 if there is none."""
+        coordinates = self._context.coordinates_of(rank)
+        return next((coordinates[name] for name in self._context.axes_of("stage")), 0)
 
     # --------------------------------------------------------------------------------------------------- comparing
 
@@ -259,7 +292,7 @@ class Replicas:
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
-        batches = [call.batch for call in self._batches.calls or ()]
+        batches = [call.batch for call in (self._batches and self._batches.calls) or ()]
         if (found := different_data(batches, self._context)) is not None:
             reported += f". A model group had different data: {found}"
         if not repair:
@@ -282,13 +315,14 @@ class Replicas:
             if (stage, part.name) in affected:
                 for tensor in part.tensors():
                     self._copy_from_lowest(tensor, part)
-        self._weights.write_back()
+        if self._weights is not None:
+            self._weights.write_back()
 
     def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
         """Broadcast along each axis in turn, from its first rank."""
         for name in part.group.axes:
-            tied = part.tie is not None and name in ROLES["stage"]
-            group = part.tie.group if part.tie is not None and tied else self._context.mesh.get_group(name)
+            tied = part.tie is not None and name in self._context.axes_of("stage")
+            group = part.tie.group if part.tie is not None and tied else self._context.group_along(name)
             broadcast_(tensor, group)
 
 
@@ -299,4 +333,4 @@ def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:
 def _states(optimizer: torch.optim.Optimizer, stepped: nn.Parameter) -> list[torch.Tensor]:
     """The optimizer's state tensors with one value per element of ``stepped``, sorted by key."""
     values = [value for _, value in sorted(optimizer.state.get(stepped, {}).items())]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]
+    return [local(value) for value in values if isinstance(value, torch.Tensor) and value.numel() == stepped.numel()]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ..base.spans import STEP, Observer, Recorder, Span
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
-from ..distributed.context import ROLES, ParallelContext
+from ..distributed.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Timeline:
             RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
             for own, start in ((own, starts[machine]) for machine, _, own in everyone)
         ]
-        self.pipelines = ranks_along(context, ROLES["stage"]).tolist()
+        self.pipelines = ranks_along(context, context.axes_of("stage")).tolist()
 
 
 @contextmanager

@@ -186,7 +186,9 @@ def tie_stages(
     _check_same_ties(shared, own, context)
     # Sorted, so that ranks with several ties make the groups that they share in the same order.
     groups = {
-        holders: context.make_group(f"tie {'-'.join(map(str, holders))}", ranks_along(context, ["pp"], holders))
+        holders: context.make_group(
+            f"tie {'-'.join(map(str, holders))}", ranks_along(context, context.axes_of("stage"), holders)
+        )
         for holders in sorted({tie.holders for tie in shared})
     }
     ties: list[TiedParameter] = []

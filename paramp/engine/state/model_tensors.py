@@ -17,7 +17,8 @@ from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
 from ...distributed.collectives import gather_objects
-from ...distributed.context import DATA_AXIS, ParallelContext, TiedParameter
+from ...distributed.context import ParallelContext, TiedParameter
+from ...distributed.mesh_roles import BATCH
 from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
 
@@ -71,7 +72,7 @@ class ParamChunks:
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its coordinates on the batch axes, that holds this part of ``tensor``."""
-        copies = set(replicated_axes(tensor, self.context)) - {DATA_AXIS}
+        copies = set(replicated_axes(tensor, self.context)).difference(self.context.axes_of(*BATCH))
         return all(self.context.coordinates[axis] == 0 for axis in copies)
 
     def _is_writer(self, parameter: torch.Tensor) -> bool:

@@ -1,0 +1,231 @@
+"""The role of each axis of a mesh, by its usual name or as the user gives it; checks of a mesh that others made.
+
+What the ranks along an axis of each role hold (size-1 axes and absent ones make no difference):
+
+=========  =============================  ==============================  =============================
+role       usual names                    parameters                      gradients
+=========  =============================  ==============================  =============================
+stage      ``pp``                         each rank's own                 each rank's own
+replicate  ``dp``, ``ddp``,               replicated                      summed
+           ``dp_replicate``
+shard      ``dp_shard``, ``fsdp``         sharded                         summed and sharded
+context    ``cp``                         replicated                      summed
+expert     ``ep``                         experts are each rank's own,    as the parameters
+                                          the others replicated
+tensor     ``tp``                         sharded or replicated, by plan  as the parameters
+=========  =============================  ==============================  =============================
+
+Along ``replicate`` and ``shard`` ranks have different parts of the batch; together they are the data axis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..base.errors import ConfigError, nearest, one_line, require, shown
+from ..config.files import load, read_file
+from ..config.schema import Config
+from .rendezvous import agree, first_difference, meet, shared_settings
+
+Role: TypeAlias = Literal["stage", "replicate", "shard", "context", "expert", "tensor"]
+
+ROLES: dict[str, Role] = {
+    "pp": "stage",
+    **dict.fromkeys(("dp", "ddp", "dp_replicate"), "replicate"),
+    **dict.fromkeys(("dp_shard", "fsdp"), "shard"),
+    "cp": "context",
+    "ep": "expert",
+    "tp": "tensor",
+}
+"""The role of an axis by its usual name."""
+BATCH: tuple[Role, ...] = ("replicate", "shard")
+"""The roles along which ranks have different parts of the batch."""
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """What a mesh that others made says about the layout."""
+
+    roles: Mapping[str, Role]
+    """The role of each axis, by its name in the mesh; in the mesh's order."""
+    config: Config
+    """The configuration, with the sizes of the mesh."""
+    device: torch.device
+    """This rank's."""
+
+
+def read_mesh(
+    mesh: DeviceMesh, config: Config | Mapping[str, Any] | str | Path | None, roles: Mapping[str, str] | None
+) -> MeshLayout:
+    """Check the arguments of :meth:`~paramp.distributed.context.ParallelContext.from_mesh`. Every rank calls it.
+
+    Raises:
+        ConfigError: on every rank, if a rank's arguments are invalid or the ranks' differ.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "mesh: torch.distributed is not initialised, so a mesh has no process groups; "
+            "call torch.distributed.init_process_group and make the mesh after it"
+        )
+    found, problem = None, None
+    try:
+        found = _read(mesh, config, roles)
+    except Exception as error:  # whatever it is, the other ranks wait
+        problem = error
+    if dist.get_backend() != "fake":  # with a fake process group only this rank runs
+        different = _agree(mesh, found, problem)
+        if different and problem is None:
+            raise ConfigError(different)
+    if problem is not None:
+        raise problem
+    assert found is not None
+    return found
+
+
+def _agree(mesh: DeviceMesh, found: MeshLayout | None, problem: Exception | None) -> str:
+    """What is wrong on some rank, or different between ranks, as a message; empty if nothing is."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    state: dict[str, Any] = {"problem": None if problem is None else str(problem), "settings": {}}
+    if found is not None:
+        axes = dict(zip(found.roles, mesh.shape, strict=True))
+        own = {"mesh": axes, "ranks of the mesh": one_line(str(mesh.mesh.tolist())), "roles": dict(found.roles)}
+        state["settings"] = shared_settings(found.config) | own
+    store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    return agree(store, "mesh", json.dumps(state), rank, world_size, _first_problem)
+
+
+def _first_problem(texts: list[str]) -> str:
+    states = [json.loads(text) for text in texts]
+    for rank, state in enumerate(states):
+        if state["problem"] is not None:
+            return f"rank {rank}: {state['problem']}"
+    return first_difference([json.dumps(state["settings"]) for state in states])
+
+
+def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshLayout:
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh: got {shown(mesh)}, expected a torch.distributed.device_mesh.DeviceMesh; "
+            "of an object that holds several meshes, such as transformers', pass the one over which the parameters lie"
+        )
+    if not mesh.mesh_dim_names:
+        raise ConfigError(
+            f"mesh: got a mesh of {' x '.join(map(str, mesh.shape))} ranks without names, expected a name for each "
+            'axis; pass init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        )
+    found = _roles(mesh.mesh_dim_names, roles)
+    _check_ranks(mesh)
+    _check_groups(mesh)
+    sizes = dict(zip(found.values(), mesh.shape, strict=True))
+    return MeshLayout(found, _with_sizes(config, sizes), _device(mesh.device_type))
+
+
+def _roles(names: tuple[str, ...], given: Any) -> dict[str, Role]:
+    """The role of each of the axes ``names``; ``given``: roles of some, as usual names."""
+    given = {} if given is None else given
+    example = f"roles={{{names[0]!r}: 'tp'}}"
+    require(isinstance(given, Mapping), "roles", given, f"a dict from axes to usual names, such as {example}")
+    usual = ", ".join(ROLES)
+    for name, role in given.items():
+        require(name in names, "roles", name, f"an axis of the mesh: {', '.join(names)}{nearest(name, names)}")
+        known = isinstance(role, str) and role in ROLES
+        require(known, f"roles[{name!r}]", role, f"one of {usual}{nearest(role, ROLES)}")
+    found: dict[str, Role] = {}
+    for name in names:
+        usual_name = given.get(name, name)
+        if usual_name not in ROLES:
+            raise ConfigError(
+                f"mesh: got the axis {name!r}, expected one of {usual}{nearest(name, ROLES)}; "
+                f"give its role, such as roles={{{name!r}: 'tp'}}"
+            )
+        role = ROLES[usual_name]
+        first = name if name in found else next((other for other in found if found[other] == role), None)
+        if first is not None:
+            same = ", ".join(usual for usual in ROLES if ROLES[usual] == role)
+            raise ConfigError(
+                f"mesh: got the axes {first!r} and {name!r}, which have the same role ({same}), expected one axis of "
+                "each role; make them one axis of the mesh, or give one of them another role with roles={...}"
+            )
+        found[name] = role
+    return found
+
+
+def _check_ranks(mesh: DeviceMesh) -> None:
+    ranks, world_size = sorted(mesh.mesh.flatten().tolist()), dist.get_world_size()
+    if ranks != list(range(world_size)):
+        missing = "" if mesh.get_coordinate() is not None else f" without this rank, {dist.get_rank()}"
+        raise ConfigError(
+            f"mesh: got a mesh of the ranks {one_line(str(ranks))}{missing}, expected all {world_size} ranks of the "
+            "world; pass the whole mesh rather than a part of it such as mesh['tp']"
+        )
+
+
+def _check_groups(mesh: DeviceMesh) -> None:
+    """Refuse the ``fake`` groups that some frameworks give to axes on which they do not communicate."""
+    for index, name in enumerate(mesh.mesh_dim_names or ()):
+        backend = dist.get_backend(mesh.get_group(index))
+        if backend == "fake" != dist.get_backend() and mesh.size(index) > 1:
+            raise ConfigError(
+                f"mesh: the process group of the axis {name!r} has the backend 'fake', which moves no data; "
+                "pass the mesh over which the parameters lie"
+            )
+
+
+def _device(kind: str) -> torch.device:
+    """This rank's device of a mesh of devices of this ``kind``."""
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"mesh: got a mesh of the device {kind!r}, expected 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("mesh: got a mesh of the device 'cuda', but torch sees no GPU; make a mesh of 'cpu'")
+    try:
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
+    except RuntimeError:
+        raise ConfigError(
+            f"mesh: got a mesh of the device {kind!r}, for which the world's process group "
+            f"({dist.get_backend_config()}) has no backend; make the mesh of the device that it has one for"
+        ) from None
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _with_sizes(source: Any, sizes: Mapping[Role, int]) -> Config:
+    """The configuration ``source`` with the ``sizes`` of the mesh; a ConfigError if it has others."""
+    data = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    wanted = {"tensor": sizes.get("tensor", 1), "pipeline": sizes.get("stage", 1), "data": data}
+    config = _filled(source, wanted)
+    parallel = config.parallel
+    given = {"tensor": parallel.tensor.size, "pipeline": parallel.pipeline.size, "data": parallel.data}
+    for key, size in wanted.items():
+        if given[key] != size:
+            raise ConfigError(
+                f"parallel.{key}: got {shown(given[key])}, but the mesh has {size} rank(s) there; leave it out, "
+                "because the mesh gives the sizes"
+            )
+    return config
+
+
+def _filled(source: Any, sizes: Mapping[str, int]) -> Config:
+    """The configuration ``source`` with ``sizes`` where it gives none."""
+    if isinstance(source, Config):  # a size of 1 is one that nobody gave
+        given = source.parallel
+        tensor = replace(given.tensor, size=sizes["tensor"]) if given.tensor.size == 1 else given.tensor
+        pipeline = replace(given.pipeline, size=sizes["pipeline"]) if given.pipeline.size == 1 else given.pipeline
+        data = sizes["data"] if given.data == "auto" else given.data
+        return replace(source, parallel=replace(given, tensor=tensor, pipeline=pipeline, data=data))
+    tree = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
+    tables = tree.get("parallel") if isinstance(tree, Mapping) else tree
+    if not isinstance(tables, Mapping | None):
+        return load(tree)  # raises, or its sizes are checked
+    filled: dict[str, Any] = {}
+    for key, size in sizes.items():
+        table = (tables or {}).get(key)
+        if table is None or table == "auto" or (isinstance(table, Mapping) and "size" not in table):
+            filled[key] = size if key == "data" else {"size": size}
+    return load(tree, {"parallel": filled})
