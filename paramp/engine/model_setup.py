@@ -20,13 +20,14 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.axes import broadcast_replicas, tensor_mesh
+from ..distributed.axes import broadcast_replicas, ranks_along, tensor_mesh
 from ..distributed.collectives import equal_everywhere, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter
-from ..optim.flat_params import FlatWeights
+from ..distributed.context import ROLES, ParallelContext, TiedParameter
+from ..optim.flat_params import NO_GROUP, FlatWeights
+from ..optim.matrices.exchange import MatrixExchange
+from ..optim.matrices.trial import needs_whole_matrices
 from ..optim.user_optimizer import (
-    check_elementwise,
-    check_optimizer,
+    check_optimizers,
     groups_by_name,
     names_by_parameter,
     repoint,
@@ -52,6 +53,7 @@ EMULATED = (
     "code; the blocks run eagerly"
 )
 Parameters: TypeAlias = Iterable[nn.Parameter]
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def check_libraries(context: ParallelContext) -> None:
@@ -67,7 +69,7 @@ def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> n
     """``model``, or the model that it returns if it is a callable."""
     if isinstance(model, nn.Module):
         return model
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if not callable(optimizer):
         raise ConfigError(
             "optimizer: got an optimizer for a model that is yet to be built, expected a callable; "
             "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
@@ -110,15 +112,26 @@ def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Pre
         algorithm.apply(model, precision)
 
 
-def build_optimizer(
-    optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer], model: nn.Module
-) -> torch.optim.Optimizer:
-    """``optimizer``, or the optimizer that it returns for the parameters of ``model`` if it is a callable."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if not callable(optimizer):
-        raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that creates one")
-    return optimizer(model.parameters())
+def build_optimizers(optimizer: Optimizers | Callable[[Parameters], Optimizers], model: nn.Module) -> Optimizers:
+    """``optimizer``, or what it returns for the parameters of ``model`` if it is a callable; a sequence as a tuple."""
+    built = optimizer(model.parameters()) if callable(optimizer) else optimizer
+    if isinstance(built, torch.optim.Optimizer):
+        return built
+    if not isinstance(built, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+        raise ConfigError(
+            f"optimizer: got {built!r}, expected an optimizer, a sequence of them, or a callable that creates either"
+        )
+    if not built:
+        raise ConfigError("optimizer: got an empty sequence, expected at least one optimizer")
+    for index, one in enumerate(built):
+        if any(one is other for other in built[:index]):
+            raise ConfigError(f"optimizer: got one {type(one).__name__} twice in the sequence; pass each once")
+    return tuple(built)
+
+
+def as_sequence(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    """One optimizer or several, as a sequence."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
 
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:
@@ -133,13 +146,13 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
 
 
 def read_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, context: ParallelContext
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: ParallelContext
 ) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter of the whole model. Checks the model and the optimizer. A collective."""
+    """All names of each parameter of the whole model. Checks the model and the optimizers. A collective."""
     names_of = names_by_parameter(model)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, context, with_hooks=is_split)
-    check_optimizer(optimizer, names_of)
+    check_optimizers(optimizers, names_of)
     return names_of
 
 
@@ -282,18 +295,41 @@ def shard(
 
 def flatten_weights(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     names_of: Mapping[nn.Parameter, list[str]],
+    shapes: Mapping[str, torch.Size],
     ties: Sequence[TiedParameter],
     context: ParallelContext,
 ) -> FlatWeights:
-    """Move the parameters of ``module`` into flat buffers, create masters, and give the optimizer what it steps."""
-    weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
-    check_elementwise(optimizer, weights)
-    repoint(optimizer, names_of, weights)
-    if not context.config.precision.masters:
-        warn_of_eps(optimizer)
+    """Move the parameters of ``module`` into flat buffers, create masters, and give optimizers what they step.
+
+    ``shapes``: of this rank's parameters in the whole model.
+    """
+    group_of = groups_by_name(optimizers, names_of)
+    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties)
+    exchange_matrices(weights, shapes, context)
+    for one in weights.by_optimizer:
+        repoint(one.optimizer, names_of, one)
+        if not context.config.precision.masters:
+            warn_of_eps(one.optimizer)
     return weights
+
+
+def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext) -> None:
+    """Give an owner rank to each matrix of optimizers that need whole ones, where ranks have shards. A collective."""
+    roles = (["batch"] if weights.is_partitioned else []) + (["tensor"] if context.tensor_axis.size > 1 else [])
+    if not roles:
+        return
+    own = [needs_whole_matrices(one.optimizer, context.device) for one in weights.by_optimizer]
+    if not any(tried := [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]):
+        return
+    group = context.make_group("matrices", ranks_along(context, [name for role in roles for name in ROLES[role]]))
+    assert group is not None
+    for one, is_needed in zip(weights.by_optimizer, tried, strict=True):
+        if is_needed:
+            params = [param for param in one.params if param.group != NO_GROUP]
+            dtype_of = {param: buffer.masters.dtype for buffer in one.buffers for param in buffer.params}
+            one.exchange = MatrixExchange(params, [dtype_of[param] for param in params], shapes, group)
 
 
 def make_stages(stages: Joined, compiled: CompiledBlocks, context: ParallelContext) -> Stages:

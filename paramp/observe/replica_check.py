@@ -94,7 +94,6 @@ class Replicas:
         module: nn.Module,
         weights: FlatWeights,
         ties: Iterable[TiedParameter],
-        optimizer: torch.optim.Optimizer,
         scaler: DistributedGradScaler,
         batches: Window,
         context: ParallelContext,
@@ -104,7 +103,6 @@ class Replicas:
         self._weights = weights
         self._context = context
         self._names = tuple(context.mesh.mesh_dim_names or ())
-        self._optimizer = optimizer
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
         parts = [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
@@ -144,19 +142,30 @@ class Replicas:
     def _stepped_parts(self, part_of: Mapping[str, _Part]) -> list[_Part]:
         """Masters and optimizer state of the parameters that this rank steps.
 
-        Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently.
+        Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
+        a matrix that is stepped whole, one tensor rank has the state.
         """
         parts: list[_Part] = []
-        for param, stepped, buffer in self._weights.pairs():
-            weight = part_of[param.name]
-            group, tie = weight.group, weight.tie
-            if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes).difference(ROLES["batch"], ROLES["stage"])), None
+        for param, _, buffer in self._weights.pairs():
+            group, tie = self._stepped_group(part_of[param.name], partitioned=buffer.num_parts > 1)
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
-            parts.append(_Part(STATE, param.name, group, partial(_states, self._optimizer, stepped), tie))
+        for weights in self._weights.by_optimizer:
+            for param, stepped, buffer in weights.pairs():
+                weight, owned = part_of[param.name], weights.exchange is not None
+                group, tie = self._stepped_group(weight, partitioned=buffer.num_parts > 1, owned=owned)
+                parts.append(_Part(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie))
         return parts
+
+    def _stepped_group(
+        self, weight: _Part, *, partitioned: bool, owned: bool = False
+    ) -> tuple[ReplicaGroup, TiedParameter | None]:
+        """The replica group of what is stepped for ``weight``, and its tie."""
+        if not (partitioned or owned):
+            return weight.group, weight.tie
+        differ = {*ROLES["stage"], *(ROLES["batch"] if partitioned else ()), *(ROLES["tensor"] if owned else ())}
+        return self._group(set(weight.group.axes) - differ), None
 
     def _stage_of(self, rank: int) -> int:
         """The coordinate of ``rank`` on the pipeline axis."""
