@@ -316,12 +316,17 @@ def flatten_weights(
 
 
 def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext) -> None:
-    """Give an owner rank to each matrix of optimizers that need whole ones, where ranks have shards. A collective."""
+    """Give an owner rank to each matrix of optimizers that need whole ones, where ranks have shards. A collective.
+
+    Raises:
+        ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
+    """
     roles = (["batch"] if weights.is_partitioned else []) + (["tensor"] if context.tensor_axis.size > 1 else [])
-    if not roles:
+    if not roles and context.stage_axis.size == 1:
         return
     own = [needs_whole_matrices(one.optimizer, context.device) for one in weights.by_optimizer]
-    if not any(tried := [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]):
+    tried = [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]
+    if not roles or not any(tried):
         return
     group = context.make_group("matrices", ranks_along(context, [name for role in roles for name in ROLES[role]]))
     assert group is not None
