@@ -81,7 +81,8 @@ class TrainingState:
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
         with self._context.phase("checkpoint"):
-            self._saver.save(path, self._contents, wait=wait, then=then)
+            collect = functools.partial(self._contents, self._optimizer.numbers_everywhere())
+            self._saver.save(path, collect, wait=wait, then=then)
 
     def finish_saving(self) -> None:
         with self._context.phase("checkpoint"):
@@ -113,8 +114,8 @@ class TrainingState:
             self._random.load(fill, header, self._counters.read()[0])
         self._losses.restart()
 
-    def _contents(self) -> tuple[list[Chunk], dict[str, Any]]:
-        """The chunks of this rank, and the values that are equal on all ranks."""
+    def _contents(self, numbers: dict[str, str]) -> tuple[list[Chunk], dict[str, Any]]:
+        """The chunks of this rank, and the values that are equal on all ranks, ``numbers`` among them."""
         self._losses.check_ended()
         values = {
             "layout": saved_layout(self._context),
@@ -124,7 +125,7 @@ class TrainingState:
             "scaler": self._scaler.state_dict(),
             "optimizer": self._optimizer.kind,
             "groups": self._optimizer.groups(),
-            "numbers": self._optimizer.numbers(),
+            "numbers": numbers,
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
         return [*self._model.chunks(), *self._optimizer.chunks(), *self._random.chunks()], values

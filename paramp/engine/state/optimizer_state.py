@@ -12,6 +12,7 @@ from torch import nn
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import MODEL, Header
+from ...distributed.collectives import gather_objects
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
 from .model_tensors import ParamChunks
@@ -50,14 +51,18 @@ class OptimizerState:
         """The options of each param group."""
         return [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in self._groups()]
 
-    def numbers(self) -> dict[str, str]:
-        """The type's name of each state that an optimizer keeps as a Python number, by the state's :meth:`_key`."""
-        return {
+    def numbers_everywhere(self) -> dict[str, str]:
+        """The type's name of each state that an optimizer keeps as a Python number, by the state's :meth:`_key`.
+
+        A collective: this rank may step no parameter of an optimizer.
+        """
+        own = {
             self._key(param, key): type(value).__name__
             for param, _, state in self._stepped_here()
             for key, value in state.items()
             if type(value) in PYTHON_NUMBERS
         }
+        return {key: name for numbers in gather_objects(own) for key, name in numbers.items()}
 
     def _key(self, param: FlatParam, key: str) -> str:
         """``key`` of the state of ``param``, with the index of its optimizer after the first."""
