@@ -5,6 +5,9 @@ it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forwa
 ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)`` override its family's; the
 user's ``plan`` and ``parallel.pipeline.split`` override both.
 
+Optimizers keep their param groups. Several have one loss scale, one norm and one decision whether to step. Each
+parameter is in at most one of them, and each of them has at most one scheduler.
+
 A ``DataLoader`` is the same on every rank. It is returned with a sampler that gives each data rank its part, equal
 within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
 """
@@ -49,13 +52,11 @@ def initialize(
 
     Args:
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
-        optimizer: a new one over the model's parameters, whose param groups are kept; or a sequence of several, each
-            parameter in exactly one; or a callable that creates either. They have one scale, one norm and one decision.
+        optimizer: a new one over the model's parameters, or a sequence of them; or a callable that creates either.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
             None: the model's output has a ``loss``.
         train_dataloader, test_dataloader: a ``DataLoader`` is sharded; anything else is returned unchanged.
-        lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it. With several optimizers a
-            sequence of schedulers, at most one for each; a callable is called with each.
+        lr_scheduler: a scheduler of that optimizer, or a sequence of them; or a callable that creates one from each.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
         algorithms: changes to the model's modules; each has ``apply(model, precision)``.
 
@@ -73,8 +74,7 @@ def initialize(
     )
     model, options = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
-    optimizer = setup.build_optimizers(optimizer, model)
-    optimizers = setup.as_sequence(optimizer)
+    built, optimizers = setup.build_optimizers(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     names_of = setup.read_names(model, optimizers, context)
@@ -93,7 +93,7 @@ def initialize(
     stages = setup.make_stages(own, CompiledBlocks(model, options, context), context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
-    engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
+    engine = Engine(stages, params, built, criterion, own_loss, overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

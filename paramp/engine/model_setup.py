@@ -112,11 +112,16 @@ def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Pre
         algorithm.apply(model, precision)
 
 
-def build_optimizers(optimizer: Optimizers | Callable[[Parameters], Optimizers], model: nn.Module) -> Optimizers:
-    """``optimizer``, or what it returns for the parameters of ``model`` if it is a callable; a sequence as a tuple."""
+def build_optimizers(
+    optimizer: Optimizers | Callable[[Parameters], Optimizers], model: nn.Module
+) -> tuple[Optimizers, Sequence[torch.optim.Optimizer]]:
+    """``optimizer``, or what it returns for the parameters of ``model`` if it is a callable; and as a sequence.
+
+    A sequence is returned as a tuple.
+    """
     built = optimizer(model.parameters()) if callable(optimizer) else optimizer
     if isinstance(built, torch.optim.Optimizer):
-        return built
+        return built, [built]
     if not isinstance(built, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in built):
         raise ConfigError(
             f"optimizer: got {built!r}, expected an optimizer, a sequence of them, or a callable that creates either"
@@ -126,12 +131,7 @@ def build_optimizers(optimizer: Optimizers | Callable[[Parameters], Optimizers],
     for index, one in enumerate(built):
         if any(one is other for other in built[:index]):
             raise ConfigError(f"optimizer: got one {type(one).__name__} twice in the sequence; pass each once")
-    return tuple(built)
-
-
-def as_sequence(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
-    """One optimizer or several, as a sequence."""
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    return tuple(built), tuple(built)
 
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:
