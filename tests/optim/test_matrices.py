@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from counting import Collectives
 from families import cases, family
-from lamb import ClipsItself, Elementwise, Lamb, Named, OfMatricesOnly
+from lamb import ClipsItself, Elementwise, Lamb, Named, OfMatricesOnly, Random
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, rank_slice, small_gpt
 from torch import nn
@@ -296,7 +296,7 @@ def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
     assert same(before, after)
 
 
-@pytest.mark.parametrize("kind", [Lamb, OfMatricesOnly, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Lamb, OfMatricesOnly, Random, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
 def test_others_are_found(kind):
     assert needs_whole_matrices(model_and(kind), CPU)
 

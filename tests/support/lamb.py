@@ -55,6 +55,13 @@ class ClipsItself(Elementwise):
         super().step()
 
 
+class Random(Elementwise):
+    """It adds noise."""
+
+    def ratio(self, parameter, update):
+        return 1 + 0.1 * torch.randn_like(parameter)
+
+
 class Named(Lamb):
     """Its constructor needs names, its steps too: no other matrix can be stepped in a trial."""
 
