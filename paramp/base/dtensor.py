@@ -63,11 +63,12 @@ def wrap(
     )
 
 
-def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def own_part(whole: torch.Tensor, like: DTensor, coordinate: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's shard of the plain tensor ``whole``, as a view, by the mesh and placements of ``like``.
 
     Args:
         whole: any dtype; its shape is the global shape of ``like``.
+        coordinate: the shard of the rank with these coordinates on the mesh. None: this rank's own.
 
     Raises:
         ConfigError: a placement of ``like`` is neither Shard nor Replicate.
@@ -77,7 +78,8 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     part = whole
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
-            size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+            size = like.device_mesh.size(axis)
+            rank = like.device_mesh.get_local_rank(axis) if coordinate is None else coordinate[axis]
             chunks = part.chunk(size, placement.dim)  # a dim shorter than the axis gives fewer chunks than ranks
             part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):

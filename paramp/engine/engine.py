@@ -8,7 +8,7 @@ The parts have modules of their own: a batch in microbatches (``batch_runner``),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +44,7 @@ class Engine:
     Attributes:
         module: the modules of this rank's pipeline stages; the whole model without a pipeline.
         parameters, named_parameters: those of ``module``, so this rank's; with the whole model's names.
-        optimizer: the user's, which steps this rank's weights or masters.
+        optimizer: the user's, which steps this rank's weights or masters; a tuple if ``initialize`` got a sequence.
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
         precision: the mode.
@@ -56,7 +56,7 @@ class Engine:
         self,
         stages: Stages,
         params: ParamChunks,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         criterion: Criterion | None,
         own_loss: OwnLoss,
         overflow: torch.Tensor,
@@ -65,7 +65,7 @@ class Engine:
         context, weights, device = params.context, params.weights, params.context.device
         self.context = context
         self.precision = context.config.precision
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self.module: nn.Module = stages.module
         self.parameters, self.named_parameters = stages.module.parameters, stages.module.named_parameters
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
@@ -81,11 +81,11 @@ class Engine:
             stages, weights, criterion, own_loss, self._losses, self._failure, self.observers, context
         )
         self._counters = StepCounters(device)
-        step = OptimizerStep(optimizer, weights, params.first_names, self.scaler, self._losses, self._counters, context)
+        step = OptimizerStep(weights, params.first_names, self.scaler, self._losses, self._counters, context)
         self._optimizer_step = step
         batches = self._losses.batches
-        self._replicas = Replicas(self.module, weights, params.ties, optimizer, self.scaler, batches, context)
-        self._state = TrainingState(params, stages, optimizer, step.update, self._counters, self._losses, self.scaler)
+        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, batches, context)
+        self._state = TrainingState(params, stages, step.updates, self._counters, self._losses, self.scaler)
         context.num_engines += 1
 
     @overload

@@ -5,6 +5,9 @@ it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forwa
 ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)`` override its family's; the
 user's ``plan`` and ``parallel.pipeline.split`` override both.
 
+Optimizers keep their param groups. Several have one loss scale, one norm and one decision whether to step. Each
+parameter is in at most one of them, and each of them has at most one scheduler.
+
 A ``DataLoader`` is the same on every rank. It is returned with a sampler that gives each data rank its part, equal
 within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.
 """
@@ -27,7 +30,7 @@ from ..parallel.stage import Joined, tie_stages
 from . import model_setup as setup
 from .engine import Engine
 from .loss_window import Criterion
-from .lr_scheduler import Scheduler, build_scheduler
+from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .state.model_tensors import ParamChunks
 
 if TYPE_CHECKING:
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
 
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
-    optimizer: torch.optim.Optimizer | Callable[[setup.Parameters], torch.optim.Optimizer],
+    optimizer: setup.Optimizers | Callable[[setup.Parameters], setup.Optimizers],
     criterion: Criterion | None = None,
     train_dataloader: Any = None,
     test_dataloader: Any = None,
-    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    lr_scheduler: Schedulers | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     *,
     plan: Mapping[str, str | ParallelStyle] | None = None,
     algorithms: Sequence[Any] = (),
@@ -50,11 +53,11 @@ def initialize(
 
     Args:
         model: the whole model, on the CPU, a GPU or ``meta`` (filled shard by shard); or a callable that builds it.
-        optimizer: a new one over the model's parameters, whose param groups are kept; or a callable that creates it.
+        optimizer: a new one over the model's parameters, or a sequence of them; or a callable that creates either.
         criterion: ``(output, target) -> loss``, the mean over the microbatch, or ``(sum, count)``; moved to the device.
             None: the model's output has a ``loss``.
         train_dataloader, test_dataloader: a ``DataLoader`` is sharded; anything else is returned unchanged.
-        lr_scheduler: a scheduler of that optimizer, or a callable that creates one from it.
+        lr_scheduler: a scheduler of that optimizer, or a sequence of them; or a callable that creates one from each.
         plan: ``{glob over module names: style}`` for tensor parallelism. None: the model's own.
         algorithms: changes to the model's modules; each has ``apply(model, precision)``.
         context: the latest one that is open. None: that one.
@@ -72,10 +75,10 @@ def initialize(
     )
     model, options = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
-    optimizer = setup.build_optimizer(optimizer, model)
+    built, optimizers = setup.build_optimizers(optimizer, model)
     setup.prepare_criterion(criterion, context.device)
-    scheduler = build_scheduler(lr_scheduler, optimizer)
-    names_of = setup.read_names(model, optimizer, context)
+    schedulers = build_schedulers(lr_scheduler, optimizers)
+    names_of = setup.read_names(model, optimizers, context)
     adapter = adapter_for(model)
     styles = setup.plan_layers(adapter, plan, context)
     to_float8, overflow = setup.float8_conversion(model, styles, context)
@@ -86,11 +89,11 @@ def initialize(
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
     setup.shard(own, styles, fill, stored, to_float8, context)
     ties = tie_stages(names_of, all_stages, own.module, context)
-    weights = setup.flatten_weights(own.module, optimizer, names_of, ties, context)
+    weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, context)
     stages = setup.make_stages(own, CompiledBlocks(model, options, context), context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
-    engine = Engine(stages, params, optimizer, criterion, own_loss, overflow)
-    wrapped = None if scheduler is None else Scheduler(scheduler, engine)
+    engine = Engine(stages, params, built, criterion, own_loss, overflow)
+    wrapped = Scheduler(schedulers, engine) if schedulers else None
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

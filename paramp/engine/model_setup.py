@@ -24,9 +24,9 @@ from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter, get_context
 from ..optim.flat_params import FlatWeights
+from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
-    check_elementwise,
-    check_optimizer,
+    check_optimizers,
     groups_by_name,
     names_by_parameter,
     repoint,
@@ -52,6 +52,7 @@ EMULATED = (
     "code; the blocks run eagerly"
 )
 Parameters: TypeAlias = Iterable[nn.Parameter]
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def usable_context(context: ParallelContext | None) -> ParallelContext:
@@ -89,7 +90,7 @@ def build_model(model: nn.Module | Callable[[], nn.Module], optimizer: Any) -> n
     """``model``, or the model that it returns if it is a callable."""
     if isinstance(model, nn.Module):
         return model
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if not callable(optimizer):
         raise ConfigError(
             "optimizer: got an optimizer for a model that is yet to be built, expected a callable; "
             "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
@@ -132,15 +133,26 @@ def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Pre
         algorithm.apply(model, precision)
 
 
-def build_optimizer(
-    optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer], model: nn.Module
-) -> torch.optim.Optimizer:
-    """``optimizer``, or the optimizer that it returns for the parameters of ``model`` if it is a callable."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if not callable(optimizer):
-        raise ConfigError(f"optimizer: got {optimizer!r}, expected an optimizer or a callable that creates one")
-    return optimizer(model.parameters())
+def build_optimizers(
+    optimizer: Optimizers | Callable[[Parameters], Optimizers], model: nn.Module
+) -> tuple[Optimizers, Sequence[torch.optim.Optimizer]]:
+    """``optimizer``, or what it returns for the parameters of ``model`` if it is a callable; and as a sequence.
+
+    A sequence is returned as a tuple.
+    """
+    built = optimizer(model.parameters()) if callable(optimizer) else optimizer
+    if isinstance(built, torch.optim.Optimizer):
+        return built, [built]
+    if not isinstance(built, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+        raise ConfigError(
+            f"optimizer: got {built!r}, expected an optimizer, a sequence of them, or a callable that creates either"
+        )
+    if not built:
+        raise ConfigError("optimizer: got an empty sequence, expected at least one optimizer")
+    for index, one in enumerate(built):
+        if any(one is other for other in built[:index]):
+            raise ConfigError(f"optimizer: got one {type(one).__name__} twice in the sequence; pass each once")
+    return tuple(built), tuple(built)
 
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:
@@ -155,13 +167,13 @@ def prepare_criterion(criterion: Any, device: torch.device) -> None:
 
 
 def read_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, context: ParallelContext
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: ParallelContext
 ) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter of the whole model. Checks the model and the optimizer. A collective."""
+    """All names of each parameter of the whole model. Checks the model and the optimizers. A collective."""
     names_of = names_by_parameter(model)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, context, with_hooks=is_split)
-    check_optimizer(optimizer, names_of)
+    check_optimizers(optimizers, names_of)
     return names_of
 
 
@@ -306,17 +318,23 @@ def shard(
 
 def flatten_weights(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     names_of: Mapping[nn.Parameter, list[str]],
+    shapes: Mapping[str, torch.Size],
     ties: Sequence[TiedParameter],
     context: ParallelContext,
 ) -> FlatWeights:
-    """Move the parameters of ``module`` into flat buffers, create masters, and give the optimizer what it steps."""
-    weights = FlatWeights(module, context.config.precision, context, groups_by_name(optimizer, names_of), ties)
-    check_elementwise(optimizer, weights)
-    repoint(optimizer, names_of, weights)
-    if not context.config.precision.masters:
-        warn_of_eps(optimizer)
+    """Move the parameters of ``module`` into flat buffers, create masters, and give optimizers what they step.
+
+    ``shapes``: of this rank's parameters in the whole model.
+    """
+    group_of = groups_by_name(optimizers, names_of)
+    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties)
+    exchange_matrices(weights, shapes, context)
+    for one in weights.by_optimizer:
+        repoint(one.optimizer, names_of, one)
+        if not context.config.precision.masters:
+            warn_of_eps(one.optimizer)
     return weights
 
 

@@ -112,15 +112,14 @@ def _absent(
 
 
 class OptimizerStep:
-    """Makes the optimizer's steps, or skips them, with the gradients of ``losses``.
+    """Makes the optimizers' steps, or skips them, with the gradients of ``losses``.
 
     Attributes:
-        update: the fused step, or the user's optimizer's own.
+        updates: for each optimizer the fused step, or its own.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         weights: FlatWeights,
         first_names: Mapping[str, str],
         scaler: DistributedGradScaler,
@@ -128,15 +127,17 @@ class OptimizerStep:
         counters: StepCounters,
         context: ParallelContext,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizers = [one.optimizer for one in weights.by_optimizer]
         self._first_names = first_names
         self._scaler = scaler
         self._losses = losses
         self._counters = counters
         self._context = context
-        self.update = choose_step(optimizer, weights, fused_step_for(context))
-        self._guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS)  # after choose_step, which looks for the user's hooks
-        replace_zero_grad(optimizer, losses.drop)
+        self.updates = [choose_step(one, fused_step_for(context)) for one in weights.by_optimizer]
+        # After choose_step, which looks for the user's hooks.
+        self._guards = [StepGuard(optimizer, ONLY_THE_ENGINE_STEPS) for optimizer in self._optimizers]
+        for optimizer in self._optimizers:
+            replace_zero_grad(optimizer, losses.drop)
 
     def make(self, scale: torch.Tensor) -> StepResult:
         """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
@@ -145,9 +146,10 @@ class OptimizerStep:
         window = losses.findings(), losses.size, losses.mean_factor
         decision = decide_step(found_inf, scale, losses.gradients.flat, *window, self._first_names, self._context)
         losses.failure.publish(decision.num_failed)
-        with self._guard:
-            self.update(decision.divisor, decision.skip.float(), decision.absent)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
+        for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):
+            with guard:
+                update(decision.divisor, decision.skip.float(), decision.absent)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
         self._scaler.update_from_flag(decision.overflow, ~decision.skip)
         self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor())
         result = StepResult(decision.values, with_zeros=precision.log_num_zeros)

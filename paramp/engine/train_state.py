@@ -16,12 +16,10 @@ are not saved: they are the rounded masters. In addition to these chunks, plain 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint.async_save import Saver
@@ -57,8 +55,7 @@ class TrainingState:
         self,
         params: ParamChunks,
         stages: Stages,
-        optimizer: torch.optim.Optimizer,
-        update: Step,
+        updates: Sequence[Step],
         counters: StepCounters,
         losses: LossWindow,
         scaler: DistributedGradScaler,
@@ -66,9 +63,9 @@ class TrainingState:
         self._context = params.context
         self._first_names = params.first_names
         self._model = ModelTensors(params)
-        self._optimizer = OptimizerState(optimizer, params)
+        self._optimizer = OptimizerState(params)
         self._random = RandomStreams(stages, params.context)
-        self._update = update
+        self._updates = updates
         self._counters = counters
         self._losses = losses
         self._scaler = scaler
@@ -84,7 +81,8 @@ class TrainingState:
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
         with self._context.phase("checkpoint"):
-            self._saver.save(path, self._contents, wait=wait, then=then)
+            collect = functools.partial(self._contents, self._optimizer.numbers_everywhere())
+            self._saver.save(path, collect, wait=wait, then=then)
 
     def finish_saving(self) -> None:
         with self._context.phase("checkpoint"):
@@ -108,14 +106,16 @@ class TrainingState:
             self._optimizer.check(header)
         self._model.load(fill, header)
         if everything:
-            self._optimizer.load(fill, header, begins_at_zero=isinstance(self._update, FusedStep))
-            self._update.state_loaded()
+            begins_at_zero = [isinstance(update, FusedStep) for update in self._updates]
+            self._optimizer.load(fill, header, begins_at_zero=begins_at_zero)
+            for update in self._updates:
+                update.state_loaded()
             self._load_values(header.values)
             self._random.load(fill, header, self._counters.read()[0])
         self._losses.restart()
 
-    def _contents(self) -> tuple[list[Chunk], dict[str, Any]]:
-        """The chunks of this rank, and the values that are equal on all ranks."""
+    def _contents(self, numbers: dict[str, str]) -> tuple[list[Chunk], dict[str, Any]]:
+        """The chunks of this rank, and the values that are equal on all ranks, ``numbers`` among them."""
         self._losses.check_ended()
         values = {
             "layout": saved_layout(self._context),
@@ -125,7 +125,7 @@ class TrainingState:
             "scaler": self._scaler.state_dict(),
             "optimizer": self._optimizer.kind,
             "groups": self._optimizer.groups(),
-            "numbers": self._optimizer.numbers(),
+            "numbers": numbers,
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
         return [*self._model.chunks(), *self._optimizer.chunks(), *self._random.chunks()], values

@@ -106,7 +106,7 @@ def check_replicas(
         What differs, and on which ranks; the same on every rank. It synchronises with the device.
     """
     context = context or get_context()
-    return Replicas(module, None, context.ties, optimizer, scaler, None, context).check()
+    return Replicas(module, optimizer, context.ties, scaler, None, context).check()
 
 
 class Replicas:
@@ -115,27 +115,32 @@ class Replicas:
     def __init__(
         self,
         module: nn.Module,
-        weights: FlatWeights | None,
+        weights: FlatWeights | torch.optim.Optimizer | None,
         ties: Iterable[TiedParameter],
-        optimizer: torch.optim.Optimizer | None,
         scaler: DistributedGradScaler | None,
         batches: Window | None,
         context: ParallelContext,
     ) -> None:
-        """``weights`` None: the optimizer, if given, steps the parameters of ``module`` themselves.
+        """``weights``: what is stepped, or, where that is the parameters themselves, the optimizer if it is known.
 
         ``batches``: the window of the last step, in which a model group may have had different data.
         """
         self._batches = batches
-        self._weights = weights
+        self._weights = weights if isinstance(weights, FlatWeights) else None
         self._context = context
         self._names = tuple(context.roles)
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
         parts = [] if scaler is None else [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
-        if optimizer is not None:
-            parts += self._stepped_parts({part.name: part for part in parts}, module, optimizer)
+        part_of = {part.name: part for part in parts}
+        if self._weights is not None:
+            parts += self._stepped_parts(part_of, self._weights)
+        elif isinstance(weights, torch.optim.Optimizer):
+            parts += [
+                _Part(STATE, name, part_of[name].group, partial(_states, weights, parameter), part_of[name].tie)
+                for name, parameter in module.named_parameters()
+            ]
         self._parts = [part for part in parts if part.group.axes]
 
     # -------------------------------------------------------------------------------------------- replica groups
@@ -167,29 +172,33 @@ class Replicas:
             for name, parameter in module.named_parameters()
         ]
 
-    def _stepped_parts(
-        self, part_of: Mapping[str, _Part], module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> list[_Part]:
+    def _stepped_parts(self, part_of: Mapping[str, _Part], flat: FlatWeights) -> list[_Part]:
         """Masters and optimizer state of the parameters that this rank steps.
 
-        Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently.
+        Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
+        a matrix that is stepped whole, one tensor rank has the state.
         """
-        if self._weights is None:
-            return [
-                _Part(STATE, name, part_of[name].group, partial(_states, optimizer, parameter), part_of[name].tie)
-                for name, parameter in module.named_parameters()
-            ]
         parts: list[_Part] = []
-        for param, stepped, buffer in self._weights.pairs():
-            weight = part_of[param.name]
-            group, tie = weight.group, weight.tie
-            if buffer.num_parts > 1:
-                group, tie = self._group(set(group.axes).difference(self._context.axes_of(*BATCH, "stage"))), None
+        for param, _, buffer in flat.pairs():
+            group, tie = self._stepped_group(part_of[param.name], partitioned=buffer.num_parts > 1)
             for stored in buffer.masters.state:
                 own = stored[buffer.own_range(param)]
                 parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
-            parts.append(_Part(STATE, param.name, group, partial(_states, optimizer, stepped), tie))
+        for weights in flat.by_optimizer:
+            for param, stepped, buffer in weights.pairs():
+                weight, owned = part_of[param.name], weights.exchange is not None
+                group, tie = self._stepped_group(weight, partitioned=buffer.num_parts > 1, owned=owned)
+                parts.append(_Part(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie))
         return parts
+
+    def _stepped_group(
+        self, weight: _Part, *, partitioned: bool, owned: bool = False
+    ) -> tuple[ReplicaGroup, TiedParameter | None]:
+        """The replica group of what is stepped for ``weight``, and its tie."""
+        if not (partitioned or owned):
+            return weight.group, weight.tie
+        differ = self._context.axes_of("stage", *(BATCH if partitioned else ()), *(("tensor",) if owned else ()))
+        return self._group(set(weight.group.axes).difference(differ)), None
 
     def _stage_of(self, rank: int) -> int:
         """The coordinate of ``rank`` on the pipeline axis; 0 if there is none."""

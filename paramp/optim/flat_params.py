@@ -10,8 +10,8 @@ ranges instead of hundreds of tensors, and a reduction over data ranks is one co
     gradients  | the same                                                |     views: their .grad
     masters    | the same, or under ZeRO this rank's part                |     fp32, stepped by the optimizer
 
-Parameters are sorted by optimizer group and by norm weight, so that neighbours have the same options and weight in the
-norm; within that, the last of the model come first, because their gradients are ready first.
+Each buffer has parameters of one optimizer, sorted by its groups and by norm weight, so that neighbours have the same
+options and weight in the norm; within that, the last of the model come first, because their gradients are ready first.
 ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. Only that rank has masters
 and optimizer state for it; it receives the summed gradients of its part and sends its new weights to the others.
 """
@@ -31,12 +31,15 @@ from ..precision.policy import Precision
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, trained_and_frozen
+from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .replaced_parameters import ModelParameters
 from .zero import gather_weights
 
 NO_GROUP = -1
-"""The optimizer group of a parameter that is in none of the optimizer's groups."""
+"""The optimizer group of a parameter that is in none of the optimizers' groups."""
+NO_GROUPS = (0, NO_GROUP)
+"""The indices of such a parameter's optimizer, in whose buffers it is stored, and of its group."""
 
 
 class FlatWeights:
@@ -49,7 +52,7 @@ class FlatWeights:
             rank's part, 1-dim (0-dim for a 0-dim parameter), or None if this rank has no part of the parameter.
         buffers: the flat buffers that hold the parameters.
         gradients: the gradients of the parameters, from the backward to the step.
-        step_ranges: the ranges of the buffers that are stepped with the same options.
+        by_optimizer: the weights of each optimizer.
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
     """
@@ -59,13 +62,14 @@ class FlatWeights:
         module: nn.Module,
         precision: Precision,
         context: ParallelContext,
-        group_of: Mapping[str, int],
+        optimizers: Sequence[torch.optim.Optimizer],
+        group_of: Mapping[str, tuple[int, int]],
         ties: Sequence[TiedParameter] = (),
     ) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
 
         Args:
-            group_of: the optimizer's param group of each parameter, by any of its names.
+            group_of: the indices of the optimizer and of its param group of each parameter, by any of its names.
             ties: the tied parameters of ``module``, as recorded in the context.
         """
         self._context = context
@@ -76,7 +80,7 @@ class FlatWeights:
         num_parts = context.batch_axis.size if context.config.parallel.zero > 0 else 1
         self.is_partitioned = num_parts > 1
         self.params = [
-            FlatParam(name, parameter, group_of.get(name, NO_GROUP), norm_weight(parameter, context) * num_parts)
+            FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
             for name, parameter in trained
         ]
         self.names = [param.name for param in self.params]
@@ -92,11 +96,11 @@ class FlatWeights:
         self.stepped = [stepped[param] for param in self.params]
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
         self._param_of = {param.parameter: param for param in self.params}
-        self.step_ranges = StepRanges(self.buffers)
+        self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        tied, ranges = {tie.parameter for tie in ties}, self.step_ranges.everything
+        tied, ranges = {tie.parameter for tie in ties}, StepRanges(self.buffers).everything
         self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
         self.gradients.before_batch = self.put_back
 
@@ -104,12 +108,8 @@ class FlatWeights:
     def device(self) -> torch.device:
         return self._context.device
 
-    def by_name(self) -> dict[str, nn.Parameter]:
-        """The tensors that the optimizer steps on this rank, by the whole model's names."""
-        return {param.name: stepped for param, stepped, _ in self.pairs()}
-
     def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
-        """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
+        """(parameter, stepped tensor, buffer) of each parameter of which this rank has a master, or a part of it."""
         for param, stepped in zip(self.params, self.stepped, strict=True):
             if stepped is not None:
                 yield param, stepped, self._buffer_of[param]
@@ -117,9 +117,8 @@ class FlatWeights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
-        for buffer in self.buffers:
-            buffer.masters.round_to_weights()
-        self.gather_weights()
+        for weights in self.by_optimizer:
+            weights.write_back()
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -188,15 +187,67 @@ class FlatWeights:
         return whole
 
 
+class OptimizerWeights:
+    """The trained parameters of one optimizer on this rank, and the tensors that it steps in their place.
+
+    Attributes:
+        optimizer: the user's.
+        params: its parameters, in the model's order.
+        buffers: the buffers that hold them; no other optimizer's.
+        step_ranges: the ranges of the buffers that are stepped with the same options.
+        exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, index: int, weights: FlatWeights, context: ParallelContext
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = [param for param in weights.params if param.optimizer == index]
+        self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
+        self.step_ranges = StepRanges(self.buffers)
+        self.exchange: MatrixExchange | None = None
+        self._pairs = [pair for pair in weights.pairs() if pair[0].optimizer == index]
+        self._context = context
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
+        """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
+        if self.exchange is None:
+            yield from self._pairs
+        else:
+            buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+            for param, whole in self.exchange.owned.items():
+                yield param, whole, buffer_of[param]
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The tensors that the optimizer steps on this rank, by the whole model's names."""
+        return {param.name: stepped for param, stepped, _ in self.pairs()}
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
+        for buffer in self.buffers:
+            buffer.masters.round_to_weights()
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Under ZeRO, all-gather the stepped weights over data ranks."""
+        gather_weights(self.buffers, self._context.batch_axis.group)
+
+
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     """The parameters of each buffer, in buffer order."""
-    by_dtype: dict[torch.dtype, list[FlatParam]] = defaultdict(list)
+    alike: dict[tuple[int, torch.dtype], list[FlatParam]] = defaultdict(list)
     # Parameters with a small norm weight, such as those of norms, come last: they need a separate collective.
     last_first = params[::-1]
     for param in sorted(last_first, key=lambda param: (param.group == NO_GROUP, param.group, -param.norm_weight)):
-        by_dtype[param.parameter.dtype].append(param)
-    for alike in by_dtype.values():
-        yield from in_buckets(alike)
+        alike[param.optimizer, param.parameter.dtype].append(param)
+    for of_one_kind in alike.values():
+        yield from in_buckets(of_one_kind)
 
 
 @torch.no_grad()

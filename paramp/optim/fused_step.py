@@ -3,7 +3,8 @@
 The step is memory-bound, so it runs in blocks that stay in the cache, and finishes each block before the next: widen
 the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip are passed to the
 kernel as tensors, so that the host does not synchronise. This is for AdamW, Adam and SGD (:class:`FusedStep`). Any
-other optimizer runs its own ``step()``, after the host has read whether to skip it (:class:`PlainStep`).
+other optimizer runs its own ``step()``, after the host has read whether to skip it (:class:`PlainStep`; for whole
+matrices of which ranks have shards :class:`~paramp.optim.matrices.step.MatrixStep`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.scratch import Scratch
-from .flat_params import NO_GROUP, FlatWeights
+from .flat_params import NO_GROUP, OptimizerWeights
+from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
 
 CACHE_BLOCK = {"cpu": 2**18, "cuda": 2**23}
@@ -95,17 +97,17 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def choose_step(
-    optimizer: torch.optim.Optimizer,
-    weights: FlatWeights,
-    fused: Callable[[torch.optim.Optimizer, FlatWeights], FusedStep] | None = None,
+    weights: OptimizerWeights,
+    fused: Callable[[torch.optim.Optimizer, OptimizerWeights], FusedStep] | None = None,
 ) -> Step:
-    """The step of ``optimizer``, whose groups hold the stepped tensors of ``weights``.
+    """The step of an optimizer, whose groups hold the stepped tensors of ``weights``.
 
     ``fused`` makes the step of an optimizer that has fused kernels; None: :class:`FusedStep`.
 
     Raises:
         ConfigError: it cannot use fused kernels, but the masters are remainders.
     """
+    optimizer = weights.optimizer
     reason = why_not_fused(optimizer)
     if reason is None:
         return (fused or FusedStep)(optimizer, weights)
@@ -114,7 +116,7 @@ def choose_step(
             f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer "
             f"{reason}; leave masters out"
         )
-    return PlainStep(optimizer, weights)
+    return PlainStep(optimizer, weights) if weights.exchange is None else MatrixStep(weights)
 
 
 class FusedStep:
@@ -124,7 +126,7 @@ class FusedStep:
     start: torch's fused SGD leaves its momentum uninitialised if its first step is skipped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights) -> None:
         self._optimizer = optimizer
         self._weights = weights
         self._kernel = KERNELS[type(optimizer)]
@@ -283,7 +285,7 @@ class FusedStep:
 class PlainStep:
     """Any other optimizer, by its own ``step()``. The host reads whether to skip it: one synchronisation."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights) -> None:
         self._optimizer = optimizer
         self._weights = weights
 
@@ -320,5 +322,5 @@ class PlainStep:
         """No action: nothing here depends on the optimizer's state."""
 
 
-Step = FusedStep | PlainStep
-"""The step of an engine's optimizer."""
+Step = FusedStep | PlainStep | MatrixStep
+"""The step of one of an engine's optimizers."""

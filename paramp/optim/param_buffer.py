@@ -27,8 +27,10 @@ class FlatParam:
 
     name: str
     parameter: nn.Parameter
+    optimizer: int
+    """The index of the optimizer that steps it."""
     group: int
-    """The index of its param group in the optimizer."""
+    """The index of its param group in that optimizer."""
     norm_weight: float
     """The weight of one element in a sum over the world: 1 / the number of ranks that count it."""
     start: int = 0

@@ -1,27 +1,33 @@
-"""The user's optimizer, made over the model's parameters: checks, and the replacement by the stepped tensors."""
+"""The user's optimizers, made over the model's parameters: checks, and the replacement by the stepped tensors."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from .matrices.trial import needs_whole_matrices
+
+
+class NamedWeights(Protocol):
+    """The tensors that an optimizer steps in place of a rank's parameters: flat buffers, or separate masters."""
+
+    def by_name(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class SteppedWeights(Protocol):
-    """The trained parameters of a rank, and the tensors stepped in their place: flat buffers, or separate masters."""
+    """The trained parameters of a rank, and the tensors stepped in their place."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]: ...
 
     @property
-    def stepped(self) -> Sequence[torch.Tensor | None]: ...
-
-    def by_name(self) -> Mapping[str, torch.Tensor]: ...
+    def stepped(self) -> Sequence[torch.Tensor]: ...
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -32,14 +38,36 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def groups_by_name(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> dict[str, int]:
-    """The index of the param group that has each parameter, by all of its names."""
+def groups_by_name(
+    optimizers: Sequence[torch.optim.Optimizer], names_of: Mapping[nn.Parameter, list[str]]
+) -> dict[str, tuple[int, int]]:
+    """The indices of the optimizer and of its param group that have each parameter, by all of its names."""
     return {
-        name: index
+        name: (number, index)
+        for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
         for name in names_of[parameter]
     }
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], names_of: Mapping[nn.Parameter, list[str]]) -> None:
+    """Check that an engine can use ``optimizers`` together.
+
+    Raises:
+        ConfigError: :func:`check_optimizer` refuses one, or two have the same parameter.
+    """
+    for optimizer in optimizers:
+        check_optimizer(optimizer, names_of)
+    held = [{parameter for group in one.param_groups for parameter in group["params"]} for one in optimizers]
+    for (first, one), (second, other) in combinations(enumerate(held), 2):
+        if both := one & other:
+            name = min(names_of[parameter][0] for parameter in both)
+            kinds = [type(optimizers[index]).__name__ for index in (first, second)]
+            raise ConfigError(
+                f"optimizer: {name!r} is a parameter of optimizers {first} and {second} ({kinds[0]} and {kinds[1]}), "
+                "expected each parameter in exactly one"
+            )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:
@@ -63,23 +91,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                 )
 
 
-NOT_ELEMENTWISE = ("Adafactor", "Muon")
-"""torch's optimizers whose step depends on a whole matrix; a tensor-parallel rank holds only a shard of it."""
-
-
 def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:
     """Raise a ConfigError if the optimizer needs whole matrices, but this rank has shards of them."""
-    name = type(optimizer).__name__
     pairs = zip(weights.parameters, weights.stepped, strict=True)
-    if name in NOT_ELEMENTWISE and any(stepped is None or whole.shape != stepped.shape for whole, stepped in pairs):
+    sharded = [stepped for whole, stepped in pairs if whole.shape != stepped.shape]
+    if sharded and needs_whole_matrices(optimizer, sharded[0].device):
         raise ConfigError(
-            f"optimizer: {name} needs whole matrices, but under tensor parallelism or ZeRO each rank has a part of "
-            "them; use an elementwise optimizer such as AdamW, or parallel.tensor.size 1 and parallel.zero 0"
+            f"optimizer: {type(optimizer).__name__} needs whole matrices, but under tensor parallelism each rank has "
+            "shards of them; use paramp.initialize, which brings them together, or an elementwise optimizer such as "
+            "AdamW"
         )
 
 
 def repoint(
-    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: SteppedWeights
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: NamedWeights
 ) -> None:
     """Replace the model's parameters in the groups by this rank's stepped tensors; the groups' options stay."""
     stepped = weights.by_name()

@@ -504,16 +504,6 @@ def test_outputs_in_evaluation_are_whole(world):
             torch.testing.assert_close(engine(x), reference(x), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-@on_ranks(2)
-def test_optimizers_that_need_whole_matrices_refuse_shards(world, name):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
-        optimizer = getattr(torch.optim, name)(model.parameters())
-        with pytest.raises(paramp.ConfigError, match=f"{name} needs whole matrices"):
-            paramp.initialize(model, optimizer, plan={"0": "colwise", "1": "rowwise"})
-
-
 @on_ranks(2)
 def test_shapes_that_do_not_shard_are_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):

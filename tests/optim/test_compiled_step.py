@@ -117,7 +117,7 @@ def uncompiled(monkeypatch):
 
 def check(config, make, close):
     engine, weights, exact, reference = train(config, make)
-    assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+    assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
     for name, value in weights.items():
         torch.testing.assert_close(value.double(), exact[name].detach(), **close, msg=name)
     for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
@@ -205,7 +205,7 @@ def test_weights_stay_near_those_of_the_other_step(uncompiled, mode, masters):
     """The same arithmetic in another order: the masters differ by a few of their units."""
     _, weights, *_ = train(configuration(mode, masters), ADAMW)
     engine, others, *_ = train(configuration(mode, masters, compile=False), ADAMW)
-    assert type(engine._optimizer_step.update) is FusedStep
+    assert type(engine._optimizer_step.updates[0]) is FusedStep
     for name, value in weights.items():
         torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)
 
@@ -254,7 +254,7 @@ def test_under_zero_each_rank_steps_its_part(world):
                     engine.forward_backward(x, torch.ones(4, 3))
                     engine.step()
                     engine.zero_grad()
-                assert isinstance(engine._optimizer_step.update, compiled.CompiledStep)
+                assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
                 weights[zero] = engine.full_state_dict()
         for name, value in weights[0].items():
             assert torch.equal(value, weights[1][name]), name
@@ -265,7 +265,7 @@ def test_backends_that_make_no_kernels_leave_the_step_as_it_is(backend):
     with paramp.launch_from_torch({"compile": {"backend": backend}}):
         model = Net()
         engine, *_ = paramp.initialize(model, ADAMW(model.parameters()), F.mse_loss)
-        assert type(engine._optimizer_step.update) is FusedStep
+        assert type(engine._optimizer_step.updates[0]) is FusedStep
 
 
 def test_a_kernel_that_drops_roundings_is_not_used(uncompiled, monkeypatch):

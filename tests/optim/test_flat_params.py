@@ -94,7 +94,7 @@ def test_a_step_is_that_of_torchs_optimizer(name):
     used = (2, 3, 5)
     with paramp.launch_from_torch({"clip_grad_norm": 0.5}) as context:
         engine = train(context, make, data(7), bad=(0, 4), used=used)
-        assert isinstance(engine._optimizer_step.update, kind)
+        assert isinstance(engine._optimizer_step.updates[0], kind)
         model, optimizer = reference(make, data(7), bad=(0, 4), used=used, clip=0.5)
         for (key, actual), expected in zip(engine.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(actual.detach(), expected.detach(), atol=1e-5, rtol=1e-5, msg=key)

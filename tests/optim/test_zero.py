@@ -164,16 +164,6 @@ def test_bytes_a_parameter(world):
         assert bytes_a_parameter(config) <= allowed
 
 
-@on_ranks(2)
-def test_an_optimizer_of_whole_matrices_is_refused(world):
-    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
-        model = nn.Linear(4, 4)
-        with pytest.raises(
-            paramp.ConfigError, match=r"Adafactor needs whole matrices, but under tensor parallelism or ZeRO"
-        ):
-            paramp.initialize(model, torch.optim.Adafactor(model.parameters()), F.mse_loss)
-
-
 @pytest.mark.parametrize("bucket", [2**25, 64])
 @on_ranks(2)
 def test_the_collectives_of_a_step(world, bucket):

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "send", "recv", "barrier")
+KINDS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "send", "recv", "barrier")
 
 
 class Collectives(TorchDispatchMode):

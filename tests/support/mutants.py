@@ -65,6 +65,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             "tests/precision/test_float8.py",
         ],
     ),
+    "matrices": (
+        ["optim/matrices/exchange.py", "optim/matrices/step.py", "optim/matrices/trial.py"],
+        ["tests/optim/test_matrices.py"],
+    ),
     "flat buffers": (
         [
             *("optim/flat_params.py", "optim/flat_gradients.py", "optim/param_buffer.py", "optim/master_weights.py"),

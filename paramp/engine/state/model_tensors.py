@@ -64,11 +64,14 @@ class ParamChunks:
 
     def writes(self, param: FlatParam) -> bool:
         """Whether this rank, of the ranks that hold the same elements, writes what it steps of a parameter."""
+        return self.writes_whole(param) and self.is_first_copy(param.parameter)
+
+    def writes_whole(self, param: FlatParam) -> bool:
+        """As :meth:`writes`, if one rank of the tensor axis has what is written."""
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
         # Under ZeRO each data rank writes its own part; else all data ranks have the same elements, and one writes.
-        chosen = self.weights.is_partitioned or self._is_writer(param.parameter)
-        return chosen and self.is_first_copy(param.parameter)
+        return self.weights.is_partitioned or self._is_writer(param.parameter)
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its coordinates on the batch axes, that holds this part of ``tensor``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import MODEL, Header
+from ...distributed.collectives import gather_objects
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
 from .model_tensors import ParamChunks
@@ -27,26 +28,45 @@ PYTHON_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, f
 
 
 class OptimizerState:
-    """The optimizer's state of the weights that this rank steps, and its param groups."""
+    """The optimizers' state of the weights that this rank steps, and their param groups."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: ParamChunks) -> None:
-        self.kind = type(optimizer).__name__
-        self._optimizer = optimizer
+    def __init__(self, params: ParamChunks) -> None:
         self._params = params
+        self._weights = params.weights.by_optimizer
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class; of several optimizers the classes, with the numbers of their param groups."""
+        names = [type(weights.optimizer).__name__ for weights in self._weights]
+        if len(names) == 1:
+            return names[0]
+        counts = [len(weights.optimizer.param_groups) for weights in self._weights]
+        return ", ".join(f"{name} ({count} groups)" for name, count in zip(names, counts, strict=True))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The param groups of all optimizers."""
+        return [group for weights in self._weights for group in weights.optimizer.param_groups]
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of each param group."""
-        return [
-            {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-            for group in self._optimizer.param_groups
-        ]
+        return [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in self._groups()]
 
-    def numbers(self) -> dict[str, str]:
-        """The type's name of each state that the optimizer keeps as a Python number, by the state's key."""
-        kept = (self._optimizer.state.get(stepped, {}) for _, stepped in self._stepped_here())
-        return {
-            key: type(value).__name__ for state in kept for key, value in state.items() if type(value) in PYTHON_NUMBERS
+    def numbers_everywhere(self) -> dict[str, str]:
+        """The type's name of each state that an optimizer keeps as a Python number, by the state's :meth:`_key`.
+
+        A collective: this rank may step no parameter of an optimizer.
+        """
+        own = {
+            self._key(param, key): type(value).__name__
+            for param, _, state in self._stepped_here()
+            for key, value in state.items()
+            if type(value) in PYTHON_NUMBERS
         }
+        return {key: name for numbers in gather_objects(own) for key, name in numbers.items()}
+
+    def _key(self, param: FlatParam, key: str) -> str:
+        """``key`` of the state of ``param``, with the index of its optimizer after the first."""
+        return f"{param.optimizer}.{key}" if param.optimizer else key
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks of optimizer state on this rank. Of the ranks that hold the same chunk, one writes it.
@@ -54,15 +74,24 @@ class OptimizerState:
         Raises:
             CheckpointError: a state is neither a tensor nor a number, or a tensor of unknown layout.
         """
-        for param, stepped in self._stepped_here():
-            for key, value in self._optimizer.state.get(stepped, {}).items():
+        for param, stepped, state in self._stepped_here():
+            for key, value in state.items():
                 yield self._chunk(param, stepped, key, value)
 
-    def _stepped_here(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
-        """The parameters of which the optimizer steps a part or all on this rank, with the tensors that it steps."""
-        for param, stepped, _ in self._params.weights.pairs():
-            if param.own[0] < param.own[1] and param.group != NO_GROUP:
-                yield param, stepped
+    def _stepped_here(self, *, begin: bool = False) -> Iterator[tuple[FlatParam, nn.Parameter, dict[str, Any]]]:
+        """Each parameter of which an optimizer steps a part or all on this rank, the tensor that it steps, its state.
+
+        ``begin``: a parameter without state gets an empty one.
+        """
+        for weights in self._weights:
+            states = weights.optimizer.state
+            for param, stepped, _ in weights.pairs():
+                if self._is_whole(param) or (param.own[0] < param.own[1] and param.group != NO_GROUP):
+                    yield param, stepped, states[stepped] if begin else states.get(stepped, {})
+
+    def _is_whole(self, param: FlatParam) -> bool:
+        """Whether one rank steps all of ``param``, with shards from others."""
+        return self._weights[param.optimizer].exchange is not None
 
     def _name(self, param: FlatParam, key: str) -> str:
         return f"{OPTIMIZER}{self._params.first_names[param.name]}.{key}"
@@ -75,6 +104,8 @@ class OptimizerState:
             raise CheckpointError(
                 f"{name}: got {type(value).__name__} as state, expected tensors and numbers with names without a dot"
             )
+        if self._is_whole(param):
+            return whole_chunk(name, value, written=self._params.writes_whole(param))
         if value.shape == stepped.shape:  # elementwise, such as a moment: sliced like the weight
             return self._params.trained(param, name, value)
         whole = param.own == (0, math.prod(self._params.shapes[param.name]))
@@ -92,7 +123,7 @@ class OptimizerState:
         Raises:
             CheckpointError: it is of another kind, has other groups, or has other state.
         """
-        own, groups, kind = self._optimizer.param_groups, header.values["groups"], header.values["optimizer"]
+        own, groups, kind = self._groups(), header.values["groups"], header.values["optimizer"]
         if kind != self.kind:
             raise CheckpointError(
                 f"optimizer: got {self.kind}, expected the checkpoint's {kind}; use the same, or load with "
@@ -111,11 +142,11 @@ class OptimizerState:
                         "it changes which state exists; set the same, or load with weights_only=True"
                     )
 
-    def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: bool) -> None:
-        """Fill the optimizer's state, and set its groups' options; ``read`` fills chunks, a collective.
+    def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: Sequence[bool]) -> None:
+        """Fill the optimizers' state, and set their groups' options; ``read`` fills chunks, a collective.
 
-        State that the checkpoint lacks is set to zero with ``begins_at_zero``; else it is deleted, and the optimizer
-        creates it at its next step.
+        State that the checkpoint lacks is set to zero where ``begins_at_zero``, one for each optimizer; else it is
+        deleted, and the optimizer creates it at its next step.
         """
         self._set_options(header)
         keys: dict[str, list[str]] = {}  # keys of the state in the checkpoint, by the parameter's first name
@@ -129,12 +160,11 @@ class OptimizerState:
         types = {kind.__name__: kind for kind in PYTHON_NUMBERS}
         python = {key: types[name] for key, name in header.values.get("numbers", {}).items()}
         chunks: list[Chunk] = []
-        numbers: list[tuple[dict[str, Any], str]] = []
-        for param, stepped in self._stepped_here():
-            state = self._optimizer.state[stepped]
+        numbers: list[tuple[dict[str, Any], str, type]] = []
+        for param, stepped, state in self._stepped_here(begin=True):
             in_checkpoint = keys.get(self._params.first_names[param.name], [])
             for key in set(state).difference(in_checkpoint):  # the checkpoint was saved before the first step
-                if begins_at_zero:
+                if begins_at_zero[param.optimizer]:
                     state[key].zero_()
                 else:
                     del state[key]
@@ -142,13 +172,14 @@ class OptimizerState:
                 if not isinstance(state.get(key), torch.Tensor):
                     state[key] = self._allocate(param, stepped, key, header, elementwise=key not in whole)
                 chunks.append(self._chunk(param, stepped, key, state[key]))
-            numbers += [(state, key) for key in in_checkpoint if key in python]
+            found = {key: python.get(self._key(param, key)) for key in in_checkpoint}
+            numbers += [(state, key, kind) for key, kind in found.items() if kind is not None]
         read(chunks)
-        for state, key in numbers:
-            state[key] = python[key](state[key].item())
+        for state, key, kind in numbers:
+            state[key] = kind(state[key].item())
 
     def _set_options(self, header: Header) -> None:
-        for group, saved in zip(self._optimizer.param_groups, header.values["groups"], strict=True):
+        for group, saved in zip(self._groups(), header.values["groups"], strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), torch.Tensor):  # such as the learning rate of a compiled step
                     group[key].fill_(value)
@@ -165,7 +196,7 @@ class OptimizerState:
             weight = header.tensors[self._params.model_name(param.name)]
             same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point
             return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
-        group = next(one for one in self._optimizer.param_groups if any(member is stepped for member in one["params"]))
+        group = self._weights[param.optimizer].optimizer.param_groups[param.group]
         # torch's optimizers keep ``step`` on the CPU unless their kernels read it on the device.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         return torch.zeros(stored.shape, dtype=stored.dtype, device=stepped.device if on_device else "cpu")

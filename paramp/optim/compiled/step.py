@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...distributed.context import ParallelContext
-from ..flat_params import FlatWeights
+from ..flat_params import OptimizerWeights
 from ..fused_step import FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
@@ -23,7 +23,7 @@ TRIED = 256
 """Elements of the step with which each kernel is compared with its uncompiled function."""
 
 
-def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer, FlatWeights], FusedStep]:
+def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer, OptimizerWeights], FusedStep]:
     """Makes the step of an optimizer that has fused kernels: compiled if the configuration asks for it with Inductor.
 
     Every rank has Inductor's compiler then (:func:`paramp.parallel.compiled_blocks.check_compiler`).
@@ -44,7 +44,7 @@ class CompiledStep(FusedStep):
         settings: options for Inductor.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: FlatWeights, settings: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, settings: dict[str, Any]) -> None:
         super().__init__(optimizer, weights)
         self._settings = tuple(settings.items())
         self._family: Family = FAMILIES[type(optimizer)]

@@ -1,0 +1,38 @@
+"""Which optimizers step whole matrices, each on the rank that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...distributed.axes import ranks_along
+from ...distributed.collectives import gather_objects
+from ...distributed.context import ParallelContext
+from ...distributed.mesh_roles import BATCH, Role
+from ..flat_params import NO_GROUP, FlatWeights
+from .exchange import MatrixExchange
+from .trial import needs_whole_matrices
+
+
+def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext) -> None:
+    """Give an owner rank to each matrix of optimizers that need whole ones, where ranks have shards. A collective.
+
+    Raises:
+        ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
+    """
+    roles: list[Role] = [*(BATCH if weights.is_partitioned else ())]
+    roles += ["tensor"] if context.tensor_axis.size > 1 else []
+    if not roles and context.stage_axis.size == 1:
+        return
+    own = [needs_whole_matrices(one.optimizer, context.device) for one in weights.by_optimizer]
+    tried = [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]
+    if not roles or not any(tried):
+        return
+    group = context.make_group("matrices", ranks_along(context, context.axes_of(*roles)))
+    assert group is not None
+    for one, is_needed in zip(weights.by_optimizer, tried, strict=True):
+        if is_needed:
+            params = [param for param in one.params if param.group != NO_GROUP]
+            dtype_of = {param: buffer.masters.dtype for buffer in one.buffers for param in buffer.params}
+            one.exchange = MatrixExchange(params, [dtype_of[param] for param in params], shapes, group)

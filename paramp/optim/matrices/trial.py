@@ -1,0 +1,165 @@
+"""Whether an optimizer's update needs whole matrices: a step of a small matrix, whole and in halves.
+
+An optimizer is elementwise if each element's update depends on that element's weight, gradient and state alone. Then
+ranks can step shards. Muon, Adafactor and LAMB are not; nothing in a class tells, so each that is not known is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import ConfigError
+
+ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+}
+"""torch's optimizers that need no trial."""
+SHAPE = (96, 128)
+"""Of the matrix. Optimizers with 8-bit states quantize from 4096 elements on, so a half of it has more."""
+STEPS = 4
+"""Some optimizers only prepare their state in the first steps."""
+TOLERANCE = 1e-5
+"""Of differences, in the largest change of an element. A false alarm costs communication only."""
+LEARNING_RATE = 0.1
+"""In place of the group's, which a warmup may have set to 0."""
+
+Matrices = Sequence[torch.Tensor]
+
+
+def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether ``optimizer``, with the options of any of its groups, steps a matrix otherwise than its shards.
+
+    It is not changed: a copy is tried, with matrices on ``device``. One that cannot be tried needs whole matrices.
+
+    Raises:
+        ConfigError: the step of one matrix depends on others, which other ranks have.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return False
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        found = [_tried(optimizer, options, device) for options in _distinct_options(optimizer)]
+    return any(found)
+
+
+def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], device: torch.device) -> bool:
+    """As :func:`needs_whole_matrices`, with the options of one group."""
+    for dtype in (torch.float64, torch.float32):  # some kernels are for float32 only
+        weight, other, *gradients = _matrices(dtype, device)
+        try:
+            whole = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
+            again = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
+            both = _stepped(optimizer, options, [weight, other], [[one, one.flip(0)] for one in gradients])[0]
+        except Exception:
+            continue
+        if torch.equal(whole, weight) or not whole.isfinite().all():
+            continue
+        if not torch.equal(whole, again):  # it draws random numbers, so there is nothing to compare
+            return True
+        if not _agree(both, whole, weight):
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} steps one matrix depending on others, as a clip of its own or "
+                "an estimate of the learning rate does, but ranks have different ones; turn that off "
+                "(clip_grad_norm in the configuration clips by the norm of the whole model)"
+            )
+        return not all(_same_in_halves(optimizer, options, weight, gradients, whole, halved) for halved in HALVES)
+    return True
+
+
+def _rows(matrix: torch.Tensor) -> Matrices:
+    return matrix.tensor_split(2, 0)
+
+
+def _columns(matrix: torch.Tensor) -> Matrices:
+    return matrix.tensor_split(2, 1)
+
+
+def _elements(matrix: torch.Tensor) -> Matrices:
+    return matrix.flatten().tensor_split([SHAPE[0] * SHAPE[1] // 2 + 64])
+
+
+HALVES = (_rows, _columns, _elements)
+"""The shards of tensor parallelism, and of ZeRO."""
+
+
+def _same_in_halves(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    weight: torch.Tensor,
+    gradients: Matrices,
+    whole: torch.Tensor,
+    halved: Callable[[torch.Tensor], Matrices],
+) -> bool:
+    """Whether two copies of ``optimizer`` that step a half each get to the halves of ``whole``."""
+    parts = [halved(weight), halved(whole), *(halved(one) for one in gradients)]
+    for half, expected, *own in zip(*parts, strict=True):
+        try:
+            (stepped,) = _stepped(optimizer, options, [half], [[one] for one in own])
+        except Exception:  # such as Muon's, which takes 2-dim matrices only
+            return False
+        if not _agree(stepped, expected, half):
+            return False
+    return True
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor, before: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * (other - before).abs().max())
+
+
+def _matrices(dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """Two weights and the gradients of each step; their halves have different norms."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.linspace(0.1, 2.0, size) for size in SHAPE)
+    for number in range(2 + STEPS):
+        noise = torch.randn(SHAPE, generator=generator)
+        scale = rows[:, None] * columns if number < 2 else 1 / rows[:, None] + columns**2
+        yield (noise * scale).to(device, dtype)
+
+
+def _distinct_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, without groups that differ in the learning rate only."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "lr" in options:
+            rate = options["lr"]
+            options["lr"] = torch.full_like(rate, LEARNING_RATE) if torch.is_tensor(rate) else LEARNING_RATE
+        found.setdefault(repr({key: value for key, value in options.items() if key != "initial_lr"}), options)
+    return list(found.values())
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], weights: Matrices, gradients: Sequence[Matrices]
+) -> list[torch.Tensor]:
+    """``weights`` after steps of a copy of ``optimizer``, with one element of ``gradients`` a step."""
+    parameters = [nn.Parameter(one.clone(memory_format=torch.contiguous_format)) for one in weights]
+    tried = _copied(optimizer, {**copy.deepcopy(options), "params": parameters})
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+        tried.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _copied(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` with ``group`` as its only param group, and neither state nor hooks.
+
+    Not made by its constructor, which may need more arguments than its groups have.
+    """
+    if optimizer.state:  # some constructors, such as Adagrad's, make the state
+        return type(optimizer)([group], **optimizer.defaults)
+    tried = type(optimizer).__new__(type(optimizer))
+    own = {"param_groups", "state", "step", "zero_grad"}  # a scheduler replaces step() by one of the original's
+    kept = {key: value for key, value in vars(optimizer).items() if key not in own and "_hooks" not in key}
+    hooks: dict[str, Any] = {key: OrderedDict() for key in vars(optimizer) if "_hooks" in key}
+    memo = {id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]}
+    vars(tried).update(copy.deepcopy(kept, memo) | hooks)
+    tried.param_groups, tried.state = [group], defaultdict(dict)
+    return tried

@@ -1,0 +1,76 @@
+"""Optimizers that paramp does not know, of both kinds."""
+
+import torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's update, scaled to the norm of each matrix: it needs whole ones. The step count is a Python number."""
+
+    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.99), eps=1e-6):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(parameter, group, self.state[parameter])
+
+    def step_one(self, parameter, group, state):
+        if not state:
+            state.update(step=0, first=torch.zeros_like(parameter), second=torch.zeros_like(parameter))
+        state["step"] += 1
+        one, two = group["betas"]
+        state["first"].lerp_(parameter.grad, 1 - one)
+        state["second"].lerp_(parameter.grad**2, 1 - two)
+        first, second = (state[name] / (1 - beta ** state["step"]) for name, beta in (("first", one), ("second", two)))
+        update = first / (second.sqrt() + group["eps"])
+        ratio = self.ratio(parameter, update)
+        parameter.sub_(group["lr"] * ratio * update)
+
+    def ratio(self, parameter, update):
+        return parameter.norm() / update.norm()
+
+
+class Elementwise(Lamb):
+    """The same without the norms."""
+
+    def ratio(self, parameter, update):
+        return 1.0
+
+
+class OfMatricesOnly(Lamb):
+    """It scales matrices only, as many do; the flat slices of ZeRO are none."""
+
+    def ratio(self, parameter, update):
+        return 1.0 if parameter.ndim < 2 else 0.1
+
+
+class ClipsItself(Elementwise):
+    """It clips by the norm of all of its gradients, so that no rank could step alone."""
+
+    def step(self, closure=None):
+        parameters = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        super().step()
+
+
+class Random(Elementwise):
+    """It adds noise."""
+
+    def ratio(self, parameter, update):
+        return 1 + 0.1 * torch.randn_like(parameter)
+
+
+class Named(Lamb):
+    """Its constructor needs names, its steps too: no other matrix can be stepped in a trial."""
+
+    def __init__(self, model, *, names):
+        super().__init__([dict(model.named_parameters())[name] for name in names])
+        self.expected = len(names)
+        self.count = self.expected
+
+    def step(self, closure=None):
+        if self.count != sum(len(group["params"]) for group in self.param_groups):
+            raise RuntimeError("other parameters")
+        super().step()
