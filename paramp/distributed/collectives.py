@@ -19,7 +19,8 @@ from ..base import trees
 from ..base.scratch import Scratch
 
 _OF_TWO: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-_SWAP_TAG = 7
+SWAP_TAG = 7
+"""Of the messages by which two ranks sum."""
 _SMALL = 2**16
 """Bytes up to which two ranks send each other a sum of any dtype."""
 _PIECE = 2**19
@@ -63,8 +64,8 @@ def _is_faster_swapped(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 def _swap(own: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send ``own`` to the other rank of ``group``, and receive its ``own`` as ``other``; both dense."""
     peer = 1 - group.rank()
-    received = group.recv([other], peer, _SWAP_TAG)
-    sent = group.send([own], peer, _SWAP_TAG)
+    received = group.recv([other], peer, SWAP_TAG)
+    sent = group.send([own], peer, SWAP_TAG)
     received.wait()
     sent.wait()
 
