@@ -88,7 +88,9 @@ def sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
 
 def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``bias``, which every rank has, as one term of a sum over the ranks: so it is added before that is rounded."""
-    return _exchange(bias, group, _keep_on_first, _keep)
+    if torch.compiler.is_compiling():  # the same graph on every rank
+        return _exchange(bias, group, _keep_on_first, _keep)
+    return bias if group.rank() == 0 else bias - bias.detach()  # zeros, with the gradient of the bias
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
@@ -134,9 +136,7 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # the same graph on every rank
-        return x * float(group.rank() == 0)
-    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
+    return x * float(group.rank() == 0)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
