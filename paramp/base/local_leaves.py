@@ -25,6 +25,8 @@ Leaves: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a parameter: its leaf, and the ``.grad`` of the parameter that has the memory of the leaf's."""
 SOURCE = "_paramp_local_in_graph"
 """The attribute of a DTensor with the local tensor that it was made from, and its ``grad_fn`` then."""
+SPECS = "_paramp_specs"
+"""The attribute of a DTensor with the layouts of others that were made as it was, by what they were made from."""
 _IN_USE: ContextVar[Leaves | None] = ContextVar("local_leaves", default=None)
 
 
@@ -73,6 +75,8 @@ def local_in_graph(whole: torch.Tensor) -> torch.Tensor | None:
 def with_local(whole: DTensor, part: torch.Tensor) -> DTensor:
     """A DTensor as ``whole``, whose local tensor is ``part``, which :func:`local_in_graph` returns for it."""
     made = wrap(part, whole)
+    if SPECS in vars(whole):
+        vars(made)[SPECS] = vars(whole)[SPECS]
     remember(made, part)
     return made
 

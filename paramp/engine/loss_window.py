@@ -196,6 +196,7 @@ class LossWindow:
         num_microbatches = context.config.parallel.pipeline.num_microbatches
         self.size = num_microbatches * self._accumulation * context.batch_axis.size
         self.totals = self.no_losses()
+        self._one_loss = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=self._device)
         self.count_unit: float | None = None
 
     def no_losses(self) -> torch.Tensor:
@@ -351,13 +352,15 @@ class LossWindow:
                 "detach it, and compute it in torch"
             )
         self.totals += parts
-        return self._scaler.scale(value) / self.size
+        scaled = self._scaler.scale(value)
+        return scaled / self.size if self.size > 1 else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """The value of ``loss`` to differentiate, 0-dim, and what it adds to totals; a sum and count over the unit."""
         if not isinstance(loss, tuple):
-            one = torch.ones((), dtype=torch.float64, device=self._device)
-            return loss, torch.stack([loss.detach().double().to(one.device), one, torch.zeros_like(one), one])
+            parts = self._one_loss.clone()
+            parts[0].copy_(loss.detach())
+            return loss, parts
         unit = self.count_unit or 1.0
         value, count = loss[0] / unit, loss[1].detach().double().to(self._device) / unit
         return value, torch.stack([value.detach().double(), count, count, torch.ones_like(count)])

@@ -184,19 +184,20 @@ class FlatGradients:
             found_inf: 0-dim float32; set to 1 if an element that this rank drops here is not finite. Elements that it
                 keeps are checked by the norm.
         """
-        self.begin_window()
-        one = torch.ones_like(found_inf)
+        outside = self._outside()
+        if self._addresses is None or outside:
+            self.begin_window()
+            outside = self._outside()
         if self._overlapped is not None:
             # Changed after the buffer was reduced: elements outside this rank's part are not checked later.
-            unscale_and_check_(self._overlapped.changed_since(), one, found_inf)
+            unscale_and_check_(self._overlapped.changed_since(), torch.ones_like(found_inf), found_inf)
         for hook in self._hooks:  # the first window has shown which gradients have other placements
             hook.remove()
         self._hooks = []
-        outside = self._outside()
         arrived = [param for param in outside if param.parameter.grad is not None]
         whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
-        unscale_and_check_(whole, one, found_inf)
         if arrived:
+            unscale_and_check_(whole, torch.ones_like(found_inf), found_inf)
             torch._foreach_copy_(
                 [param.local_gradient for param in arrived],
                 [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived],

@@ -91,6 +91,8 @@ def sum_tied_gradients(
         reduce_dtype: the dtype of the sums. None: the gradients' own.
         complete: every copy has a gradient. Else the ranks ask each other, and the host waits for it.
     """
+    if not context.ties:
+        return
     wanted = {id(parameter) for parameter in parameters}
     by_group: dict[dist.ProcessGroup, list[TiedParameter]] = defaultdict(list)
     for tie in context.ties:

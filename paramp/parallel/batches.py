@@ -102,10 +102,12 @@ class Batch:
 
     def _first(self) -> tuple[str, int]:
         """The path of the tensor that has the number of samples in dim 0, and this number."""
-        kwargs, sizes = _sizes(self.kwargs, "inputs"), [*_sizes(self.args, "inputs"), *_sizes(self.target, "target")]
-        if not sizes and not kwargs:
+        for one in chain(_sizes(self.args, "inputs"), _sizes(self.target, "target")):
+            return one
+        kwargs = [*_sizes(self.kwargs, "inputs")]
+        if not kwargs:
             raise ConfigError("inputs: got no tensor with dims, expected at least one with the batch in dim 0")
-        return sizes[0] if sizes else next((one for one in kwargs if one[1] != 1), kwargs[0])
+        return next((one for one in kwargs if one[1] != 1), kwargs[0])
 
     def split(self, num_microbatches: int) -> list[Batch]:
         """The microbatches: equal parts along dim 0.
@@ -113,14 +115,18 @@ class Batch:
         Raises:
             ConfigError: the size is no multiple of their number, or a tensor has another size in dim 0.
         """
-        size = self.size
+        first, size = self._first()
         if size == 0 or size % num_microbatches:
             raise ConfigError(
                 f"batch: got {size} samples on each data rank, expected a multiple of the {num_microbatches} "
                 "microbatches (parallel.pipeline.microbatches)"
             )
         each = size // num_microbatches
-        return [self.rows(slice(start, start + each)).unwrapped() for start in range(0, size, each)]
+
+        def microbatch(rows: slice) -> Batch:
+            return self._mapped(lambda path, leaf: _unwrapped(_rows(path, leaf, size, first, rows)))
+
+        return [microbatch(slice(start, start + each)) for start in range(0, size, each)]
 
     def rows(self, rows: slice | list[int]) -> Batch:
         """The samples ``rows``, as a batch.
@@ -133,7 +139,7 @@ class Batch:
 
     def unwrapped(self) -> Batch:
         """The batch as one microbatch, of whatever sizes."""
-        return self._mapped(lambda _, leaf: leaf.tensor if isinstance(leaf, Whole) else leaf)
+        return self._mapped(lambda _, leaf: _unwrapped(leaf))
 
     def _mapped(self, function: Callable[[str, Any], Any]) -> Batch:
         args, kwargs = (map_leaves(function, tree, "inputs") for tree in (self.args, self.kwargs))
@@ -150,11 +156,15 @@ class Batch:
         return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
 
 
-def _sizes(tree: Any, path: str) -> list[tuple[str, int]]:
+def _unwrapped(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, Whole) else leaf
+
+
+def _sizes(tree: Any, path: str) -> Iterator[tuple[str, int]]:
     """The path of each tensor with dims in ``tree``, and its size in dim 0."""
-    return [
+    return (
         (inner, leaf.shape[0]) for inner, leaf in leaves(tree, path) if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]
+    )
 
 
 def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) -> Any:

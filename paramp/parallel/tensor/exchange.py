@@ -32,8 +32,8 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 
-from ...base.dtensor import is_dtensor, wrap
-from ...base.local_leaves import local_in_graph, remember
+from ...base.dtensor import is_dtensor, of_spec, wrap
+from ...base.local_leaves import SPECS, local_in_graph, remember
 from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
 
 def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``bias``, which every rank has, as one term of a sum over the ranks: so it is added before that is rounded."""
-    return _exchange(bias, group, _keep_on_first, _keep)
+    if torch.compiler.is_compiling():  # the same graph on every rank
+        return _exchange(bias, group, _keep_on_first, _keep)
+    return bias if group.rank() == 0 else bias - bias.detach()  # zeros, with the gradient of the bias
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
@@ -134,9 +136,7 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # the same graph on every rank
-        return x * float(group.rank() == 0)
-    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
+    return x * float(group.rank() == 0)
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -169,16 +169,37 @@ def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
     return own.view(slices.shape[1:])
 
 
-def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """The DTensor whose local tensor is ``part``, sharded over ``mesh`` along ``dim``, which has ``size`` elements."""
-    from torch.distributed.tensor import DTensor, Shard
+Specs: TypeAlias = dict[tuple[torch.Size, int], Any]
+"""The ``_spec`` of DTensors that were made of local tensors, by the shape of these and the sharded dim."""
+MANY_SHAPES = 64
+"""The number of shapes at which :func:`as_shards` forgets those that it has seen."""
 
+
+def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int, specs: Specs) -> DTensor:
+    """The DTensor whose local tensor is ``part``, sharded over ``mesh`` along ``dim``, which has ``size`` elements.
+
+    ``specs`` is empty at first, and belongs to ``mesh`` and ``size``.
+    """
     dim %= part.ndim
-    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    if torch.compiler.is_compiling():
+        return _from_local(part, mesh, dim, size)
+    spec = specs.get((part.shape, dim))
+    whole = _from_local(part, mesh, dim, size) if spec is None else of_spec(part, spec)
+    if spec is None:
+        if len(specs) >= MANY_SHAPES:
+            specs.clear()
+        specs[part.shape, dim] = whole._spec
+    vars(whole)[SPECS] = specs
     remember(whole, part)
     return whole
+
+
+def _from_local(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 class _LocalShard(torch.autograd.Function):

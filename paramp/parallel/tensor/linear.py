@@ -22,6 +22,7 @@ from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
 from .exchange import (
+    Specs,
     as_shards,
     enter,
     gather,
@@ -49,6 +50,7 @@ class Colwise(ColwiseParallel):
         distribute(module, "weight", device_mesh, Shard(0))
         distribute(module, "bias", device_mesh, Shard(0))
         group, layout, gathers = device_mesh.get_group(), self.input_layouts[0], self.output_layouts[0].is_replicate()
+        specs: Specs = {}
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = _plain(x, layout)
@@ -58,7 +60,7 @@ class Colwise(ColwiseParallel):
                 return gather(output, group, -1)
             if self.use_local_output:
                 return output
-            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size())
+            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size(), specs)
 
         return replace_forward(module, forward)
 
@@ -70,14 +72,15 @@ class Rowwise(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group, layout = device_mesh.get_group(), self.output_layouts[0]
-
-        def leave(output: torch.Tensor) -> torch.Tensor:
-            return sum_over_ranks(output, group) if layout.is_replicate() else sum_slices(output, group, SEQUENCE.dim)
-
+        group, sums = device_mesh.get_group(), self.output_layouts[0].is_replicate()
         if _is_lookup(module, device_mesh.size()):
             distribute(module, "weight", device_mesh, Shard(0))
-            return replace_forward(module, lambda module, tokens: leave(_look_up(module, tokens, group)))
+
+            def look_up(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+                rows = _look_up(module, tokens, group)
+                return sum_over_ranks(rows, group) if sums else sum_slices(rows, group, SEQUENCE.dim)
+
+            return replace_forward(module, look_up)
         if not _has_forward_of(module, nn.Linear):
             return super()._apply(module, device_mesh)
         distribute(module, "weight", device_mesh, Shard(1))
@@ -86,7 +89,10 @@ class Rowwise(RowwiseParallel):
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
-            return leave(F.linear(x, _weight(module), _summed_bias(module, group)))
+            weight, bias = _weight(module), _summed_bias(module, group)
+            if sums:
+                return _summed_linear(x, weight, bias, group)
+            return sum_slices(F.linear(x, weight, bias), group, SEQUENCE.dim)
 
         return replace_forward(module, forward)
 
@@ -141,6 +147,17 @@ def _summed_bias(module: nn.Module, group: dist.ProcessGroup) -> torch.Tensor | 
     """The bias of a layer whose outputs are summed over ``group``."""
     bias = _bias(module)
     return None if bias is None else on_first_rank(bias, group)
+
+
+def _summed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The sum over ``group`` of ``F.linear`` of ``x`` (..., this rank's inputs)."""
+    if bias is None:
+        return sum_over_ranks(F.linear(x, weight), group)
+    # With a bias and more dims than 2 the output is a view, and autograd copies the gradient of one changed in place.
+    rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return sum_over_ranks(rows, group).view(*x.shape[:-1], weight.shape[0])
 
 
 def distribute(
@@ -253,7 +270,7 @@ class PackedRowwise(PackedColwise):
             bias = module._parameters["bias"]
             if replaced is None:
                 own = None if bias is None else on_first_rank(bias, group)
-                return sum_over_ranks(F.linear(x, self._weight(module), own), group)
+                return _summed_linear(x, self._weight(module), own, group)
             parts = DTensor.from_local(x, device_mesh, [Shard(-1)], run_check=False)
             part = self._run_on_dtensors(module, replaced, parts, Shard(1))
             output: torch.Tensor = part.redistribute(placements=[Replicate()]).to_local()

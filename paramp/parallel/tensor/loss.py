@@ -5,7 +5,7 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
-from ...base.local_leaves import grad, register_hook, with_local
+from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...distributed.collectives import all_reduce_
 from .exchange import as_shards, local_shard
 
@@ -52,7 +52,7 @@ class _ShardedVocabulary(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharing = [base for value in tree_leaves((args, kwargs)) if (base := _sharing(value)) is not None]
+        sharing = [*_sharing((*args, *kwargs.values()))]
         if not sharing:
             return self._run(func, args, kwargs)
         if any(vars(tensor)[SHARING] for tensor in sharing) and func.__name__ != "__get__":
@@ -87,12 +87,17 @@ class _ShardedVocabulary(TorchFunctionMode):
         return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if isinstance(output, tuple) else output
 
 
-def _sharing(value: Any) -> torch.Tensor | None:
-    """``value``, or the tensor that it is a view of, if it shares its memory with other DTensors."""
-    if not is_dtensor(value):
-        return None
-    base = value if value._base is None else value._base
-    return base if SHARING in vars(base) else None
+def _sharing(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those of ``values``, or the tensors that they are views of, that share their memory with other DTensors."""
+    for value in values:
+        if is_dtensor(value):
+            base = value if value._base is None else value._base
+            if SHARING in vars(base):
+                yield base
+        elif isinstance(value, (tuple, list)):
+            yield from _sharing(value)
+        elif isinstance(value, dict):
+            yield from _sharing(value.values())
 
 
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,8 +122,9 @@ def _reshaped(logits: DTensor, shape: list[int]) -> torch.Tensor:
     """``logits`` with the dims ``shape`` before the last, over which they are sharded, without DTensor's dispatch."""
     rows = local_shard(logits)
     rows = rows.reshape(*shape, rows.shape[-1])
-    whole = as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1])
     base = logits if logits._base is None else logits._base
+    specs = vars(base).setdefault(SPECS, {})
+    whole = as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1], specs)
     vars(whole)[SHARING] = vars(base).setdefault(SHARING, [])
     return whole
 
