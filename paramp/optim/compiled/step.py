@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...distributed.context import ParallelContext
 from ..flat_params import FlatWeights
-from ..fused_step import FusedStep
+from ..fused_step import Block, FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
 from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
@@ -69,27 +69,23 @@ class CompiledStep(FusedStep):
                 super()._run([step_range], grad_scale, found_inf)
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
-            size = BLOCK if self._on_cpu else step_range.length
-            for start in range(0, step_range.length, size):
-                self._compiled_block(kernel, step_range, start, min(start + size, step_range.length), row, skip)
+            names = self._names(step_range)
+            for block in self._in_blocks(step_range, BLOCK if self._on_cpu else step_range.length):
+                self._compiled_block(kernel, block, names, row, skip)
 
     def _compiled_block(
         self,
         kernel: Callable[..., None],
-        step_range: StepRange,
-        start: int,
-        stop: int,
+        block: Block,
+        names: Sequence[str],
         row: torch.Tensor,
         skip: torch.Tensor | None,
     ) -> None:
-        """Step elements ``start`` to ``stop`` of a range."""
-        buffer, masters = step_range.buffer, step_range.buffer.masters
-        own = slice(step_range.own_start + start, step_range.own_start + stop)
-        weight = masters.weights[own]
-        master = None if masters.stepped is masters.weights else masters.stepped[own]
-        remainder = masters.remainders[own] if isinstance(masters, ResidualMasters) else None
-        gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
-        state = [self._state[buffer][name][own] for name in self._names(step_range)]
+        """Step a block in place."""
+        masters, gradient, weight = block.masters, block.gradient, block.masters.weights
+        master = None if masters.stepped is weight else masters.stepped
+        remainder = masters.remainders if isinstance(masters, ResidualMasters) else None
+        state = [block.state[name] for name in names]
         if not self._on_cpu or weight.dtype.itemsize > 2:
             kernel(weight, master, remainder, gradient, state, row, skip, None)
             return
