@@ -57,11 +57,11 @@ class NoMasters:
 
         If a master does not round to its weight, the weight was changed in place, and the master takes its value.
         """
-        return cut(self.stepped, own)
+        return sliced(self.stepped, own)
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
         """Store ``values``, floating point, and round them to the weights."""
-        _copy_unless_same(cut(self.weights, own), values)
+        _copy_unless_same(sliced(self.weights, own), values)
 
     def round_to_weights(self) -> None:
         """Round the values that an optimizer has stepped in :attr:`stepped` to the weights."""
@@ -81,13 +81,13 @@ class FullMasters(NoMasters):
         self.state = (self.stepped,)
 
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
-        master, weight = cut(self.stepped, own), cut(self.weights, own)
+        master, weight = sliced(self.stepped, own), sliced(self.weights, own)
         follow(weight, master, scratch)
         return master
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        _copy_unless_same(cut(self.stepped, own), values)
-        cut(self.weights, own).copy_(values)
+        _copy_unless_same(sliced(self.stepped, own), values)
+        sliced(self.weights, own).copy_(values)
 
     def round_to_weights(self) -> None:
         self.weights.copy_(self.stepped)
@@ -110,14 +110,14 @@ class ResidualMasters(NoMasters):
         return part
 
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
-        weight = cut(self.weights, own)
-        master = join(weight, cut(self.remainders, own), scratch)
+        weight = sliced(self.weights, own)
+        master = join(weight, sliced(self.remainders, own), scratch)
         # After a change in place, weight and remainder may not fit together.
         follow(weight, master, scratch)
         return master
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        split(values.float(), cut(self.weights, own), cut(self.remainders, own), scratch)
+        split(values.float(), sliced(self.weights, own), sliced(self.remainders, own), scratch)
 
     def follow(self, own: slice) -> None:
         """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
@@ -128,7 +128,7 @@ MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: Ful
 """The storage class for each value of :attr:`paramp.Precision.masters`."""
 
 
-def cut(flat: torch.Tensor, own: slice) -> torch.Tensor:
+def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:
     """``flat[own]``; ``flat`` itself if that is all of it, because a view costs a microsecond."""
     return flat if own == ALL else flat[own]
 
