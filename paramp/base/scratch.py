@@ -21,4 +21,4 @@ class Scratch:
         held = self._held.get(name)
         if held is None or held.numel() < block.numel() or held.dtype is not dtype:
             held = self._held[name] = torch.empty_like(block, dtype=dtype)
-        return held[: block.numel()]
+        return held if held.numel() == block.numel() else held[: block.numel()]

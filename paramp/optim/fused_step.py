@@ -18,6 +18,7 @@ import torch
 from ..base.errors import ConfigError
 from ..base.scratch import Scratch
 from .flat_params import NO_GROUP, OptimizerWeights
+from .master_storage import ALL, NoMasters
 from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
 
@@ -76,6 +77,15 @@ KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
     torch.optim.AdamW: Kernel(_adam_states, True, _adam),
     torch.optim.SGD: Kernel(lambda options: ("momentum_buffer",) if options["momentum"] else (), False, _sgd),
 }
+
+
+@dataclass(frozen=True)
+class Block:
+    """Views of a part of a step range, kept from step to step: making them costs microseconds each."""
+
+    masters: NoMasters
+    gradient: torch.Tensor
+    state: State
 
 
 def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
@@ -140,6 +150,8 @@ class FusedStep:
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
         self._scratch = Scratch()
+        self._ranges: Sequence[StepRange] = ()
+        self._blocks: dict[tuple[StepRange, int], list[Block]] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
         self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
@@ -154,7 +166,11 @@ class FusedStep:
             grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
         self._check_unchanged()
-        ranges = [one for one in self._weights.step_ranges.without(absent) if one.group != NO_GROUP]
+        current = self._weights.step_ranges.without(absent)
+        if current is not self._ranges:
+            self._ranges = current
+            self._blocks.clear()
+        ranges = [one for one in current if one.group != NO_GROUP]
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
@@ -164,10 +180,26 @@ class FusedStep:
         self._weights.gather_weights()
 
     def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        size = CACHE_BLOCK[self._steps.device.type]
+        scale = grad_scale.float()
         for step_range in ranges:
-            for start in range(0, step_range.length, size):
-                self._step_block(step_range, start, min(start + size, step_range.length), grad_scale, found_inf)
+            options = self._optimizer.param_groups[step_range.group]
+            step = {"step": self._step_of[step_range.params[0]]} if self._kernel.counts_steps else {}
+            for block in self._in_blocks(step_range, CACHE_BLOCK[self._steps.device.type]):
+                self._step_block(block, options, step, (grad_scale, scale), found_inf)
+
+    def _in_blocks(self, step_range: StepRange, size: int) -> list[Block]:
+        """The blocks of a range, of ``size`` elements each but for the last."""
+        key = step_range, size
+        if key not in self._blocks:
+            starts = range(0, step_range.length, size)
+            self._blocks[key] = [self._block(step_range, at, min(size, step_range.length - at)) for at in starts]
+        return self._blocks[key]
+
+    def _block(self, step_range: StepRange, start: int, length: int) -> Block:
+        buffer, first = step_range.buffer, step_range.start + start
+        own = slice(step_range.own_start + start, step_range.own_start + start + length)
+        state = {name: value[own] for name, value in self._state[buffer].items()}
+        return Block(buffer.masters.part(own), buffer.gradients[first : first + length], state)
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
@@ -193,30 +225,30 @@ class FusedStep:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def _step_block(
-        self, step_range: StepRange, start: int, stop: int, grad_scale: torch.Tensor, found_inf: torch.Tensor
+        self,
+        block: Block,
+        options: Options,
+        step: dict[str, torch.Tensor],
+        grad_scale: tuple[torch.Tensor, torch.Tensor],
+        found_inf: torch.Tensor,
     ) -> None:
-        """Read, step and write elements ``start`` to ``stop`` of a range, while they are in the cache."""
-        buffer, options = step_range.buffer, self._optimizer.param_groups[step_range.group]
-        own = slice(step_range.own_start + start, step_range.own_start + stop)
-        master = buffer.masters.read(own, self._scratch)
+        """Read, step and write a block, while it is in the cache."""
+        master = block.masters.read(ALL, self._scratch)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
         # computes wrong momenta in half precision.
         wide = torch.promote_types(master.dtype, torch.float32)
         master_in = self._widened("master", master, wide)
-        gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
-        gradient_in, divisor = self._gradient_in(gradient, wide, grad_scale)
-        state = {name: self._state[buffer][name][own] for name in self._kernel.states(options)}
+        gradient_in, divisor = self._gradient_in(block.gradient, wide, *grad_scale)
+        state = {name: block.state[name] for name in self._kernel.states(options)}
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
-        if self._kernel.counts_steps:
-            state_in["step"] = self._step_of[step_range.params[0]]
-        self._kernel.run(master_in, gradient_in, state_in, options, grad_scale=divisor, found_inf=found_inf)
+        self._kernel.run(master_in, gradient_in, state_in | step, options, grad_scale=divisor, found_inf=found_inf)
         for name, value in state.items():
             if state_in[name] is not value:
                 value.copy_(state_in[name])
-        buffer.masters.write(own, master_in, self._scratch)
+        block.masters.write(ALL, master_in, self._scratch)
 
     def _gradient_in(
-        self, gradient: torch.Tensor, wide: torch.dtype, grad_scale: torch.Tensor
+        self, gradient: torch.Tensor, wide: torch.dtype, exact_scale: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient for the kernel, in the dtype ``wide``, and the divisor to pass to the kernel, or None.
 
@@ -225,8 +257,8 @@ class FusedStep:
         are widened into scratch memory in any case.
         """
         if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
-            return torch.div(gradient, grad_scale, out=self._scratch.like("gradient", gradient, wide)), None
-        return self._widened("gradient", gradient, wide), grad_scale.float()
+            return torch.div(gradient, exact_scale, out=self._scratch.like("gradient", gradient, wide)), None
+        return self._widened("gradient", gradient, wide), scale
 
     def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``block`` in ``dtype``: itself, or a copy that the next block overwrites."""

@@ -13,13 +13,16 @@ A storage object covers the part of one buffer that this rank steps; slices are 
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copy
+from typing import ClassVar, Self
 
 import torch
 
 from ..base.scratch import Scratch
 from .master_residuals import join, split
 from .master_weights import follow
+
+ALL = slice(None)
 
 
 class NoMasters:
@@ -41,16 +44,24 @@ class NoMasters:
         self.stepped = weights
         self.state: tuple[torch.Tensor, ...] = ()
 
+    def part(self, own: slice) -> Self:
+        """The storage of a slice, which shares memory."""
+        part = copy.copy(self)
+        part.weights = self.weights[own]
+        part.stepped = part.weights if self.stepped is self.weights else self.stepped[own]
+        part.state = ()
+        return part
+
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
         """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them, else of ``scratch``.
 
         If a master does not round to its weight, the weight was changed in place, and the master takes its value.
         """
-        return self.stepped[own]
+        return sliced(self.stepped, own)
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
         """Store ``values``, floating point, and round them to the weights."""
-        _copy_unless_same(self.weights[own], values)
+        _copy_unless_same(sliced(self.weights, own), values)
 
     def round_to_weights(self) -> None:
         """Round the values that an optimizer has stepped in :attr:`stepped` to the weights."""
@@ -70,13 +81,13 @@ class FullMasters(NoMasters):
         self.state = (self.stepped,)
 
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
-        master, weight = self.stepped[own], self.weights[own]
+        master, weight = sliced(self.stepped, own), sliced(self.weights, own)
         follow(weight, master, scratch)
         return master
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        _copy_unless_same(self.stepped[own], values)
-        self.weights[own].copy_(values)
+        _copy_unless_same(sliced(self.stepped, own), values)
+        sliced(self.weights, own).copy_(values)
 
     def round_to_weights(self) -> None:
         self.weights.copy_(self.stepped)
@@ -93,15 +104,20 @@ class ResidualMasters(NoMasters):
         self.remainders = torch.zeros_like(weights, dtype=torch.int16)
         self.state = (self.remainders,)
 
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.remainders = self.remainders[own]
+        return part
+
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
-        weight = self.weights[own]
-        master = join(weight, self.remainders[own], scratch)
+        weight = sliced(self.weights, own)
+        master = join(weight, sliced(self.remainders, own), scratch)
         # After a change in place, weight and remainder may not fit together.
         follow(weight, master, scratch)
         return master
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        split(values.float(), self.weights[own], self.remainders[own], scratch)
+        split(values.float(), sliced(self.weights, own), sliced(self.remainders, own), scratch)
 
     def follow(self, own: slice) -> None:
         """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
@@ -110,6 +126,11 @@ class ResidualMasters(NoMasters):
 
 MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
 """The storage class for each value of :attr:`paramp.Precision.masters`."""
+
+
+def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:
+    """``flat[own]``; ``flat`` itself if that is all of it, because a view costs a microsecond."""
+    return flat if own == ALL else flat[own]
 
 
 def _copy_unless_same(stored: torch.Tensor, values: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ once. What changes from step to step (learning rate, step count, scale) is in a 
 is compiled again; what differs otherwise is a :class:`Variant`, each compiled once in a process.
 
 Inductor's loops for CPUs have two limits. They are not vectorised over int16. And a 16-bit element that is both read
-and written in place costs a failed store-to-load forwarding for each vector. So on a CPU a kernel writes 32-bit values
-only, and its caller copies them to the weights and remainders while they are in the cache.
+and written in place costs a failed store-to-load forwarding for each vector. So on a CPU a kernel reads and writes
+remainders in int32, and writes weights beside the old ones; its caller copies both while they are in the cache.
 """
 
 from __future__ import annotations
@@ -31,17 +31,12 @@ class Family:
     order of :attr:`options`, one row for each range, and ``steps`` the number of the step; all float64."""
     options: Callable[[Options], tuple[float, ...]]
     """A group's options as numbers; the first is the learning rate, 0 if that is a tensor."""
-    update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, bool], Update]
-    """``(value, gradient, state, coefficients, nesterov)`` -> the new value and state, all in one dtype."""
+    update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Variant], Update]
+    """``(value, gradient, state, coefficients, variant)`` -> the new value and state, all in one dtype."""
 
 
 def _rate(group: Options) -> float:
     return 0.0 if torch.is_tensor(group["lr"]) else float(group["lr"])
-
-
-def _l2(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The gradient of L2 decay; 0 also for infinite values if ``factor`` is 0, as torch then leaves it out."""
-    return torch.where(factor == 0, 0.0, factor * value)
 
 
 def _adam_options(group: Options) -> tuple[float, ...]:
@@ -57,10 +52,11 @@ def _adam_coefficients(options: torch.Tensor, steps: torch.Tensor) -> Sequence[t
 
 
 def _adam(
-    value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, _nesterov: bool
+    value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, variant: Variant
 ) -> Update:
     exp_avg, exp_avg_sq, *largest = state
-    gradient = gradient + _l2(value, c[2])
+    if variant.has_l2:
+        gradient = gradient + c[2] * value
     exp_avg = exp_avg + c[3] * (gradient - exp_avg)
     exp_avg_sq = c[4] * exp_avg_sq + c[5] * gradient * gradient
     largest = [torch.maximum(one, exp_avg_sq) for one in largest]
@@ -77,12 +73,13 @@ def _sgd_coefficients(options: torch.Tensor, _: torch.Tensor) -> Sequence[torch.
 
 
 def _sgd(
-    value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, nesterov: bool
+    value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, variant: Variant
 ) -> Update:
-    gradient = gradient + _l2(value, c[2])
+    if variant.has_l2:
+        gradient = gradient + c[2] * value
     momentum = [c[3] * one + gradient for one in state]
     change = momentum[0] if momentum else gradient
-    if nesterov:
+    if variant.nesterov:
         change = gradient + c[3] * change
     return value - c[1] * change, momentum
 
@@ -109,17 +106,19 @@ class Variant:
     has_master: bool
     has_remainder: bool
     nesterov: bool
+    has_l2: bool
+    """Whether it has L2 decay. A factor of 0 does not leave it out: the gradient of an infinite weight would be NaN."""
 
 
 def step_function(variant: Variant) -> Callable[..., None]:
     """The step of a range, uncompiled; all tensors 1-dim, of one length.
 
-    Called with ``(weight, master, remainder, gradient, state, coefficients, skip, stepped)``. ``master`` (fp32) and
+    Called with ``(weight, master, remainder, gradient, state, coefficients, skip, rounded)``. ``master`` (fp32) and
     ``remainder`` (int16; on a CPU int32) are None where the variant has none. ``skip``, 0-dim bool, or None: step. The
-    new value is written to the master, and rounded to the weight; on a CPU only to ``stepped`` if that is not None, and
-    else, in case of no master, to the weight.
+    new value is written to the master, and rounded to ``rounded``, of the weight's dtype, or if that is None to the
+    weight.
     """
-    update, nesterov, on_cpu = variant.family.update, variant.nesterov, variant.device == "cpu"
+    update = variant.family.update
 
     def step(
         weight: torch.Tensor,
@@ -129,12 +128,12 @@ def step_function(variant: Variant) -> Callable[..., None]:
         state: list[torch.Tensor],
         coefficients: torch.Tensor,
         skip: torch.Tensor | None,
-        stepped: torch.Tensor | None,
+        rounded: torch.Tensor | None,
     ) -> None:
         old = _exact(weight, master, remainder)
         dtype = old.dtype
         scaled = gradient.to(dtype) * coefficients[0]
-        new, states = update(old, scaled, [one.to(dtype) for one in state], coefficients, nesterov)
+        new, states = update(old, scaled, [one.to(dtype) for one in state], coefficients, variant)
         if skip is not None:
             new = torch.where(skip, old, new)
             states = [torch.where(skip, one.to(dtype), other) for one, other in zip(state, states, strict=True)]
@@ -144,10 +143,7 @@ def step_function(variant: Variant) -> Callable[..., None]:
             master.copy_(new)
         if remainder is not None:
             remainder.copy_(left_over(new, new.to(weight.dtype)))
-        if stepped is not None:
-            stepped.copy_(new)
-        elif master is None or not on_cpu:
-            weight.copy_(new)
+        (weight if rounded is None else rounded).copy_(new)
 
     # torch.compile counts recompilations, of which it allows a few, by code object.
     step.__code__ = step.__code__.replace(co_name=f"step_{len(_made)}")

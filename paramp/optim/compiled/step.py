@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...distributed.context import ParallelContext
 from ..flat_params import OptimizerWeights
-from ..fused_step import FusedStep
+from ..fused_step import Block, FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
 from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
@@ -69,34 +69,30 @@ class CompiledStep(FusedStep):
                 super()._run([step_range], grad_scale, found_inf)
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
-            size = BLOCK if self._on_cpu else step_range.length
-            for start in range(0, step_range.length, size):
-                self._compiled_block(kernel, step_range, start, min(start + size, step_range.length), row, skip)
+            names = self._names(step_range)
+            for block in self._in_blocks(step_range, BLOCK if self._on_cpu else step_range.length):
+                self._compiled_block(kernel, block, names, row, skip)
 
     def _compiled_block(
         self,
         kernel: Callable[..., None],
-        step_range: StepRange,
-        start: int,
-        stop: int,
+        block: Block,
+        names: Sequence[str],
         row: torch.Tensor,
         skip: torch.Tensor | None,
     ) -> None:
-        """Step elements ``start`` to ``stop`` of a range."""
-        buffer, masters = step_range.buffer, step_range.buffer.masters
-        own = slice(step_range.own_start + start, step_range.own_start + stop)
-        weight = masters.weights[own]
-        master = None if masters.stepped is masters.weights else masters.stepped[own]
-        remainder = masters.remainders[own] if isinstance(masters, ResidualMasters) else None
-        gradient = buffer.gradients[step_range.start + start : step_range.start + stop]
-        state = [self._state[buffer][name][own] for name in self._names(step_range)]
+        """Step a block in place."""
+        masters, gradient, weight = block.masters, block.gradient, block.masters.weights
+        master = None if masters.stepped is weight else masters.stepped
+        remainder = masters.remainders if isinstance(masters, ResidualMasters) else None
+        state = [block.state[name] for name in names]
         if not self._on_cpu or weight.dtype.itemsize > 2:
             kernel(weight, master, remainder, gradient, state, row, skip, None)
             return
-        stepped = self._scratch.like("stepped", weight, torch.float32) if master is None else master
+        rounded = self._scratch.like("rounded", weight, weight.dtype)
         wide = None if remainder is None else self._widened("remainder", remainder, torch.int32)
-        kernel(weight, master, wide, gradient, state, row, skip, stepped if master is None else None)
-        weight.copy_(stepped)
+        kernel(weight, master, wide, gradient, state, row, skip, rounded)
+        weight.copy_(rounded)
         if remainder is not None and wide is not None:
             remainder.copy_(wide)
 
@@ -116,6 +112,7 @@ class CompiledStep(FusedStep):
             has_master=masters.stepped is not masters.weights,
             has_remainder=isinstance(masters, ResidualMasters),
             nesterov=bool(options.get("nesterov")),
+            has_l2=bool(options["weight_decay"]) and not options.get("decoupled_weight_decay"),
         )
         if variant not in self._kernels:
             kernel = compiled_step(variant, self._settings)
@@ -152,7 +149,6 @@ class CompiledStep(FusedStep):
 def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) -> bool:
     """Whether ``kernel`` computes the step of ``variant`` as its function does uncompiled, but for rounding."""
     results, on_cpu = [], device.type == "cpu"
-    scratch = on_cpu and variant.weight.itemsize == 2 and not variant.has_master
     for function in (kernel, step_function(variant)):
         generator = torch.Generator().manual_seed(1)
         noise = [torch.rand(TRIED, generator=generator) + 0.5 for _ in range(2 + variant.num_states)]
@@ -161,14 +157,16 @@ def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) 
         master = exact.clone() if variant.has_master else None
         low = torch.arange(TRIED, device=device, dtype=torch.int32 if on_cpu else torch.int16)
         remainder = low if variant.has_remainder else None
-        stepped = torch.zeros_like(exact) if scratch else None
+        rounded = torch.zeros_like(weight) if on_cpu and weight.itemsize == 2 else None
         states = [one.to(variant.state) for one in state]
         coefficients = torch.tensor([0.01, 0.99, 0.02, 0.1, 0.9, 0.1, 0.01, 1.0, 1e-8], device=device)
         row = coefficients.to(torch.promote_types(variant.state, torch.float32))
         skip = None if on_cpu else torch.zeros((), dtype=torch.bool, device=device)
-        function(weight, master, remainder, gradient.to(variant.gradient), states, row, skip, stepped)
-        values = [weight if remainder is None else joined(weight, remainder), master, stepped, *states]
-        results.append([one for one in values if one is not None])
+        function(weight, master, remainder, gradient.to(variant.gradient), states, row, skip, rounded)
+        new = weight if rounded is None else rounded
+        if remainder is not None:
+            new = joined(new, remainder)
+        results.append([one for one in (new, master, *states) if one is not None])
     compared = zip(*results, strict=True)  # another order of multiplication may round to a neighbour
     return all(
         torch.allclose(one, other, rtol=1e-5 if one.itemsize > 2 else 0.01, atol=1e-5) for one, other in compared
