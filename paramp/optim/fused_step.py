@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.scratch import Scratch
+from ..base.scratch import Scratch, zeros_apart
 from .flat_params import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
 from .matrices.step import MatrixStep
@@ -142,9 +142,7 @@ class FusedStep:
         self._kernel = KERNELS[type(optimizer)]
         names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
         self._state: dict[Buffer, dict[str, torch.Tensor]] = {
-            buffer: {
-                name: torch.zeros(buffer.own_size, dtype=buffer.masters.dtype, device=weights.device) for name in names
-            }
+            buffer: {name: zeros_apart(buffer.own_size, buffer.masters.dtype, weights.device) for name in names}
             for buffer in weights.buffers
         }
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)

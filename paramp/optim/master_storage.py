@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from ..base.scratch import Scratch
+from ..base.scratch import Scratch, zeros_apart
 from .master_residuals import join, split
 from .master_weights import follow
 
@@ -77,7 +77,7 @@ class FullMasters(NoMasters):
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
         self.dtype = torch.float32
-        self.stepped = torch.zeros_like(weights, dtype=torch.float32)
+        self.stepped = zeros_apart(len(weights), torch.float32, weights.device)
         self.state = (self.stepped,)
 
     def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
@@ -101,7 +101,7 @@ class ResidualMasters(NoMasters):
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
         self.dtype = torch.float32
-        self.remainders = torch.zeros_like(weights, dtype=torch.int16)
+        self.remainders = zeros_apart(len(weights), torch.int16, weights.device)
         self.state = (self.remainders,)
 
     def part(self, own: slice) -> Self:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local, wrap
+from ..base.scratch import zeros_apart
 from ..precision.policy import Precision
 from .grad_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE
@@ -85,7 +86,7 @@ class Buffer:
         for param in params:
             low = min(max(param.start, self.own_start), own_stop)
             param.own = (low - param.start, max(min(param.start + param.size, own_stop), low) - param.start)
-        self.weights = torch.zeros(self.own_size * num_parts, dtype=first.dtype, device=first.device)
+        self.weights = zeros_apart(self.own_size * num_parts, first.dtype, first.device)
         self.gradients = self.weights[:0]
         self.gradient_dtype = precision.grad_dtype or first.dtype
         storage = MASTER_STORAGE[precision.masters if first.dtype.itemsize == 2 else False]
@@ -93,7 +94,7 @@ class Buffer:
 
     def make_gradients(self) -> None:
         """Allocate the gradients, as zeros, and each parameter's view of them."""
-        self.gradients = torch.zeros_like(self.weights, dtype=self.gradient_dtype)
+        self.gradients = zeros_apart(len(self.weights), self.gradient_dtype, self.weights.device)
         for param in self.params:
             gradient, parameter = self.view(self.gradients, param), param.parameter
             if gradient.dtype is not parameter.dtype:
@@ -106,7 +107,8 @@ class Buffer:
         Not made by indexing: those views share a version counter, but each parameter's changes are counted separately.
         """
         view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return view.set_(flat.untyped_storage(), param.start, local(param.parameter).shape)  # type: ignore[call-overload]
+        start = flat.storage_offset() + param.start
+        return view.set_(flat.untyped_storage(), start, local(param.parameter).shape)  # type: ignore[call-overload]
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``flat``, 1-dim and as long as the weights."""
