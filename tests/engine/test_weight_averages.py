@@ -7,6 +7,7 @@ from pool import on_ranks, shared_folder
 from reference import batches, local, rank_slice, small_gpt
 
 import paramp
+from paramp.base.dtensor import is_dtensor
 
 DECAY = 0.75
 LAYOUTS = {
@@ -70,9 +71,8 @@ def config(layout, mode="32-true", **changes):
 
 
 def same(actual, expected):
-    return actual.keys() == expected.keys() and all(
-        torch.equal(actual[name], value) for name, value in expected.items()
-    )
+    assert actual.keys() == expected.keys()
+    return all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def moves_with_steps(layout, mode, make=adamw):
@@ -121,10 +121,8 @@ def test_a_skipped_step_leaves_every_bit():
         before = engine.ema.full_state_dict()
         engine.forward_backward(torch.ones(1, 2), torch.ones(1, 2))
         assert engine.step().overflow
-        after = engine.ema.full_state_dict()
-        assert all(
-            torch.equal(after[name].view(torch.int32), value.view(torch.int32)) for name, value in before.items()
-        )
+        for name, value in engine.ema.full_state_dict().items():
+            assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
 
 
 def applies(layout, mode):
@@ -139,8 +137,13 @@ def applies(layout, mode):
         plain.load_state_dict(averages)
         with engine.ema.applied():
             if mode != "bf16-true":  # whose weights are the rounded averages
-                assert same(engine.full_state_dict(), averages)
+                for name, value in engine.full_state_dict().items():  # of fp16, remainders keep 2**-40
+                    torch.testing.assert_close(value, averages[name], atol=2.0**-40 * (mode == "16-naive"), rtol=0.0)
             assert same(engine.ema.full_state_dict(), averages)
+            for name, value in engine.named_parameters():  # on every rank, also of what others step
+                value = value.full_tensor() if is_dtensor(value) else value
+                expected = averages[name].to(value.dtype).view(value.shape)
+                torch.testing.assert_close(value.detach(), expected, atol=0.0, rtol=0.0)
             loss = engine.evaluate(x, y).item()
             for refused in (engine.step, engine.ema.applied().__enter__, lambda: engine.forward_backward(x, y)):
                 with pytest.raises(RuntimeError, match="applied"):
@@ -187,6 +190,16 @@ def test_another_layout_continues_it(world, before, after):
         resumed.expected = run.expected
         resumed.steps(2, seed=4)
         resumed.check()
+
+
+@on_ranks(2)
+def test_replicas_of_it_are_compared(world):
+    with paramp.launch_from_torch(config("one")) as context:
+        engine = Run(context).engine
+        buffer = engine._params.weights.buffers[0]
+        if context.rank == 1:
+            buffer.average[buffer.params[0].start] += 1
+        assert [(one.kind, one.parameter) for one in engine.check_replicas()] == [("average", buffer.params[0].name)]
 
 
 def test_checkpoints_without_it_and_runs_without_it(tmp_path):
