@@ -55,7 +55,13 @@ def convert(value: Any, hint: Any, path: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _convert_to_dataclass(value, hint, path)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        for choice in typing.get_args(hint):
+        choices = typing.get_args(hint)
+        if value is None and type(None) in choices:
+            return None
+        tables = [choice for choice in choices if dataclasses.is_dataclass(choice)]
+        if isinstance(value, Mapping) and tables:
+            return convert(value, tables[0], path)  # the error names the key in it
+        for choice in choices:
             try:
                 return convert(value, choice, path)
             except ConfigError:
@@ -76,7 +82,7 @@ def _convert_to_dataclass(value: Any, cls: type, path: str) -> Any:
     if _is_number(value, int) and "size" in keys(cls):
         value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {shown(value)}, expected a table with {', '.join(keys(cls))}")
+        raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(cls)}")
     return build(cls, value, path)
 
 
@@ -113,6 +119,8 @@ def _describe(hint: Any) -> str:
         return words[hint]
     if typing.get_origin(hint) is tuple:
         return "a list of strings"
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return f"a table with {', '.join(keys(hint))}"
     if isinstance(hint, type):
         return f"a {hint.__module__}.{hint.__name__}"
     if typing.get_origin(hint) is Mapping:

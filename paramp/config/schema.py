@@ -32,6 +32,17 @@ COMPILE_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An exponential moving average of the weights."""
+
+    decay: float = 0.999
+    """The weight of the old average at each step that is made, from 0 to below 1."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.decay < 1, "decay", self.decay, "a number of 0 or more, below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. Keys in capitals are the user's own: ``config.BATCH_SIZE``."""
 
@@ -58,6 +69,9 @@ class Config:
     reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
     """The dtype in which gradients are summed over ranks: one for all axes, or one for each of ``dp``, ``tp`` and
     ``pp``. None: the mode's default."""
+    ema: EmaConfig | None = None
+    """Average the weights over the steps that are made: ``engine.ema``
+    (:class:`~paramp.engine.state.weight_averages.WeightAverages`). None: no averages."""
     max_skipped_in_a_row: int | None = 50
     """Optimizer steps skipped in a row after which training stops with a diagnosis. None: never."""
     trace_overflow: bool = False
@@ -87,6 +101,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
+        object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
         stored = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype)
         object.__setattr__(self, "precision", stored)
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout

@@ -33,6 +33,7 @@ from .loss_window import Criterion, Loss, LossWindow, OwnLoss, StepGradients
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
+from .state.weight_averages import WeightAverages
 from .step_decision import OptimizerStep
 from .step_result import StepCounters, StepResult
 from .train_state import Stateful, TrainingState
@@ -48,6 +49,7 @@ class Engine:
         scaler: the :class:`~paramp.DistributedGradScaler`, disabled in modes that do not scale.
         context: the :class:`~paramp.distributed.context.ParallelContext`.
         precision: the mode.
+        ema: averages of the weights, with ``ema`` in the configuration; else None.
         observers: notified of each forward, backward and step of this rank.
         before_step: functions called before each optimizer step.
     """
@@ -76,16 +78,14 @@ class Engine:
         self._weights = weights
         self._failure = SharedFailure(context)
         gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
-        self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
-        self._runner = BatchRunner(
-            stages, weights, criterion, own_loss, self._losses, self._failure, self.observers, context
-        )
+        losses = self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
+        self._runner = BatchRunner(stages, weights, criterion, own_loss, losses, self._failure, self.observers, context)
+        self.ema = WeightAverages(params, losses, context.config.ema.decay) if context.config.ema else None
         self._counters = StepCounters(device)
-        step = OptimizerStep(weights, params.first_names, self.scaler, self._losses, self._counters, context)
+        step = OptimizerStep(weights, params.first_names, self.scaler, losses, self._counters, self.ema, context)
         self._optimizer_step = step
-        batches = self._losses.batches
-        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, batches, context)
-        self._state = TrainingState(params, stages, step.updates, self._counters, self._losses, self.scaler)
+        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, losses.batches, context)
+        self._state = TrainingState(params, stages, step.updates, self._counters, losses, self.scaler, self.ema)
         context.num_engines += 1
 
     @overload

@@ -167,6 +167,7 @@ class LossWindow:
         batches: the batches of the window, for a diagnosis of a skipped step.
         failure: what failed on this rank or another.
         failed: whether a batch of the window failed, so that :meth:`drop` drops it.
+        paused: why neither a backward nor a step can be made now; None if they can.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class LossWindow:
         self._ended = False  # True if the gradients belong to a past step
         self._has_backward = False  # True after a backward since the last call of step()
         self.failed = False
+        self.paused: str | None = None
         self._incomplete = False  # True if a failed batch left a part of its gradients
         self.in_backward = False  # True in a backward of the engine's
         self._handles: list[RemovableHandle] = []  # during a backward of the user's, and until the next call
@@ -210,6 +212,7 @@ class LossWindow:
 
         ``count`` is the number of elements of a microbatch's target; ``batch`` is None if it is not known.
         """
+        self.check_paused()
         self._check_source()
         if self._num_calls:
             self._check_complete()
@@ -247,6 +250,7 @@ class LossWindow:
         Raises:
             RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
         """
+        self.check_paused()
         with self.failing():
             self.failure.check()
             self._check_source()
@@ -325,6 +329,11 @@ class LossWindow:
                 "a batch of this step failed and left a part of its gradients; call engine.zero_grad(), which drops "
                 "the gradients of the whole accumulation window, and start the window again"
             )
+
+    def check_paused(self) -> None:
+        """Raise a RuntimeError while :attr:`paused`."""
+        if self.paused is not None:
+            raise RuntimeError(self.paused)
 
     def check_ended(self) -> None:
         """Raise a CheckpointError within an accumulation window, whose gradients are not saved; or a past failure."""

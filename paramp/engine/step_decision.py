@@ -22,6 +22,7 @@ from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from .loss_window import LossWindow
+from .state.weight_averages import WeightAverages
 from .step_result import StepCounters, StepResult
 
 
@@ -125,6 +126,7 @@ class OptimizerStep:
         scaler: DistributedGradScaler,
         losses: LossWindow,
         counters: StepCounters,
+        averages: WeightAverages | None,
         context: ParallelContext,
     ) -> None:
         self._optimizers = [one.optimizer for one in weights.by_optimizer]
@@ -132,6 +134,7 @@ class OptimizerStep:
         self._scaler = scaler
         self._losses = losses
         self._counters = counters
+        self._averages = averages
         self._context = context
         self.updates = [choose_step(one, fused_step_for(context)) for one in weights.by_optimizer]
         # After choose_step, which looks for the user's hooks.
@@ -146,10 +149,14 @@ class OptimizerStep:
         window = losses.findings(), losses.size, losses.mean_factor
         decision = decide_step(found_inf, scale, losses.gradients.flat, *window, self._first_names, self._context)
         losses.failure.publish(decision.num_failed)
+        if self._averages is not None:
+            self._averages.begin()
         for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):
             with guard:
                 update(decision.divisor, decision.skip.float(), decision.absent)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
+        if self._averages is not None:
+            self._averages.move(decision.skip)
         self._scaler.update_from_flag(decision.overflow, ~decision.skip)
         self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor())
         result = StepResult(decision.values, with_zeros=precision.log_num_zeros)

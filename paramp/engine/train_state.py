@@ -4,6 +4,7 @@
 ``model.NAME``                            a weight, or its fp32 master if the mode has masters; a buffer of the first
                                           data rank
 ``optimizer.NAME.KEY``                    optimizer state of a weight
+``ema.NAME``                              the average of a trained weight
 ``data.RANK.NAME``                        a buffer of another data rank: running statistics are each rank's own
 ``random.stage.STAGE.RANK.I``             the random stream of a stage on a data rank
 ``random.rank.PP.DP.TP.I``                the default streams of a rank: torch's, Python's, NumPy's
@@ -35,6 +36,7 @@ from .loss_window import LossWindow
 from .state.model_tensors import ModelTensors, ParamChunks
 from .state.optimizer_state import OptimizerState
 from .state.random_streams import RandomStreams, saved_layout
+from .state.weight_averages import WeightAverages
 from .step_result import StepCounters
 
 
@@ -59,6 +61,7 @@ class TrainingState:
         counters: StepCounters,
         losses: LossWindow,
         scaler: DistributedGradScaler,
+        averages: WeightAverages | None,
     ) -> None:
         self._context = params.context
         self._first_names = params.first_names
@@ -69,6 +72,7 @@ class TrainingState:
         self._counters = counters
         self._losses = losses
         self._scaler = scaler
+        self._averages = averages
         self._saver = Saver(params.context)
         self._tracked: dict[str, Stateful] = {}
 
@@ -80,6 +84,7 @@ class TrainingState:
         self._tracked[name] = thing
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
+        self._losses.check_paused()
         with self._context.phase("checkpoint"):
             collect = functools.partial(self._contents, self._optimizer.numbers_everywhere())
             self._saver.save(path, collect, wait=wait, then=then)
@@ -91,6 +96,7 @@ class TrainingState:
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
         from ..checkpoint.dcp_storage import read  # imports torch's checkpointing and DTensor, as the first save does
 
+        self._losses.check_paused()
         with self._context.phase("checkpoint"):
             self._saver.finish()
             group = self._saver.group
@@ -105,6 +111,8 @@ class TrainingState:
         if everything:
             self._optimizer.check(header)
         self._model.load(fill, header)
+        if self._averages is not None:
+            self._averages.load(fill, header, everything=everything)
         if everything:
             begins_at_zero = [isinstance(update, FusedStep) for update in self._updates]
             self._optimizer.load(fill, header, begins_at_zero=begins_at_zero)
@@ -128,7 +136,8 @@ class TrainingState:
             "numbers": numbers,
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
-        return [*self._model.chunks(), *self._optimizer.chunks(), *self._random.chunks()], values
+        averages = () if self._averages is None else self._averages.chunks()
+        return [*self._model.chunks(), *averages, *self._optimizer.chunks(), *self._random.chunks()], values
 
     def _by_first_names(self, header: Header) -> Header:
         """``header`` with each parameter under its first name, if it was saved under another one."""

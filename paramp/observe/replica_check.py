@@ -1,4 +1,4 @@
-"""Comparing replicas bit for bit: weights, masters, optimizer state and the loss scale.
+"""Comparing replicas bit for bit: weights, masters, their averages, optimizer state and the loss scale.
 
 Weights are replicated on every data rank, on tensor ranks if they are not sharded, and on several stages if they are
 tied. Every replica makes the same steps, so training never compares them. If a bit flips in one of them, or a kernel
@@ -37,7 +37,7 @@ Column = tuple[str, "ReplicaGroup"]
 """A column of the table of sums: the kind of value, and its replica group."""
 NAMED = 4
 """The most ranks, and the most differences, that a message lists."""
-WEIGHT, MASTER, STATE, SCALE = "weight", "master", "optimizer state", "loss scale"
+WEIGHT, MASTER, AVERAGE, STATE, SCALE = "weight", "master", "average", "optimizer state", "loss scale"
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +56,7 @@ class Difference:
     """One parameter, or the loss scale, whose bits differ between ranks."""
 
     kind: str
-    """``weight``, ``master`` (or its remainder), ``optimizer state`` or ``loss scale``."""
+    """``weight``, ``master`` (or its remainder), ``average`` (of masters), ``optimizer state`` or ``loss scale``."""
     parameter: str
     """The name in the whole model; empty for the loss scale."""
     ranks: tuple[int, ...]
@@ -173,7 +173,7 @@ class Replicas:
         ]
 
     def _stepped_parts(self, part_of: Mapping[str, _Part], flat: FlatWeights) -> list[_Part]:
-        """Masters and optimizer state of the parameters that this rank steps.
+        """Masters, averages and optimizer state of the parameters that this rank steps.
 
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
         a matrix that is stepped whole, one tensor rank has the state.
@@ -181,9 +181,10 @@ class Replicas:
         parts: list[_Part] = []
         for param, _, buffer in flat.pairs():
             group, tie = self._stepped_group(part_of[param.name], partitioned=buffer.num_parts > 1)
-            for stored in buffer.masters.state:
+            averages = [] if buffer.average is None else [(AVERAGE, buffer.average)]
+            for kind, stored in [*((MASTER, one) for one in buffer.masters.state), *averages]:
                 own = stored[buffer.own_range(param)]
-                parts.append(_Part(MASTER, param.name, group, partial(list, (own,)), tie))
+                parts.append(_Part(kind, param.name, group, partial(list, (own,)), tie))
         for weights in flat.by_optimizer:
             for param, stepped, buffer in weights.pairs():
                 weight, owned = part_of[param.name], weights.exchange is not None

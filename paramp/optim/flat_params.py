@@ -161,24 +161,26 @@ class FlatWeights:
         self.follow_weights(self._model_parameters.put_back())
 
     @torch.no_grad()
-    def full_precision(self) -> dict[str, torch.Tensor]:
+    def full_precision(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
         """Each trained weight at its master's precision, complete over data ranks, a DTensor if the weight is one.
 
+        With ``averages`` the averages in their place, which the buffers must have.
         Under ZeRO every data rank has to call it.
         """
         full: dict[str, torch.Tensor] = {}
         for buffer in self.buffers:
-            whole = self._whole(buffer)
+            whole = self._whole(buffer, averages=averages)
             for param in buffer.params:
                 value = buffer.view(whole, param)
                 full[param.name] = wrap(value, param.parameter) if is_dtensor(param.parameter) else value
         return full
 
-    def _whole(self, buffer: Buffer) -> torch.Tensor:
-        """The masters of ``buffer`` from all data ranks, or its weights if it has no masters. 1-dim."""
-        if not buffer.masters.state:
+    def _whole(self, buffer: Buffer, *, averages: bool) -> torch.Tensor:
+        """The masters of ``buffer`` from all data ranks, its weights if it has no masters, or its averages. 1-dim."""
+        if not averages and not buffer.masters.state:
             return buffer.weights
-        own = buffer.masters.read(slice(None))
+        own = buffer.average if averages else buffer.masters.read(slice(None))
+        assert own is not None
         if buffer.num_parts == 1:
             return own
         whole = torch.empty_like(buffer.weights, dtype=own.dtype)

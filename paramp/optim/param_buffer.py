@@ -68,6 +68,7 @@ class Buffer:
         weights: 1-dim, in the parameters' dtype.
         gradients: 1-dim, as long as ``weights``; empty before :meth:`make_gradients`.
         masters: the storage of the masters that this rank steps.
+        average: the averages of the values that this rank steps, 1-dim, of ``own_size``; None if there are none.
         num_parts: the number of ranks over which ZeRO partitions the buffer; this rank steps elements ``own_start`` to
             ``own_start + own_size``.
     """
@@ -91,6 +92,7 @@ class Buffer:
         self.gradient_dtype = precision.grad_dtype or first.dtype
         storage = MASTER_STORAGE[precision.masters if first.dtype.itemsize == 2 else False]
         self.masters = storage(self.own(self.weights))
+        self.average: torch.Tensor | None = None
 
     def make_gradients(self) -> None:
         """Allocate the gradients, as zeros, and each parameter's view of them."""
@@ -100,6 +102,11 @@ class Buffer:
             if gradient.dtype is not parameter.dtype:
                 parameter.grad_dtype = gradient.dtype
             param.gradient = wrap(gradient, parameter) if is_dtensor(parameter) else gradient
+
+    def make_average(self) -> None:
+        """Allocate the averages, at least in fp32, as zeros."""
+        dtype = torch.promote_types(self.masters.dtype, torch.float32)
+        self.average = torch.zeros_like(self.own(self.weights), dtype=dtype)
 
     def view(self, flat: torch.Tensor, param: FlatParam) -> torch.Tensor:
         """The view of ``param`` in ``flat``, of the shape of its local part.

@@ -16,9 +16,10 @@ from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks
 
 
-def full_state_dict(params: ParamChunks) -> dict[str, torch.Tensor]:
-    """The result of :meth:`paramp.Engine.full_state_dict`. A collective of the world."""
-    return {name: value.cpu().clone() for name, value in _full_tensors(params)}
+def full_state_dict(params: ParamChunks, *, averages: bool = False) -> dict[str, torch.Tensor]:
+    """The result of :meth:`paramp.Engine.full_state_dict`; with ``averages`` in place of trained weights. A collective
+    of the world."""
+    return {name: value.cpu().clone() for name, value in _full_tensors(params, averages=averages)}
 
 
 def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | Path, dtype: torch.dtype | None) -> None:
@@ -43,9 +44,9 @@ def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | P
 
 
 @torch.no_grad()
-def _full_tensors(params: ParamChunks) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(params: ParamChunks, *, averages: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of the whole model in turn, on the device of every rank; floating-point ones at least in fp32."""
-    own = _local_stages(params)
+    own = _local_stages(params, averages=averages)
     stage_axis = params.context.stage_axis
     for rank in range(stage_axis.size):
         description: list[Any] = [
@@ -66,11 +67,11 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _local_stages(params: ParamChunks) -> dict[str, torch.Tensor]:
+def _local_stages(params: ParamChunks, *, averages: bool) -> dict[str, torch.Tensor]:
     """The tensors of this rank's stages, on the device, sharded or not."""
     weights, batch_axis = params.weights, params.context.batch_axis
     weights.put_back()
-    masters = weights.full_precision()
+    masters = weights.full_precision(averages=averages)
     by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
     own: dict[str, torch.Tensor] = {}
     for name, value in params.module.state_dict(keep_vars=True).items():

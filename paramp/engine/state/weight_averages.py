@@ -1,0 +1,143 @@
+"""Averages of the weights over the steps, to evaluate with and to publish: an exponential moving average.
+
+After each step that was made, ``average += (1 - decay) * (weight - average)``, for the master if the weight has one.
+Each rank averages what it steps, so averages are sharded as masters are: over tensor ranks, over stages, and with
+ZeRO-1 over data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...base.scratch import Scratch
+from ...checkpoint.chunks import Chunk
+from ...checkpoint.header import Header
+from ...optim.fused_step import CACHE_BLOCK
+from ...optim.param_buffer import Buffer, FlatParam
+from ..loss_window import LossWindow
+from .full_state import full_state_dict
+from .model_tensors import ParamChunks
+
+EMA = "ema."
+"""The prefix of the names of averages in a checkpoint."""
+APPLIED = (
+    "engine.ema.applied(): the model has the averaged weights, with which there is no training, saving or loading of "
+    "checkpoints; leave the `with` block before"
+)
+
+
+class WeightAverages:
+    """Exponential moving averages of the trained weights, in fp32 (fp64 for fp64 weights): ``engine.ema``.
+
+    They begin as the weights before the first step, and change only by steps that are made: a skipped step leaves
+    their bits. Frozen weights and buffers are not averaged.
+    """
+
+    def __init__(self, params: ParamChunks, losses: LossWindow, decay: float) -> None:
+        """``losses`` is paused while averages are applied."""
+        self._params = params
+        self._weights = params.weights
+        self._losses = losses
+        self._decay = decay
+        self._begun = False
+        self._scratch = Scratch()
+        for buffer in self._weights.buffers:
+            buffer.make_average()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model with averaged weights, as :meth:`paramp.Engine.full_state_dict` returns it. A collective."""
+        self.begin()
+        return full_state_dict(self._params, averages=True)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the averages in the place of weights and masters inside ``with engine.ema.applied():``, for evaluations.
+
+        Every rank enters it. On exit weights and masters have their bits of before; until then these are kept in
+        additional memory. What the engine returns or writes of the model, such as ``save_pretrained``, is averaged.
+
+        Raises:
+            RuntimeError: inside, by a backward, a step, a checkpoint's save or load, or another ``applied()``.
+        """
+        self._losses.check_paused()
+        self._weights.put_back()
+        self.begin()
+        tensors = [one for buffer in self._weights.buffers for one in (buffer.weights, *buffer.masters.state)]
+        kept = [one.clone() for one in tensors]
+        self._losses.paused = APPLIED
+        try:
+            self._apply()
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(tensors, kept, strict=True):
+                    tensor.copy_(values)
+            self._losses.paused = None
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        for buffer, own, average in self._blocks():
+            buffer.masters.write(own, average, self._scratch)
+        self._weights.gather_weights()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Set the averages to the weights, until a step has moved them."""
+        if self._begun:
+            return
+        for buffer, own, average in self._blocks():
+            average.copy_(buffer.masters.read(own, self._scratch))
+
+    @torch.no_grad()
+    def move(self, skip: torch.Tensor) -> None:
+        """Move the averages towards the stepped weights, unless ``skip``, 0-dim bool on the device."""
+        self._begun = True
+        for buffer, own, average in self._blocks():
+            weight = buffer.masters.read(own, self._scratch)
+            if weight.dtype is not average.dtype:
+                weight = self._scratch.like("weight", weight, average.dtype).copy_(weight)
+            moved = self._scratch.like("moved", average, average.dtype)
+            torch.lerp(average, weight, 1 - self._decay, out=moved)
+            torch.where(skip, average, moved, out=average)  # by a weight of 0 a lerp changes -0, and inf to NaN
+
+    def _blocks(self) -> Iterator[tuple[Buffer, slice, torch.Tensor]]:
+        """(buffer, range, averages in it), in blocks that stay in the cache."""
+        size = CACHE_BLOCK[self._weights.device.type]
+        for buffer in self._weights.buffers:
+            assert buffer.average is not None
+            for start in range(0, buffer.own_size, size):
+                own = slice(start, start + size)
+                yield buffer, own, buffer.average[own]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks of this rank. Of the ranks that hold the same chunk, one writes it."""
+        self.begin()
+        for buffer in self._weights.buffers:
+            for param in self._held(buffer):
+                yield self._chunk(buffer, param)
+
+    def _held(self, buffer: Buffer) -> Iterator[FlatParam]:
+        here = set(self._params.stepped_here())
+        return (param for param in buffer.params if param in here)
+
+    def _chunk(self, buffer: Buffer, param: FlatParam) -> Chunk:
+        assert buffer.average is not None
+        return self._params.trained(param, self._name(param), buffer.average[buffer.own_range(param)])
+
+    def _name(self, param: FlatParam) -> str:
+        return f"{EMA}{self._params.first_names[param.name]}"
+
+    def load(self, read: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
+        """Fill the averages after weights and masters; ``read`` fills chunks from the checkpoint, a collective.
+
+        Those that it lacks, or all without ``everything``, begin as the loaded weights.
+        """
+        self._begun = False
+        self.begin()
+        if everything and any(name.startswith(EMA) for name in header.tensors):
+            pairs = [(buffer, param) for buffer in self._weights.buffers for param in self._held(buffer)]
+            read([self._chunk(buffer, param) for buffer, param in pairs if self._name(param) in header.tensors])
+            self._begun = True
