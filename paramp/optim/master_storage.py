@@ -4,6 +4,7 @@
 ``masters``       stored beside the weights           stepped by the optimizer
 ================  ==================================  ============================================================
 ``False``         nothing                             the weights
+``"stochastic"``  nothing                             the weights, rounded stochastically after a fused step
 ``True``          fp32 masters, 4 bytes a weight      the masters, which are then rounded to the weights
 ``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist only during a step
 ================  ==================================  ============================================================
@@ -13,11 +14,13 @@ A storage object covers the part of one buffer that this rank steps; slices are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 
 from ..base.scratch import Scratch
+from ..precision.stochastic_rounding import rounded
 from .master_residuals import join, split
 from .master_weights import follow
 
@@ -32,8 +35,8 @@ class NoMasters:
         state: the tensors stored beside the weights, each 1-dim and as long as ``weights``.
     """
 
-    needs_fused_step: ClassVar[bool] = False
-    """Whether masters exist only during a fused step, so that other optimizers cannot step them."""
+    needs_fused_step: ClassVar[str | None] = None
+    """The setting that only a fused step can follow, as for masters that exist only during it; None: any step can."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
@@ -52,12 +55,36 @@ class NoMasters:
         """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(self.weights[own], values)
 
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        """As :meth:`write`, for the values of a fused step."""
+        self.write(own, values, scratch)
+
     def round_to_weights(self) -> None:
         """Round the values that an optimizer has stepped in :attr:`stepped` to the weights."""
 
     def follow(self, own: slice) -> None:
         """Update masters after weights were loaded."""
         self.read(own)
+
+
+class StochasticWeights(NoMasters):
+    """Half-precision weights without masters, rounded stochastically.
+
+    Attributes:
+        random_bits: ``random_bits(own)`` yields, for each parameter in a slice, its range and 32 random bits for each
+            element of it. :meth:`paramp.optim.param_buffer.Buffer.round_stochastically` sets it.
+    """
+
+    needs_fused_step = "rounding: got 'stochastic'"
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__(weights)
+        self.random_bits: Callable[[slice], Iterator[tuple[slice, torch.Tensor]]] = lambda own: iter(())
+
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        for part, bits in self.random_bits(own):
+            stepped = values[part.start - own.start : part.stop - own.start]
+            self.weights[part].copy_(rounded(stepped, bits, self.weights.dtype))
 
 
 class FullMasters(NoMasters):
@@ -85,7 +112,7 @@ class FullMasters(NoMasters):
 class ResidualMasters(NoMasters):
     """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.optim.master_residuals`)."""
 
-    needs_fused_step = True
+    needs_fused_step = "masters: got 'remainder'"
 
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
@@ -108,8 +135,13 @@ class ResidualMasters(NoMasters):
         self.remainders[own].zero_()
 
 
-MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
-"""The storage class for each value of :attr:`paramp.Precision.masters`."""
+MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {
+    False: NoMasters,
+    "stochastic": StochasticWeights,
+    True: FullMasters,
+    "remainder": ResidualMasters,
+}
+"""The storage class for each value of :attr:`paramp.Precision.masters`, and for stochastic rounding without masters."""
 
 
 def _copy_unless_same(stored: torch.Tensor, values: torch.Tensor) -> None:
