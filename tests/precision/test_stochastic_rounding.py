@@ -182,3 +182,6 @@ def test_other_optimizers_refuse_it():
         model = nn.Linear(4, 4)
         with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', which needs"):
             paramp.initialize(model, torch.optim.RMSprop(model.parameters(), eps=1e-4), F.mse_loss)
+    pytest.importorskip("lightning_fabric")
+    with pytest.raises(paramp.ConfigError, match="FabricPrecision: rounding"):
+        paramp.FabricPrecision({"mode": "bf16-true", "rounding": "stochastic"})
