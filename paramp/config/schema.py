@@ -69,6 +69,9 @@ class Config:
     reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
     """The dtype in which gradients are summed over ranks: one for all axes, or one for each of ``dp``, ``tp`` and
     ``pp``. None: the mode's default."""
+    rounding: Literal["nearest", "stochastic"] | None = None
+    """How the optimizer step rounds half-precision weights that have no masters
+    (:mod:`paramp.precision.stochastic_rounding`). None: the mode's default, ``"nearest"``."""
     ema: EmaConfig | None = None
     """Average the weights over the steps that are made: ``engine.ema``
     (:class:`~paramp.engine.state.weight_averages.WeightAverages`). None: no averages."""
@@ -102,7 +105,7 @@ class Config:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
         object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
-        stored = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype)
+        stored = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype, self.rounding)
         object.__setattr__(self, "precision", stored)
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
         positive = "a finite number above 0, or None for no clipping"
@@ -175,7 +178,8 @@ def _storage(precision: Precision) -> dict[str, str]:
     masters, grads = precision.masters, precision.grad_dtype or precision.weights
     dtypes = {f"reduce_dtype.{axis}": dtype or grads for axis, dtype in vars(precision.reduce_dtypes).items()}
     names = {name: str(dtype).removeprefix("torch.") for name, dtype in {"grad_dtype": grads, **dtypes}.items()}
-    return {"masters": "remainder" if masters == "remainder" else "full" if masters else "none", **names}
+    kept = "remainder" if masters == "remainder" else "full" if masters else "none"
+    return {"masters": kept, "rounding": precision.rounding, **names}
 
 
 def _plain(value: Any) -> Any:

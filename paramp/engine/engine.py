@@ -82,6 +82,7 @@ class Engine:
         self._runner = BatchRunner(stages, weights, criterion, own_loss, losses, self._failure, self.observers, context)
         self.ema = WeightAverages(params, losses, context.config.ema.decay) if context.config.ema else None
         self._counters = StepCounters(device)
+        weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(weights, params.first_names, self.scaler, losses, self._counters, self.ema, context)
         self._optimizer_step = step
         self._replicas = Replicas(self.module, weights, params.ties, self.scaler, losses.batches, context)

@@ -89,6 +89,11 @@ class StepCounters:
         self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor])
         self._publish()
 
+    @property
+    def made(self) -> torch.Tensor:
+        """The number of optimizer steps made, 0-dim int64 on the device; a view."""
+        return self._counts[0]
+
     def load(self, counts: Sequence[int]) -> None:
         """Set the values to ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
         rest = [0] * (self.SIZE - len(counts))

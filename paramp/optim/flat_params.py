@@ -28,6 +28,7 @@ from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.collectives import all_gather_shards
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.policy import Precision
+from ..precision.stochastic_rounding import key_of
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, trained_and_frozen
@@ -119,6 +120,13 @@ class FlatWeights:
         """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
         for weights in self.by_optimizer:
             weights.write_back()
+
+    def round_stochastically(self, first_names: Mapping[str, str], step: torch.Tensor) -> None:
+        """Give weights that are rounded stochastically their random bits; ``step``: the number of steps made, 0-dim."""
+        seed = self._context.config.seed
+        keys = {param: key_of(seed, first_names[param.name]) for param in self.params}
+        for buffer in self.buffers:
+            buffer.round_stochastically(keys, step)
 
     @torch.no_grad()
     def gather_weights(self) -> None:

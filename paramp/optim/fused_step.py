@@ -115,17 +115,19 @@ def choose_step(
     ``fused`` makes the step of an optimizer that has fused kernels; None: :class:`FusedStep`.
 
     Raises:
-        ConfigError: it cannot use fused kernels, but the masters are remainders.
+        ConfigError: it cannot use fused kernels, but the masters are remainders, or weights are rounded
+            stochastically.
     """
     optimizer = weights.optimizer
     reason = why_not_fused(optimizer)
     if reason is None:
         return (fused or FusedStep)(optimizer, weights)
-    if any(buffer.masters.needs_fused_step for buffer in weights.buffers):
-        raise ConfigError(
-            f"masters: got 'remainder', which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer "
-            f"{reason}; leave masters out"
-        )
+    for setting in (buffer.masters.needs_fused_step for buffer in weights.buffers):
+        if setting is not None:
+            raise ConfigError(
+                f"{setting}, which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer {reason}; "
+                "leave it out"
+            )
     return PlainStep(optimizer, weights) if weights.exchange is None else MatrixStep(weights)
 
 
@@ -243,7 +245,7 @@ class FusedStep:
         for name, value in state.items():
             if state_in[name] is not value:
                 value.copy_(state_in[name])
-        block.masters.write(ALL, master_in, self._scratch)
+        block.masters.write_stepped(ALL, master_in, self._scratch)
 
     def _gradient_in(
         self, gradient: torch.Tensor, wide: torch.dtype, exact_scale: torch.Tensor, scale: torch.Tensor

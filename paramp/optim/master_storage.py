@@ -4,6 +4,7 @@
 ``masters``       stored beside the weights           stepped by the optimizer
 ================  ==================================  ============================================================
 ``False``         nothing                             the weights
+``"stochastic"``  nothing                             the weights, rounded stochastically after a fused step
 ``True``          fp32 masters, 4 bytes a weight      the masters, which are then rounded to the weights
 ``"remainder"``   int16 remainders, 2 bytes a weight  masters, joined block by block, that exist only during a step
 ================  ==================================  ============================================================
@@ -14,11 +15,13 @@ A storage object covers the part of one buffer that this rank steps; slices are 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 import torch
 
 from ..base.scratch import Scratch, zeros_apart
+from ..precision.stochastic_rounding import rounded
 from .master_residuals import join, split
 from .master_weights import follow
 
@@ -35,8 +38,8 @@ class NoMasters:
         state: the tensors stored beside the weights, each 1-dim and as long as ``weights``.
     """
 
-    needs_fused_step: ClassVar[bool] = False
-    """Whether masters exist only during a fused step, so that other optimizers cannot step them."""
+    needs_fused_step: ClassVar[str | None] = None
+    """The setting that only a fused step can follow, as for masters that exist only during it; None: any step can."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
@@ -63,12 +66,45 @@ class NoMasters:
         """Store ``values``, floating point, and round them to the weights."""
         _copy_unless_same(sliced(self.weights, own), values)
 
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        """As :meth:`write`, for the values of a fused step."""
+        self.write(own, values, scratch)
+
     def round_to_weights(self) -> None:
         """Round the values that an optimizer has stepped in :attr:`stepped` to the weights."""
 
     def follow(self, own: slice) -> None:
         """Update masters after weights were loaded."""
         self.read(own)
+
+
+class StochasticWeights(NoMasters):
+    """Half-precision weights without masters, rounded stochastically.
+
+    Attributes:
+        start: where this storage begins in the rank's part of the buffer, if it is a part of the rank's.
+        random_bits: ``random_bits(own)`` yields, for each parameter in a slice of the rank's part of the buffer, its
+            range and 32 random bits for each element of it.
+            :meth:`paramp.optim.param_buffer.Buffer.round_stochastically` sets it.
+    """
+
+    needs_fused_step = "rounding: got 'stochastic'"
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__(weights)
+        self.start = 0
+        self.random_bits: Callable[[slice], Iterator[tuple[slice, torch.Tensor]]] = lambda own: iter(())
+
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.start = self.start + own.start
+        return part
+
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        weights, first = sliced(self.weights, own), self.start + (own.start or 0)
+        for part, bits in self.random_bits(slice(first, first + len(values))):
+            elements = slice(part.start - first, part.stop - first)
+            weights[elements].copy_(rounded(values[elements], bits, weights.dtype))
 
 
 class FullMasters(NoMasters):
@@ -96,7 +132,7 @@ class FullMasters(NoMasters):
 class ResidualMasters(NoMasters):
     """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.optim.master_residuals`)."""
 
-    needs_fused_step = True
+    needs_fused_step = "masters: got 'remainder'"
 
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
@@ -124,8 +160,13 @@ class ResidualMasters(NoMasters):
         self.remainders[own].zero_()
 
 
-MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {False: NoMasters, True: FullMasters, "remainder": ResidualMasters}
-"""The storage class for each value of :attr:`paramp.Precision.masters`."""
+MASTER_STORAGE: dict[bool | str, type[NoMasters]] = {
+    False: NoMasters,
+    "stochastic": StochasticWeights,
+    True: FullMasters,
+    "remainder": ResidualMasters,
+}
+"""The storage class for each value of :attr:`paramp.Precision.masters`, and for stochastic rounding without masters."""
 
 
 def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from torch import nn
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.scratch import zeros_apart
 from ..precision.policy import Precision
+from ..precision.stochastic_rounding import flat_index, random_bits
 from .grad_norm import NORM_BLOCK
-from .master_storage import MASTER_STORAGE
+from .master_storage import MASTER_STORAGE, StochasticWeights
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
@@ -90,7 +92,8 @@ class Buffer:
         self.weights = zeros_apart(self.own_size * num_parts, first.dtype, first.device)
         self.gradients = self.weights[:0]
         self.gradient_dtype = precision.grad_dtype or first.dtype
-        storage = MASTER_STORAGE[precision.masters if first.dtype.itemsize == 2 else False]
+        kind = precision.masters or (precision.rounding == "stochastic" and "stochastic")
+        storage = MASTER_STORAGE[kind if first.dtype.itemsize == 2 else False]
         self.masters = storage(self.own(self.weights))
         self.average: torch.Tensor | None = None
 
@@ -107,6 +110,27 @@ class Buffer:
         """Allocate the averages, at least in fp32, as zeros."""
         dtype = torch.promote_types(self.masters.dtype, torch.float32)
         self.average = torch.zeros_like(self.own(self.weights), dtype=dtype)
+
+    def round_stochastically(self, keys: Mapping[FlatParam, int], step: torch.Tensor) -> None:
+        """Give the storage its random bits, if it rounds stochastically.
+
+        Args:
+            keys: one for each parameter, equal on all ranks that have a part of it.
+            step: 0-dim int64 on the device, the number of steps made; read at each step.
+        """
+        if isinstance(self.masters, StochasticWeights):
+            self.masters.random_bits = partial(self._random_bits, keys, step)
+
+    def _random_bits(
+        self, keys: Mapping[FlatParam, int], step: torch.Tensor, own: slice
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        for param in self.params:
+            held = self.own_range(param)
+            start, stop = max(held.start, own.start), min(held.stop, own.stop)
+            if start < stop:
+                first = param.own[0] - held.start  # from the rank's part of the buffer to the parameter
+                index = whole_index(param.parameter, start + first, stop + first)
+                yield slice(start, stop), random_bits(index, keys[param], step)
 
     def view(self, flat: torch.Tensor, param: FlatParam) -> torch.Tensor:
         """The view of ``param`` in ``flat``, of the shape of its local part.
@@ -128,6 +152,17 @@ class Buffer:
     def own_range(self, param: FlatParam) -> slice:
         """The range of the same part, relative to this rank's part of the buffer, as :attr:`masters` expects."""
         return slice(param.start + param.own[0] - self.own_start, param.start + param.own[1] - self.own_start)
+
+
+def whole_index(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The indices in the whole, flattened tensor of elements ``start`` to ``stop - 1`` of its flattened local part."""
+    shape, part, offsets = tuple(parameter.shape), tuple(local(parameter).shape), (0,) * parameter.ndim
+    if is_dtensor(parameter):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        offsets = tuple(found[1])
+    return flat_index(start, stop, part, offsets, shape, local(parameter).device)
 
 
 def _aligned(size: int, alignment: int = ALIGNMENT) -> int:

@@ -108,7 +108,7 @@ class ReduceDtypes:
         return ReduceDtypes(**{axis: as_dtype(f"reduce_dtype.{axis}", dtype) for axis, dtype in wanted.items()})
 
 
-STORAGE = ("masters", "grad_dtype", "reduce_dtype")
+STORAGE = ("masters", "grad_dtype", "reduce_dtype", "rounding")
 """The options of every mode: :meth:`Precision.storing`."""
 
 
@@ -138,6 +138,8 @@ class Precision:
     masters: bool | Literal["remainder"] = False
     """The optimizer steps fp32 copies of the weights. With ``"remainder"`` not the copies are stored, but the 16 bits
     by which each differs from its half-precision weight (:mod:`paramp.optim.master_residuals`)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How stepped half-precision weights without masters are rounded (:mod:`paramp.precision.stochastic_rounding`)."""
     grad_dtype: torch.dtype | None = None
     """The dtype in which gradients are accumulated over microbatches. None: the weights' dtype."""
     reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
@@ -152,13 +154,20 @@ class Precision:
         if not self.autocast and self.norms is not self.compute:
             raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
 
-    def storing(self, masters: str | None = None, grad_dtype: Any = None, reduce_dtype: Any = None) -> Precision:
-        """This mode with other masters, gradients or reductions; None: unchanged.
+    def storing(
+        self,
+        masters: str | None = None,
+        grad_dtype: Any = None,
+        reduce_dtype: Any = None,
+        rounding: str | None = None,
+    ) -> Precision:
+        """This mode with other masters, gradients, reductions or rounding; None: unchanged.
 
         Args:
             masters: ``"full"`` or ``"remainder"``, in modes that have masters.
             grad_dtype: the weights' dtype, or float32 to accumulate microbatches in.
             reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
+            rounding: ``"nearest"``; or ``"stochastic"``, in modes that step half-precision weights without masters.
 
         Raises:
             ConfigError: the mode does not support it.
@@ -177,7 +186,18 @@ class Precision:
             changed = replace(changed, grad_dtype=dtype)
         if reduce_dtype is not None:
             changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
+        if rounding is not None:
+            changed = changed._rounding(rounding)
         return changed
+
+    def _rounding(self, rounding: str) -> Precision:
+        if rounding == "stochastic":
+            kept = "because the mode steps fp32 or fp64 values; bf16-true, 16-true and O3 step half-precision weights"
+            steps_half = self.weights.itemsize < 4 and not self.masters
+            require(steps_half, "rounding", rounding, f"'nearest', {kept} (this is {self.name})")
+            return replace(self, rounding="stochastic")
+        require(rounding == "nearest", "rounding", rounding, "'nearest' or 'stochastic'")
+        return replace(self, rounding="nearest")
 
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | torch.dtype | Mapping[str, Any]) -> Precision:

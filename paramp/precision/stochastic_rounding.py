@@ -1,0 +1,79 @@
+"""Stochastic rounding to half precision, with random bits that depend on no layout.
+
+A value between two neighbouring numbers of the dtype becomes the upper one with a probability of its distance from the
+lower one in units of theirs, so that its mean is exact, and updates below half a unit of a weight's last place are not
+lost (Gupta et al., 2015). The random bits of an element are a hash of seed, step, the parameter's name and its index in
+the whole tensor, so that every rank that holds it rounds it alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+WORD = 2**32 - 1
+
+
+def key_of(seed: int, name: str) -> int:
+    """A 32-bit key of a parameter."""
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
+def random_bits(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each element of ``index``; int64, from 0 to 2**32 - 1.
+
+    Args:
+        index: int64, 0 or more.
+        step: 0-dim int64 on the device.
+    """
+    low = _mixed((index & WORD) ^ key)
+    return _mixed(_mixed(low ^ (index >> 32)) ^ _mixed(step + (key ^ 0x9E3779B9) & WORD))
+
+
+def _mixed(word: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words with little bias (Wellons, "lowbias32"). The products wrap in int64."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D & WORD
+    word = (word ^ (word >> 15)) * 0x846CA68B & WORD
+    return word ^ (word >> 16)
+
+
+def flat_index(
+    start: int, stop: int, part: Sequence[int], offsets: Sequence[int], whole: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """The indices in a flattened tensor of elements ``start`` to ``stop - 1`` of a flattened rectangle of it; int64.
+
+    Args:
+        part, offsets: the sizes of the rectangle, and where it begins.
+        whole: the shape of the tensor.
+    """
+    rest = torch.arange(start, stop, device=device)
+    if tuple(part) == tuple(whole):
+        return rest
+    index, stride = torch.zeros_like(rest), 1
+    for size, offset, full in zip(reversed(part), reversed(offsets), reversed(whole), strict=True):
+        index += (rest % size + offset) * stride
+        rest = rest // size
+        stride *= full
+    return index
+
+
+def rounded(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values``, float32, rounded stochastically to ``dtype``, float16 or bfloat16, with 32 random ``bits`` each.
+
+    Numbers of the dtype stay. What rounds to infinity is what rounding to nearest rounds there.
+    """
+    nearest = values.to(dtype)
+    if dtype is torch.bfloat16:  # the upper half of an fp32 number
+        moved = ((values.view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000).view(torch.float32)
+    else:
+        # The exponent of one unit in the last place: 10 below the value's, 24 below 1 for subnormal numbers.
+        exponents = (((values.view(torch.int32) >> 23) & 0xFF).clamp_(min=113, max=254) - 10) << 23
+        unit = exponents.view(torch.float32)
+        scaled = values / unit
+        floor = scaled.floor()
+        up = (bits >> 8).float().mul_(2.0**-24) < scaled - floor
+        moved = ((floor + up) * unit).copysign(values)  # -0 stays
+    largest = torch.finfo(dtype).max
+    return torch.where(nearest.isfinite(), moved.clamp(-largest, largest).to(dtype), nearest)

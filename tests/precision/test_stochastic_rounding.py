@@ -1,0 +1,187 @@
+"""rounding="stochastic": its mean, its edges, and the same bits in every layout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from reference import batches, local, rank_slice, small_gpt
+from torch import nn
+
+import paramp
+from paramp.base.dtensor import is_dtensor
+from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
+
+HALF = [torch.float16, torch.bfloat16]
+TIED = ["embedding.tokens.weight", "head.weight"]
+"""One parameter, in a pipeline on two stages."""
+VALUES = [1.0001, -1.0003, 0.1, -123.456, 3e-5, -5e-8, 1e-7, 3e-9, 65503.0, -1e-39]
+
+
+def bits(count, step=0, name="weight"):
+    return random_bits(torch.arange(count), key_of(7, name), torch.tensor(step))
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_mean_is_exact_and_results_are_the_two_neighbours(dtype, value):
+    exact = torch.full((10_000,), value)
+    found = rounded(exact, bits(10_000), dtype)
+    error = (found.double().mean() - exact[0].double()).abs()
+    assert error <= 3 * found.double().std() / 100 or ((found == 0).all() and abs(value) < 1e-12)
+    nearest = exact[:1].to(dtype)
+    around = [nearest, torch.nextafter(nearest, nearest + 1e9), torch.nextafter(nearest, nearest - 1e9)]
+    assert torch.isin(found, torch.cat(around)).all()
+    assert len(found.unique()) <= 2
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_numbers_of_the_dtype_stay(dtype):
+    """All 65536: also subnormal numbers, both zeros, infinities and NaN."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    found = rounded(numbers.float(), bits(2**16), dtype)
+    nan = numbers.isnan()
+    assert torch.equal(found[~nan].view(torch.int16), numbers[~nan].view(torch.int16))
+    assert found[nan].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_only_values_that_round_to_infinity_become_infinite(dtype):
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
+    limit = largest.item() + (largest.item() - torch.nextafter(largest, -largest).item()) / 2
+    below, above = (torch.tensor(limit * factor).float().expand(1000) for factor in (1 - 2.0**-20, 1 + 2.0**-20))
+    for sign in (1, -1):
+        assert torch.equal(rounded(sign * below, bits(1000), dtype), (sign * largest).expand(1000))
+        assert rounded(sign * above, bits(1000), dtype).isinf().all()
+
+
+def test_bits_are_uniform_and_differ_by_element_step_and_name():
+    first = bits(100_000)
+    for position in range(32):
+        assert abs((first >> position & 1).double().mean() - 0.5) < 5 * 0.5 / 100_000**0.5
+    for other in (bits(100_000, step=1), bits(100_000, name="bias"), first.roll(1)):
+        assert abs(torch.corrcoef(torch.stack([first, other]).double())[0, 1]) < 0.016
+    assert (first != random_bits(torch.arange(100_000) + 2**32, key_of(7, "weight"), torch.tensor(0))).sum() > 99_000
+
+
+def gradients_at(step, model):
+    torch.manual_seed(step)
+    return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in model.named_parameters()}
+
+
+def stepped(layout, mode):
+    """The weights after two steps by gradients made by hand, and what they are when each whole tensor is rounded."""
+    config = {"parallel": layout, "precision": mode, "rounding": "stochastic", "seed": 7}
+    with paramp.launch_from_torch(config) as context:
+        model = small_gpt(num_layers=2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.125), model.loss)
+        dtype = engine.precision.weights
+        expected = {name: value.to(dtype) for name, value in small_gpt(num_layers=2).named_parameters()}
+        for step, (x, y) in enumerate(batches(2)):
+            whole = gradients_at(step, small_gpt(num_layers=2))
+            engine.forward_backward(*(rank_slice(one, context.dp.rank, context.dp.size) for one in (x, y)))
+            for name, value in engine.named_parameters():
+                tied = context.pp.size > 1 and name in TIED  # and summed over both stages
+                gradient = whole[TIED[0] if tied else name].view(value.shape) / (context.dp.size * (1 + tied))
+                if is_dtensor(value):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
+                local(value.grad).copy_(local(gradient))
+            assert engine.step().stepped
+            engine.zero_grad()
+            for name, value in expected.items():
+                moved = value.float() - 0.125 * whole[name].to(dtype).float()
+                drawn = random_bits(torch.arange(value.numel()), key_of(7, name), torch.tensor(step))
+                expected[name] = rounded(moved.view(-1), drawn, dtype).view(value.shape)
+        assert engine.check_replicas() == []
+        return engine.full_state_dict(), expected
+
+
+def check(found, expected):
+    assert torch.equal(*(found[name] for name in TIED))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value.float()), name
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+def test_a_step_rounds_each_weight_by_its_index(mode):
+    check(*stepped({}, mode))
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+@on_ranks(2)
+def test_every_layout_rounds_as_one_process(world, layout, mode):
+    layouts = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
+    check(*stepped(layouts[layout], mode))
+
+
+@on_ranks(2)
+def test_zero_rounds_as_without(world):
+    states = []
+    for zero in (0, 1):
+        with paramp.launch_from_torch({"parallel": {"zero": zero}, "precision": "bf16-true", "rounding": "stochastic"}):
+            model = small_gpt(num_layers=2)
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), model.loss)
+            for x, y in batches(2):
+                engine.forward_backward(x, y)
+                engine.step()
+                engine.zero_grad()
+            states.append(engine.full_state_dict())
+    check(*states)
+
+
+def start(rounding):
+    with paramp.init_module("bf16-true"):
+        model = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return paramp.initialize(model, optimizer, lambda output, _: output.mean())[0]
+
+
+def step(engine, value=64.0):
+    engine.forward_backward(torch.full((4, 64), value), torch.zeros(4))
+    result = engine.step()
+    engine.zero_grad()
+    return result
+
+
+def test_small_updates_are_not_lost_and_runs_resume(tmp_path):
+    config = {"precision": {"mode": "bf16-true", "rounding": "stochastic"}}
+    with paramp.launch_from_torch({"precision": "bf16-true"}):
+        engine = start("nearest")
+        step(engine)
+        assert (engine.full_state_dict()["weight"] == 1).all()
+    with paramp.launch_from_torch(config):
+        engine = start("stochastic")
+        for index in range(5):
+            assert step(engine).stepped
+            if index == 2:
+                engine.save(tmp_path / "saved")
+        weight = engine.full_state_dict()["weight"]
+        assert abs(weight.mean() - 0.995) <= 3 * weight.std() / 64
+        assert step(engine, float("nan")).overflow
+        assert torch.equal(engine.full_state_dict()["weight"], weight)
+        engine.load(tmp_path / "saved")
+        for _ in range(2):
+            step(engine)
+        assert torch.equal(engine.full_state_dict()["weight"], weight)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-naive", "O2"])
+def test_modes_with_fp32_weights_or_masters_refuse_it(mode):
+    with pytest.raises(paramp.ConfigError, match=rf"rounding: got 'stochastic', expected 'nearest'.*{mode}"):
+        paramp.Config(precision=mode, rounding="stochastic")
+    with pytest.raises(paramp.ConfigError, match="rounding: got 'up'"):
+        paramp.Config(precision="bf16-true", rounding="up")
+    assert paramp.Config(precision=mode, rounding="nearest").precision.rounding == "nearest"
+
+
+def test_other_optimizers_refuse_it():
+    with paramp.launch_from_torch({"precision": "bf16-true", "rounding": "stochastic"}):
+        model = nn.Linear(4, 4)
+        with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', which needs"):
+            paramp.initialize(model, torch.optim.RMSprop(model.parameters(), eps=1e-4), F.mse_loss)
+    pytest.importorskip("lightning_fabric")
+    with pytest.raises(paramp.ConfigError, match="FabricPrecision: rounding"):
+        paramp.FabricPrecision({"mode": "bf16-true", "rounding": "stochastic"})
