@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-WORD = 2**32 - 1
-
 
 def key_of(seed: int, name: str) -> int:
     """A 32-bit key of a parameter."""
@@ -22,21 +20,32 @@ def key_of(seed: int, name: str) -> int:
 
 
 def random_bits(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each element of ``index``; int64, from 0 to 2**32 - 1.
+    """32 random bits for each element of ``index``, as int32.
 
     Args:
         index: int64, 0 or more.
         step: 0-dim int64 on the device.
     """
-    low = _mixed((index & WORD) ^ key)
-    return _mixed(_mixed(low ^ (index >> 32)) ^ _mixed(step + (key ^ 0x9E3779B9) & WORD))
+    word = index ^ (index >> 32) * 0x9E3779B1  # indices that differ by multiples of 2**32 differ in the lower half
+    word = _mix_(word.int().bitwise_xor_(_signed(key)))
+    return _mix_(word.bitwise_xor_(_mix_((step ^ key * 0x9E3779B1 % 2**32).int())))
 
 
-def _mixed(word: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit words with little bias (Wellons, "lowbias32"). The products wrap in int64."""
-    word = (word ^ (word >> 16)) * 0x7FEB352D & WORD
-    word = (word ^ (word >> 15)) * 0x846CA68B & WORD
-    return word ^ (word >> 16)
+def _mix_(word: torch.Tensor) -> torch.Tensor:
+    """In place, a bijection of 32-bit words with little bias (Wellons, "lowbias32"). The products wrap."""
+    word.bitwise_xor_(_shifted(word, 16)).mul_(0x7FEB352D)
+    word.bitwise_xor_(_shifted(word, 15)).mul_(_signed(0x846CA68B))
+    return word.bitwise_xor_(_shifted(word, 16))
+
+
+def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """``word >> bits`` without copies of the sign."""
+    return (word >> bits).bitwise_and_(2 ** (32 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of ``word``, 0 to 2**32 - 1."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 def flat_index(
@@ -60,20 +69,20 @@ def flat_index(
 
 
 def rounded(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values``, float32, rounded stochastically to ``dtype``, float16 or bfloat16, with 32 random ``bits`` each.
+    """``values``, float32, rounded stochastically to ``dtype``, float16 or bfloat16, with 32 random ``bits`` (int32).
 
     Numbers of the dtype stay. What rounds to infinity is what rounding to nearest rounds there.
     """
     nearest = values.to(dtype)
     if dtype is torch.bfloat16:  # the upper half of an fp32 number
-        moved = ((values.view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000).view(torch.float32)
+        moved = ((values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
     else:
         # The exponent of one unit in the last place: 10 below the value's, 24 below 1 for subnormal numbers.
         exponents = (((values.view(torch.int32) >> 23) & 0xFF).clamp_(min=113, max=254) - 10) << 23
         unit = exponents.view(torch.float32)
         scaled = values / unit
         floor = scaled.floor()
-        up = (bits >> 8).float().mul_(2.0**-24) < scaled - floor
+        up = _shifted(bits, 8).float().mul_(2.0**-24) < scaled - floor
         moved = ((floor + up) * unit).copysign(values)  # -0 stays
     largest = torch.finfo(dtype).max
     return torch.where(nearest.isfinite(), moved.clamp(-largest, largest).to(dtype), nearest)

@@ -9,6 +9,7 @@ from torch import nn
 
 import paramp
 from paramp.base.dtensor import is_dtensor
+from paramp.compat.colossalai.amp.convert import convert_to_amp
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 HALF = [torch.float16, torch.bfloat16]
@@ -182,6 +183,10 @@ def test_other_optimizers_refuse_it():
         model = nn.Linear(4, 4)
         with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', which needs"):
             paramp.initialize(model, torch.optim.RMSprop(model.parameters(), eps=1e-4), F.mse_loss)
+    model = nn.Linear(4, 4)
+    options = {"mode": "bf16-true", "rounding": "stochastic"}
+    with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', expected 'nearest'"):
+        convert_to_amp(model, torch.optim.AdamW(model.parameters(), eps=1e-4), None, options)
     pytest.importorskip("lightning_fabric")
     with pytest.raises(paramp.ConfigError, match="FabricPrecision: rounding"):
         paramp.FabricPrecision({"mode": "bf16-true", "rounding": "stochastic"})
