@@ -160,7 +160,8 @@ def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> 
         raise ConfigError(f"mode: {precision.name!r} replaces layers of the model; use it with paramp.initialize")
     if precision.rounding == "stochastic":
         raise ConfigError(
-            "rounding: got 'stochastic', expected 'nearest', because the optimizer's own step rounds; use paramp.initialize"
+            "rounding: got 'stochastic', expected 'nearest', because the optimizer's own step rounds; "
+            "use paramp.initialize"
         )
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
