@@ -474,7 +474,7 @@ def test_tensor_parallel_models_train_as_on_one_rank_and_agree_on_an_overflow(wo
         )
         x, y = next(batches(1))
         optimizer.backward(criterion(model(x), y))
-        with pytest.raises(ValueError, match=r"call paramp\.launch_from_torch"):
+        with pytest.raises(ValueError, match=r"or paramp\.launch_from_torch\(config\) first"):
             optimizer.clip_grad_norm(model, 1.0)
         if world.rank == 1:
             model.module.norm.weight.grad.view(-1)[0] = math.nan
