@@ -22,7 +22,8 @@ class Scratch:
             return torch.empty_like(block, dtype=dtype)
         held = self._held.get(name)
         if held is None or held.numel() < block.numel() or held.dtype is not dtype:
-            held = self._held[name] = torch.empty_like(block, dtype=dtype)
+            with torch.inference_mode(False):  # whose tensors cannot be written to outside of it
+                held = self._held[name] = torch.empty_like(block, dtype=dtype)
         return held if held.numel() == block.numel() else held[: block.numel()]
 
 

@@ -7,6 +7,7 @@ pipeline parallelism, and torch's foreach functions, clipping and GradScaler rej
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,17 +26,18 @@ _SMALL = 2**16
 """Bytes up to which two ranks send each other a sum of any dtype."""
 _PIECE = 2**19
 """Elements that they send each other at a time; bounds the memory for what arrives."""
-_received = Scratch()
+_received = threading.local()  # a thread's scratch
 
 
 @torch.no_grad()
 def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
 
-    Two ranks send each other their tensors where that is faster than gloo's ring; the sums have the same bits.
+    Two ranks send each other their tensors where that is faster than gloo's ring; the sums have the same bits, and a
+    maximum is NaN where one of the two is.
 
     Args:
-        tensor: plain, dense, any dtype.
+        tensor: plain, dense, any dtype; the same size and dtype on every rank.
         op: SUM or MAX.
     """
     group = group or dist.group.WORLD
@@ -44,8 +46,9 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
         return
     combine, rank = _OF_TWO[op], group.rank()
+    scratch: Scratch = vars(_received).setdefault("scratch", Scratch())
     for own in tensor.view(-1).split(_PIECE):
-        other = _received.like(str(own.dtype), own, own.dtype)
+        other = scratch.like(str(own.dtype), own, own.dtype)
         _swap(own, other, group)
         combine(*((own, other) if rank == 0 else (other, own)), out=own)  # NaNs have the bits of the first
 

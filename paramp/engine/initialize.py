@@ -6,7 +6,7 @@ it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forwa
 user's ``plan`` and ``parallel.pipeline.split`` override both.
 
 Optimizers keep their param groups. Several have one loss scale, one norm and one decision whether to step. Each
-parameter is in at most one of them, and each of them has at most one scheduler.
+trained parameter is in exactly one of them, and each of them has at most one scheduler.
 
 A ``DataLoader`` is the same on every rank. It is returned with a sampler that gives each data rank its part, equal
 within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that of one data rank.

@@ -69,18 +69,19 @@ class Scheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's current step."""
+        state = {name: value for name, value in state_dict.items() if name != HAS_STEPPED}
+        states = state.get(SCHEDULERS, [state])
+        if len(states) != len(self._schedulers):
+            raise ConfigError(
+                f"lr_scheduler: got the states of {len(states)} schedulers, expected those of {len(self._schedulers)}; "
+                "initialize with the schedulers that were saved, or load with weights_only=True"
+            )
         self._due = None
         has_stepped = bool(state_dict.get(HAS_STEPPED))
         self._seen = self._engine.num_steps - has_stepped
         if has_stepped:  # perhaps in another process: torch's schedulers warn if no step came before
             for scheduler in self._schedulers:
                 scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        state = {name: value for name, value in state_dict.items() if name != HAS_STEPPED}
-        states = state.get(SCHEDULERS, [state])
-        if len(states) != len(self._schedulers):
-            raise ConfigError(
-                f"lr_scheduler: got the states of {len(states)} schedulers, expected those of {len(self._schedulers)}"
-            )
         for scheduler, own in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(own)
 

@@ -55,7 +55,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], names_of: Mapp
     """Check that an engine can use ``optimizers`` together.
 
     Raises:
-        ConfigError: :func:`check_optimizer` refuses one, or two have the same parameter.
+        ConfigError: :func:`check_optimizer` refuses one, two have the same parameter, or none of several has one.
     """
     for optimizer in optimizers:
         check_optimizer(optimizer, names_of)
@@ -68,6 +68,14 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], names_of: Mapp
                 f"optimizer: {name!r} is a parameter of optimizers {first} and {second} ({kinds[0]} and {kinds[1]}), "
                 "expected each parameter in exactly one"
             )
+    trained = {parameter: names[0] for parameter, names in names_of.items() if parameter.requires_grad}
+    left = sorted(name for parameter, name in trained.items() if not any(parameter in one for one in held))
+    if left and len(optimizers) > 1:
+        raise ConfigError(
+            f"optimizer: {', '.join(map(repr, left[:5]))}{' ...' * (len(left) > 5)} are in none of the "
+            f"{len(optimizers)} optimizers, expected each trained parameter in exactly one; add them "
+            "to one, or freeze them"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]]) -> None:

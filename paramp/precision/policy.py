@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import torch
 
@@ -153,6 +153,11 @@ class Precision:
     def __post_init__(self) -> None:
         if not self.autocast and self.norms is not self.compute:
             raise ConfigError(f"norms: got {self.norms}, expected {self.compute}, as the mode has no autocast")
+        require(self.rounding in ("nearest", "stochastic"), "rounding", self.rounding, "'nearest' or 'stochastic'")
+        if self.rounding == "stochastic":
+            kept = "because the mode steps fp32 or fp64 values; bf16-true, 16-true and O3 step half-precision weights"
+            steps_half = self.weights.itemsize < 4 and not self.masters
+            require(steps_half, "rounding", self.rounding, f"'nearest', {kept} (this is {self.name})")
 
     def storing(
         self,
@@ -187,17 +192,8 @@ class Precision:
         if reduce_dtype is not None:
             changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
         if rounding is not None:
-            changed = changed._rounding(rounding)
+            changed = replace(changed, rounding=cast(Any, rounding))
         return changed
-
-    def _rounding(self, rounding: str) -> Precision:
-        if rounding == "stochastic":
-            kept = "because the mode steps fp32 or fp64 values; bf16-true, 16-true and O3 step half-precision weights"
-            steps_half = self.weights.itemsize < 4 and not self.masters
-            require(steps_half, "rounding", rounding, f"'nearest', {kept} (this is {self.name})")
-            return replace(self, rounding="stochastic")
-        require(rounding == "nearest", "rounding", rounding, "'nearest' or 'stochastic'")
-        return replace(self, rounding="nearest")
 
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | torch.dtype | Mapping[str, Any]) -> Precision:

@@ -245,3 +245,14 @@ def test_it_begins_as_weights_that_are_loaded_into_the_model():
 def test_values_that_are_refused(value, message):
     with pytest.raises(paramp.ConfigError, match=message):
         paramp.Config(ema=value)
+
+
+def test_averages_in_inference_mode_leave_training_as_it_was():
+    """Scratch memory made there could not be written to outside of it."""
+    with paramp.launch_from_torch({**MODES["16-naive"], "ema": {"decay": DECAY}}) as context:
+        run = Run(context)
+        with torch.inference_mode(), run.engine.ema.applied():
+            run.engine.full_state_dict()
+        run.steps(1)
+        with run.engine.ema.applied():
+            pass

@@ -125,6 +125,19 @@ def check(config, make, close):
             assert engine.optimizer.state[stepped].get("step") == reference.state[one].get("step")
 
 
+def test_an_optimizer_without_gradients_steps_nothing(uncompiled):
+    """As on a stage that has none of its parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in model]
+    with paramp.launch_from_torch({"compile": True}):
+        engine, *_ = paramp.initialize(model, optimizers)
+        before = engine.full_state_dict()
+        engine.backward(engine.module[0](torch.ones(1, 2)).sum())
+        assert engine.step().stepped
+        stepped = {name for name, value in engine.full_state_dict().items() if not torch.equal(value, before[name])}
+        assert stepped == {"0.weight", "0.bias"}
+
+
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 HALF = {"rtol": 2.0**-7, "atol": 2e-3}
 """Weights and state that are themselves rounded to 16 bits in each step."""

@@ -351,6 +351,7 @@ def test_each_parameter_is_in_one_optimizer():
     other = torch.optim.AdamW([model[1].bias])
     for given, message in (
         ((first, second, other), r"'1\.bias' is a parameter of optimizers 1 and 2 \(SGD and AdamW\)"),
+        ((first, other), r"'1\.weight' are in none of the 2 optimizers"),
         ((first, first), "one SGD twice"),
         ((), "an empty sequence"),
         ((first, model[1].parameters()), "expected an optimizer, a sequence of them, or a callable"),

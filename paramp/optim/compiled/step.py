@@ -57,6 +57,8 @@ class CompiledStep(FusedStep):
         self._kernels: dict[Variant, Callable[..., None] | None] = {}
 
     def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        if not ranges:  # of this optimizer, another stage or data rank has the parameters
+            return
         if self._on_cpu and found_inf:  # known without a wait; masters follow changed weights in the next step
             return
         if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on

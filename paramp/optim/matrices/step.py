@@ -37,12 +37,14 @@ class MatrixStep:
         for param, stepped in self._exchange.owned.items():
             stepped.data = values.pop(param)
             stepped.grad = None if param in absent else gradients.pop(param)
-        self._optimizer.step()
-        wholes = {param: stepped.detach() for param, stepped in self._exchange.owned.items()}
+        try:
+            self._optimizer.step()
+            wholes = {param: stepped.detach() for param, stepped in self._exchange.owned.items()}
+        finally:
+            for stepped in self._exchange.owned.values():
+                stepped.grad, stepped.data = None, placeholder(stepped.shape, stepped.dtype, stepped.device)
         new = [torch.empty_like(master) for master in masters]
         self._exchange.from_owners(wholes, new)
-        for stepped in self._exchange.owned.values():
-            stepped.grad, stepped.data = None, placeholder(stepped.shape, stepped.dtype, stepped.device)
         for (param, buffer), master in zip(self._places, new, strict=True):
             buffer.masters.write(buffer.own_range(param), master)
         self._weights.gather_weights()

@@ -21,8 +21,8 @@ ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 }
 """torch's optimizers that need no trial."""
-SHAPE = (96, 128)
-"""Of the matrix. Optimizers with 8-bit states quantize from 4096 elements on, so a half of it has more."""
+SHAPE = (256, 320)
+"""Of the matrix. Adafactors factor dims of 128 and more, and 8-bit states begin at 4096 elements; a half has both."""
 STEPS = 4
 """Some optimizers only prepare their state in the first steps."""
 TOLERANCE = 1e-5

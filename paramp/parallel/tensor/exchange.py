@@ -90,7 +90,7 @@ def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``bias``, which every rank has, as one term of a sum over the ranks: so it is added before that is rounded."""
     if torch.compiler.is_compiling():  # the same graph on every rank
         return _exchange(bias, group, _keep_on_first, _keep)
-    return bias if group.rank() == 0 else bias - bias.detach()  # zeros, with the gradient of the bias
+    return bias if group.rank() == 0 else bias - bias.detach()  # zeros (NaN, where it is not finite), with its gradient
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
