@@ -282,7 +282,10 @@ def model_and(kind, **options):
     return kind(model.parameters(), **options)
 
 
-@pytest.mark.parametrize("kind", [Elementwise, Warm, *ELEMENTWISE], ids=lambda kind: kind.__name__)
+KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [Elementwise, Warm, *KNOWN], ids=lambda kind: kind.__name__)
 def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
     monkeypatch.setattr("paramp.optim.matrices.trial.ELEMENTWISE", set())
     optimizer = model_and(kind)
