@@ -78,6 +78,8 @@ def test_without_lightning_an_error_names_the_extra(monkeypatch):
     from paramp.integrations import fabric
 
     fabric._with_lightning.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("lightning.fabric")]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.setitem(sys.modules, "lightning.fabric.plugins.precision.precision", None)
     with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[fabric\]"'):
@@ -377,6 +379,13 @@ def test_fabric_with_the_plugin(world):
     fabric.clip_gradients(model, optimizer, clip_val=1e-3)
     assert max(parameter.grad.abs().max() for parameter in model.parameters()) <= 1e-3
 
-    for mode, message in (("O2", "steps fp32 masters"), ("16-naive", "masters"), ("fp8-mixed", "float8 ones")):
+    rounding = {"mode": "bf16-true", "rounding": "stochastic"}
+    refused = (
+        ("O2", "steps fp32 masters"),
+        ("16-naive", "masters"),
+        ("fp8-mixed", "float8 ones"),
+        (rounding, "rounding"),
+    )
+    for mode, message in refused:
         with pytest.raises(paramp.ConfigError, match=message):
             paramp.FabricPrecision(mode)

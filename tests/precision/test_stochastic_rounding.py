@@ -187,6 +187,3 @@ def test_other_optimizers_refuse_it():
     options = {"mode": "bf16-true", "rounding": "stochastic"}
     with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', expected 'nearest'"):
         convert_to_amp(model, torch.optim.AdamW(model.parameters(), eps=1e-4), None, options)
-    pytest.importorskip("lightning_fabric")
-    with pytest.raises(paramp.ConfigError, match="FabricPrecision: rounding"):
-        paramp.FabricPrecision({"mode": "bf16-true", "rounding": "stochastic"})
