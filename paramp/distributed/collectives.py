@@ -26,7 +26,16 @@ _SMALL = 2**16
 """Bytes up to which two ranks send each other a sum of any dtype."""
 _PIECE = 2**19
 """Elements that they send each other at a time; bounds the memory for what arrives."""
-_received = threading.local()  # a thread's scratch
+
+
+class _Received(threading.local):
+    """Scratch memory for what arrives, one for each thread."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+_received = _Received()
 
 
 @torch.no_grad()
@@ -46,9 +55,8 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
         return
     combine, rank = _OF_TWO[op], group.rank()
-    scratch: Scratch = vars(_received).setdefault("scratch", Scratch())
     for own in tensor.view(-1).split(_PIECE):
-        other = scratch.like(str(own.dtype), own, own.dtype)
+        other = _received.scratch.like(str(own.dtype), own, own.dtype)
         _swap(own, other, group)
         combine(*((own, other) if rank == 0 else (other, own)), out=own)  # NaNs have the bits of the first
 
