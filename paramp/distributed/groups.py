@@ -68,6 +68,10 @@ class ProcessGroups:
                 made = dist.split_group(split_ranks=family.tolist(), group_desc=name)
             else:
                 made = dist.new_group(mine, backend=backend, use_local_synchronization=True, group_desc=name)
+                if dist.get_backend(made) == "gloo":
+                    # A member that is connected and destroys the group at once would break the connection of one that
+                    # is still in its own call: "Gloo connectFullMesh failed with ... Connection closed by peer".
+                    dist.barrier(made)
         if made is not None:
             self._made.append((family, backend, made))
         return made

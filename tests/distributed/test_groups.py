@@ -132,6 +132,31 @@ def test_a_rank_of_4096_makes_as_many_groups_as_one_of_16(monkeypatch, rank_of_w
     assert counts == [6, 6]  # the world, pp, dp, tp, the model's and the ties'
 
 
+@on_ranks(2)
+def test_a_group_is_returned_once_every_member_is_in_it(world):
+    """Else a member that destroys it at once breaks the connection of one that is still being connected."""
+    import time
+
+    store, new_group = dist.distributed_c10d._get_default_store(), dist.new_group
+
+    def slow_new_group(*arguments, **options):
+        made = new_group(*arguments, **options)
+        time.sleep(0.3)
+        store.set("last/connected", "")
+        return made
+
+    made = groups.ProcessGroups("slow")
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(dist, "new_group", slow_new_group)
+        made.make("pair", torch.tensor([[0, 1]]), backend="gloo")
+    assert store.check(["last/connected"])
+    made.destroy()
+    dist.barrier()
+    if world.rank == 1:
+        store.delete_key("last/connected")
+
+
 def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_world):
     """With NCCL, a rank that is in no group of a family still has to take part in the split."""
     calls = []
