@@ -169,10 +169,12 @@ def keeping_ties(module: nn.Module) -> Iterator[list[tuple[str, ...]]]:
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False) -> None:
+def cast_parameters(
+    module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, buffers: torch.dtype | None = None
+) -> None:
     """Store the floating-point parameters and buffers of ``module`` in ``dtype``; those of several names stay one.
 
-    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32.
+    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32. ``buffers``: another dtype for buffers.
     Parameters are replaced, not changed in place, because assigning ``.data`` does not work for DTensors.
     """
     cast: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # buffers that have several names
@@ -183,7 +185,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp3
                 if parameter.dtype is not wanted:
                     setattr(submodule, name, _in_dtype(parameter, wanted))
             for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
-                wanted = stored_dtype(submodule, name, buffer, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+                in_dtype = buffers or dtype
+                wanted = stored_dtype(submodule, name, buffer, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
                 submodule._buffers[name] = cast.setdefault((buffer, wanted), buffer.to(wanted))
 
 

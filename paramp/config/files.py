@@ -101,14 +101,14 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``:
-    ``tensor=2`` and ``tensor.mode="1d"`` give both."""
+    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``, that of
+    ``data`` its ``replicate``: ``tensor=2`` and ``tensor.mode="1d"`` give both."""
     result = dict(base)
     for key, value in overrides.items():
         old = result.get(key)
         if isinstance(value, Mapping):
             if isinstance(old, int) and not isinstance(old, bool):
-                old = {"size": old}
+                old = {"replicate" if key == "data" else "size": old}
             result[key] = merge(old if isinstance(old, Mapping) else {}, value)
         else:
             result[key] = value

@@ -110,46 +110,91 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The data axis: ranks with different samples, over which parameters are sharded (FSDP2) or replicated."""
+
+    replicate: int | Literal["auto"] = "auto"
+    """Replicas of the sharded model (HSDP). ``auto``: the world divided by tensor x pipeline x shard."""
+    shard: int = 1
+    """The number of ranks that shard parameters, gradients, masters and optimizer state
+    (``torch.distributed.fsdp.fully_shard``). They are gathered block by block where they are computed with."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters after a block's forward, and gather them again in the backward. Without it they stay
+    until then: more memory, one all-gather less. Under a pipeline they stay for the whole batch in any case."""
+    prefetch: int = 0
+    """Blocks whose all-gather begins while an earlier block computes, forward and backward. 0: torch's own choice."""
+
+    def __post_init__(self) -> None:
+        number = "an integer of 1 or more"
+        require(self.replicate == "auto" or self.replicate >= 1, "replicate", self.replicate, f"'auto' or {number}")
+        require(self.shard >= 1, "shard", self.shard, number)
+        require(self.prefetch >= 0, "prefetch", self.prefetch, "an integer of 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The layout: the sizes of the three axes and how they are used."""
+    """The layout: the sizes of the axes and how they are used."""
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """The tensor axis. A number is its size."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """The pipeline axis. A number is its size."""
-    data: int | Literal["auto"] = "auto"
-    """Replicas of the model. ``auto``: the world divided by tensor x pipeline."""
+    data: int | Literal["auto"] | DataConfig = "auto"
+    """Replicas of the model. ``auto``: the world divided by tensor x pipeline. A table: parameters are sharded."""
     zero: int = 0
     """ZeRO stage: 0 replicates masters and optimizer state over the data axis, 1 shards them."""
     sequence_parallel: bool = False
     """Shard the sequence over the tensor axis in the norms and dropout between tensor-parallel layers."""
 
     def __post_init__(self) -> None:
-        require(self.data == "auto" or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")
+        whole = isinstance(self.data, int)
+        require(not whole or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")  # type: ignore[operator]
         require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
+        if self.shard > 1:
+            done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
+            require(self.zero == 0, "zero", self.zero, done)
+            name, row = self.pipeline.schedule, self.pipeline.row
+            lost = f"1f1b, gpipe, interleaved-1f1b or looped-bfs, because data.shard is {self.shard}, and fully_shard"
+            lost += " loses gradients of backwards that run in two halves"
+            require(self.pipeline.size == 1 or not row.splits_backward, "pipeline.schedule", name, lost)
         if self.sequence_parallel:
             unsharded = "False, because tensor.size is 1 and there is nothing to shard the sequence over"
             require(self.tensor.size > 1, "sequence_parallel", True, unsharded)
 
+    @property
+    def data_axes(self) -> DataConfig:
+        """:attr:`data` as a table."""
+        return self.data if isinstance(self.data, DataConfig) else DataConfig(replicate=self.data)
+
+    @property
+    def shard(self) -> int:
+        """The number of ranks that shard the parameters of one replica."""
+        return self.data_axes.shard
+
     def data_size(self, world_size: int) -> int:
-        """The size of the data axis in a world of ``world_size`` ranks; a ConfigError if the sizes do not fit it."""
-        model = self.tensor.size * self.pipeline.size
+        """The data ranks in a world of ``world_size`` ranks; a ConfigError if the sizes do not fit it."""
+        model = self.tensor.size * self.pipeline.size * self.shard
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size}"
-        if self.data == "auto":
+        sizes += f" x shard {self.shard}" if self.shard > 1 else ""
+        replicate = self.data_axes.replicate
+        key = "data" if self.shard == 1 else "data.replicate"
+        if replicate == "auto":
             if world_size % model:
                 raise ConfigError(
                     f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; "
                     f"start a multiple of {model} processes, or change the sizes"
                 )
-            return world_size // model
-        if self.data * model != world_size:
+            return world_size // model * self.shard
+        if replicate * model != world_size:
+            name = key.replace("data.", "")
             raise ConfigError(
-                f"parallel: {sizes} x data {self.data} = {self.data * model}, but the world has {world_size} ranks; "
-                f"start {self.data * model} processes, or set parallel.data to 'auto'"
+                f"parallel: {sizes} x {name} {replicate} = {replicate * model}, but the world has {world_size} ranks; "
+                f"start {replicate * model} processes, or set parallel.{key} to 'auto'"
             )
-        return self.data
+        return replicate * self.shard
 
     @property
     def least_world_size(self) -> int:
         """The smallest world that the layout fits."""
-        return self.tensor.size * self.pipeline.size * (1 if self.data == "auto" else self.data)
+        replicate = self.data_axes.replicate
+        return self.tensor.size * self.pipeline.size * self.shard * (1 if replicate == "auto" else replicate)

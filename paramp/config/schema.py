@@ -117,6 +117,7 @@ class Config:
         whole = f"'full' or 'none', because the schedule {pipeline.schedule!r} runs each backward in two halves"
         require(not (splits and every == "selective"), "activation_checkpointing", every, whole)
         self._check_compile(splits)
+        self._check_shard()
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
         for name in ("max_skipped_in_a_row", "check_replicas_every"):
             value = getattr(self, name)
@@ -136,6 +137,15 @@ class Config:
             require(is_allowed(value), f"compile.{name}", value, allowed)
         whole = f"False, because the schedule {self.parallel.pipeline.schedule!r} runs each backward in two halves"
         require(options is False or not splits_backward, "compile", options, whole)
+
+    def _check_shard(self) -> None:
+        """Check what does not go with parameters that are sharded over data ranks."""
+        shard, precision = self.parallel.shard, self.precision
+        if shard > 1:
+            kept = f"'full', because parallel.data.shard is {shard}, and the sharded fp32 parameters are the masters"
+            require(precision.masters != "remainder", "masters", precision.masters, kept)
+            added = f"None, because parallel.data.shard is {shard}, and FSDP2 adds gradients up in reduce_dtype"
+            require(precision.grad_dtype is None, "grad_dtype", precision.grad_dtype, f"{added}; set that instead")
 
     @property
     def compile_options(self) -> dict[str, Any] | None:

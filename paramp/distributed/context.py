@@ -76,7 +76,8 @@ class ParallelContext:
 
     Attributes:
         config: the resolved configuration.
-        mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included; or that of :meth:`from_mesh`.
+        mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included; ``dp_replicate`` and
+            ``dp_shard`` in place of ``dp`` where parameters are sharded; or that of :meth:`from_mesh`.
         roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
@@ -336,7 +337,9 @@ class ParallelContext:
 def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
     parallel = config.parallel
-    return {"pp": parallel.pipeline.size, "dp": parallel.data_size(world_size), "tp": parallel.tensor.size}
+    size, shard = parallel.data_size(world_size), parallel.shard
+    data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
+    return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 
 _contexts: list[ParallelContext] = []

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError, nearest, one_line, require, shown
 from ..config.files import load, read_file
+from ..config.layout import DataConfig
 from ..config.schema import Config
 from .rendezvous import agree, first_difference, meet, shared_settings
 
@@ -197,35 +198,46 @@ def _device(kind: str) -> torch.device:
 
 def _with_sizes(source: Any, sizes: Mapping[Role, int]) -> Config:
     """The configuration ``source`` with the ``sizes`` of the mesh; a ConfigError if it has others."""
-    data = sizes.get("replicate", 1) * sizes.get("shard", 1)
-    wanted = {"tensor": sizes.get("tensor", 1), "pipeline": sizes.get("stage", 1), "data": data}
+    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
+    data = {"replicate": replicate, "shard": shard} if shard > 1 else {"replicate": replicate}
+    wanted = {"tensor": {"size": sizes.get("tensor", 1)}, "pipeline": {"size": sizes.get("stage", 1)}, "data": data}
     config = _filled(source, wanted)
     parallel = config.parallel
-    given = {"tensor": parallel.tensor.size, "pipeline": parallel.pipeline.size, "data": parallel.data}
-    for key, size in wanted.items():
-        if given[key] != size:
-            raise ConfigError(
-                f"parallel.{key}: got {shown(given[key])}, but the mesh has {size} rank(s) there; leave it out, "
-                "because the mesh gives the sizes"
-            )
+    given = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "data": parallel.data_axes}
+    for table, keys in wanted.items():
+        for key, size in keys.items():
+            value = getattr(given[table], key)
+            if value != size:
+                path = f"{table}.{key}" if len(keys) > 1 else table
+                raise ConfigError(
+                    f"parallel.{path}: got {shown(value)}, but the mesh has {size} rank(s) there; leave it out, "
+                    "because the mesh gives the sizes"
+                )
     return config
 
 
-def _filled(source: Any, sizes: Mapping[str, int]) -> Config:
-    """The configuration ``source`` with ``sizes`` where it gives none."""
+def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
+    """The configuration ``source`` with the sizes ``wanted`` where it gives none."""
     if isinstance(source, Config):  # a size of 1 is one that nobody gave
         given = source.parallel
-        tensor = replace(given.tensor, size=sizes["tensor"]) if given.tensor.size == 1 else given.tensor
-        pipeline = replace(given.pipeline, size=sizes["pipeline"]) if given.pipeline.size == 1 else given.pipeline
-        data = sizes["data"] if given.data == "auto" else given.data
+        tensor = replace(given.tensor, **wanted["tensor"]) if given.tensor.size == 1 else given.tensor
+        pipeline = replace(given.pipeline, **wanted["pipeline"]) if given.pipeline.size == 1 else given.pipeline
+        data = _plain_data(wanted["data"]) if given.data == "auto" else given.data
         return replace(source, parallel=replace(given, tensor=tensor, pipeline=pipeline, data=data))
     tree = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
     tables = tree.get("parallel") if isinstance(tree, Mapping) else tree
     if not isinstance(tables, Mapping | None):
         return load(tree)  # raises, or its sizes are checked
     filled: dict[str, Any] = {}
-    for key, size in sizes.items():
-        table = (tables or {}).get(key)
-        if table is None or table == "auto" or (isinstance(table, Mapping) and "size" not in table):
-            filled[key] = size if key == "data" else {"size": size}
+    for name, sizes in wanted.items():
+        table = (tables or {}).get(name)
+        if isinstance(table, Mapping):
+            filled[name] = {key: size for key, size in sizes.items() if table.get(key, "auto") == "auto"}
+        elif table in (None, "auto"):
+            filled[name] = _plain_data(sizes) if name == "data" else sizes
     return load(tree, {"parallel": filled})
+
+
+def _plain_data(sizes: Mapping[str, int]) -> int | DataConfig:
+    """The value of ``parallel.data``: a table only if parameters are sharded."""
+    return DataConfig(**sizes) if "shard" in sizes else sizes["replicate"]

@@ -183,7 +183,8 @@ class BatchRunner:
             self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
-            with failing, self._context.phase("forward"), self._computing():
+            running = self._stages.running(backward=training)
+            with failing, self._context.phase("forward"), self._computing(), running:
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
@@ -234,7 +235,8 @@ class BatchRunner:
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
         leaves = self._gradients.local_leaves() if backward else nullcontext()
-        with self._taking_part(overlap) as before_last_backward, self._computing(), leaves:
+        running = self._stages.running(backward=backward)
+        with self._taking_part(overlap) as before_last_backward, self._computing(), leaves, running:
             if not microbatches:
                 before_last_backward()
                 return
@@ -306,7 +308,7 @@ class BatchRunner:
 
         self._failure.begin_batch()
         output, failure = None, None
-        with self._computing():
+        with self._computing(), self._stages.running(backward=False):
             try:
                 self.pipeline.run(microbatches, see, backward=False)
                 output = join(outputs) if outputs else None

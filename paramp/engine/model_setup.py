@@ -23,6 +23,7 @@ from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter, get_context
+from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
@@ -34,6 +35,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
+from ..parallel.fsdp import ShardedUnits, check_shardable
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
@@ -67,10 +69,10 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
         raise ConfigError(f"context: got {context!r}, expected the latest one that is open, {current!r}")
     mesh = current.mesh
     for index, (name, role) in enumerate(current.roles.items()):
-        if mesh.size(index) > 1 and role in ("shard", "context", "expert"):
+        if mesh.size(index) > 1 and role in ("context", "expert"):
             raise ConfigError(
                 f"mesh: got the axis {name!r} of {mesh.size(index)} ranks, over which the engine does not train, "
-                "expected pp, dp and tp only; in your own loop, paramp.DistributedGradScaler and "
+                "expected pp, dp, dp_shard and tp only; in your own loop, paramp.DistributedGradScaler and "
                 "paramp.clip_grad_norm_ work on it"
             )
         if (mesh.mesh.diff(dim=index) < 0).any():
@@ -78,6 +80,11 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
                 f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
                 "expected ascending ones; make the mesh with init_device_mesh"
             )
+    if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
+        raise ConfigError(
+            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the one "
+            "that shards them, as fully_shard needs it"
+        )
     if current.config.precision.float8 is not None:
         find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
     return current
@@ -171,6 +178,7 @@ def read_names(
 ) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter of the whole model. Checks the model and the optimizers. A collective."""
     names_of = names_by_parameter(model)
+    check_shardable(names_of, context)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, context, with_hooks=is_split)
     check_optimizers(optimizers, names_of)
@@ -276,11 +284,15 @@ def shard(
     fill: Callable[[nn.Module], None],
     stored: Callable[[str], torch.Tensor | None],
     to_float8: Callable[[nn.Module], nn.Module],
+    blocks: Sequence[str],
     context: ParallelContext,
-) -> None:
+) -> ShardedUnits | None:
     """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; fill those on ``meta``.
 
     All replicas get the values of the first rank that has one, whatever the other ranks were built with.
+
+    Returns:
+        The units whose parameters are sharded over data ranks too, with ``blocks`` among them; None if none are.
     """
     precision, module = context.config.precision, stages.module
     placed: dict[torch.Tensor, torch.Tensor] = {}
@@ -300,6 +312,8 @@ def shard(
         from ..parallel.tensor.plan import apply_plan
 
         apply_plan(module, styles, tensor_mesh(context))
+    stages.take_over(module)
+    units = ShardedUnits(stages.parts, blocks, context) if context.config.parallel.shard > 1 else None
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
     materialize(
         module,
@@ -313,7 +327,7 @@ def shard(
     )
     filled = dict(named_tensors(module))
     broadcast_replicas([filled[name] for name in on_meta], context)
-    stages.take_over(module)
+    return units
 
 
 def flatten_weights(
@@ -322,6 +336,7 @@ def flatten_weights(
     names_of: Mapping[nn.Parameter, list[str]],
     shapes: Mapping[str, torch.Size],
     ties: Sequence[TiedParameter],
+    units: ShardedUnits | None,
     context: ParallelContext,
 ) -> FlatWeights:
     """Move the parameters of ``module`` into flat buffers, create masters, and give optimizers what they step.
@@ -329,7 +344,7 @@ def flatten_weights(
     ``shapes``: of this rank's parameters in the whole model.
     """
     group_of = groups_by_name(optimizers, names_of)
-    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties)
+    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties, units)
     exchange_matrices(weights, shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, names_of, one)
@@ -338,7 +353,9 @@ def flatten_weights(
     return weights
 
 
-def make_stages(stages: Joined, compiled: CompiledBlocks, context: ParallelContext) -> Stages:
+def make_stages(
+    stages: Joined, compiled: CompiledBlocks, units: ShardedUnits | None, context: ParallelContext
+) -> Stages:
     """This rank's modules, compiled, as stages that compute in the mode's precision, each with a random stream."""
     compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
@@ -351,6 +368,7 @@ def make_stages(stages: Joined, compiled: CompiledBlocks, context: ParallelConte
             stage(part, is_first=index == 0, is_last=index == last, random=stream(index))
             for index, part in zip(context.local_stages, stages.parts, strict=True)
         ],
+        units,
     )
 
 

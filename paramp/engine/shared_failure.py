@@ -5,8 +5,9 @@ others would wait for it in the next collective. It records the error, takes par
 the next all-reduce of all ranks, that of the loss or of the step. If the flag is set, every rank raises: its own error
 if it has one, else an error with the message and the coordinates of the rank that failed.
 
-Along the tensor axis ranks have collectives in the forward and backward themselves. If one of them fails alone, the
-others wait there forever; so it raises at once, and the job ends when it leaves the context.
+Along the tensor axis, and along the data axes if parameters are sharded over them, ranks have collectives in the
+forward and backward themselves. If one of them fails alone, the others wait there forever; so it raises at once, and
+the job ends when it leaves the context.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import ConfigError
+from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
+from ..distributed.mesh_roles import BATCH
 
 KINDS = ConfigError, ValueError, RuntimeError
 """The exceptions of the other ranks: the first that is a base class of the error's, else the last."""
@@ -32,6 +35,11 @@ class SharedFailure:
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._key = f"paramp/failed_batch/{context.serial}/{context.num_engines}"
+        sharded = context.config.parallel.shard > 1
+        axes = context.axes_of("tensor", *(BATCH if sharded else ()))
+        self._axes = "data and tensor axes" if sharded else "tensor axis"
+        groups = ranks_along(context, axes).tolist()
+        self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0
         self._own: Exception | None = None
         self._failed_alone = False
@@ -44,7 +52,7 @@ class SharedFailure:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
         if self._failed_alone:
             raise RuntimeError(
-                "a batch failed on this rank of the tensor axis alone, and the others wait for it; end the job"
+                "a batch failed on this rank alone, and others wait for it in the model; end the job"
             )
 
     def begin_batch(self) -> None:
@@ -60,11 +68,9 @@ class SharedFailure:
     def raise_if_alone(self, error: Exception) -> None:
         """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
         alone = self._context.world_size == 1 or is_lost_connection(error)
-        if not alone and not self._tensor_ranks_failed_too():
+        if not alone and not self._peers_failed_too():
             self._failed_alone = alone = True
-            error.add_note(
-                "paramp: the other ranks of the tensor axis did not fail, and wait for this one; end the job"
-            )
+            error.add_note(f"paramp: other ranks of the {self._axes} did not fail, and wait for this one; end the job")
         if alone:
             raise error
 
@@ -123,16 +129,15 @@ class SharedFailure:
         kind, text, rank = next(failure for failure in everyone if failure is not None)
         raise KINDS[kind](f"{text}; on {rank}")
 
-    def _tensor_ranks_failed_too(self) -> bool:
-        axis = self._context.tensor_axis
-        if axis.size == 1:
+    def _peers_failed_too(self) -> bool:
+        """Whether all ranks failed that have collectives with this one in the model."""
+        if len(self._peers) == 1:
             return True
         # Not a collective: ranks that did not fail would not take part in it.
         store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._num_batches}"
         store.set(f"{key}/{self._context.rank}", "")
         try:
-            ranks = dist.get_process_group_ranks(axis.group)
-            store.wait([f"{key}/{rank}" for rank in ranks], timedelta(seconds=SECONDS_OF_GRACE))
+            store.wait([f"{key}/{rank}" for rank in self._peers], timedelta(seconds=SECONDS_OF_GRACE))
         except RuntimeError:  # from the store, after the timeout
             return False
         return True

@@ -35,6 +35,7 @@ from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .replaced_parameters import ModelParameters
+from .sharded_gradients import ShardedGradients, Units
 from .zero import gather_weights
 
 NO_GROUP = -1
@@ -66,15 +67,18 @@ class FlatWeights:
         optimizers: Sequence[torch.optim.Optimizer],
         group_of: Mapping[str, tuple[int, int]],
         ties: Sequence[TiedParameter] = (),
+        units: Units | None = None,
     ) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
 
         Args:
             group_of: the indices of the optimizer and of its param group of each parameter, by any of its names.
             ties: the tied parameters of ``module``, as recorded in the context.
+            units: those into which FSDP2 has sharded ``module``; None if it has not.
         """
         self._context = context
-        originals = cast_weights(module, precision)
+        stored = precision if units is None else precision.as_sharded
+        originals = cast_weights(module, stored, buffers=precision.weights)
         for tie in ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)
@@ -84,25 +88,30 @@ class FlatWeights:
             FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
             for name, parameter in trained
         ]
+        for param in self.params if units is not None else ():
+            param.reserved = units.padded_size(param.parameter)
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
         self.buffers: list[Buffer] = []
         stepped: dict[FlatParam, nn.Parameter | None] = {}
         for params in _bucketed(self.params):
-            buffer = Buffer(params, precision, num_parts, part)
+            buffer = Buffer(params, stored, num_parts, part)
             self.buffers.append(buffer)
             # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
             stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in params}
         self.stepped = [stepped[param] for param in self.params]
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+        if units is not None:
+            units.use_memory({param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()})
         self._param_of = {param.parameter: param for param in self.params}
         self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
         tied, ranges = {tie.parameter for tie in ties}, StepRanges(self.buffers).everything
-        self.gradients = FlatGradients(self.params, self.buffers, ranges, self.frozen, tied, precision, context)
+        given = self.params, self.buffers, ranges, self.frozen, tied, stored, context
+        self.gradients = FlatGradients(*given) if units is None else ShardedGradients(*given, units=units)
         self.gradients.before_batch = self.put_back
 
     @property

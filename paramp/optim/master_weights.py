@@ -26,15 +26,18 @@ from .replaced_parameters import ModelParameters
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
 
-def cast_weights(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """Cast the weights of ``module`` to the mode's dtype.
+def cast_weights(
+    module: nn.Module, precision: Precision, *, buffers: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Cast the weights of ``module`` to the mode's dtype; its buffers to ``buffers``, if that is not None.
 
     Returns:
         If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
     """
     named = module.named_parameters() if precision.masters else ()
     originals = {name: local(parameter).detach() for name, parameter in named}
-    cast_parameters(module, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+    keep = precision.keep_batchnorm_fp32
+    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, buffers=buffers)
     return originals
 
 

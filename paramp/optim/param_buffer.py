@@ -43,6 +43,8 @@ class FlatParam:
     gradient: torch.Tensor | None = None
     """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
     gradients are allocated."""
+    reserved: int = 0
+    """The elements that it takes in its buffer at least: FSDP2 pads shards to one size; the padding is zero."""
     placement_mismatch: bool = False
     """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
     collective in every backward, so they accumulate outside and are copied there once per step."""
@@ -81,7 +83,7 @@ class Buffer:
         self.num_parts = num_parts
         stop = 0
         for param in params:
-            param.start, stop = stop, stop + _aligned(param.size)
+            param.start, stop = stop, stop + _aligned(max(param.size, param.reserved))
         # A multiple of the norm's blocks, so that the norm has the same bits for any number of ranks.
         self.own_size = _aligned(-(-stop // num_parts), NORM_BLOCK)
         self.own_start = part * self.own_size
@@ -140,6 +142,10 @@ class Buffer:
         view = torch.empty(0, dtype=flat.dtype, device=flat.device)
         start = flat.storage_offset() + param.start
         return view.set_(flat.untyped_storage(), start, local(param.parameter).shape)  # type: ignore[call-overload]
+
+    def memory(self, param: FlatParam) -> torch.Tensor:
+        """The memory that ``param`` takes in :attr:`weights`, with the padding that it :attr:`~FlatParam.reserved`."""
+        return self.weights[param.start : param.start + max(param.size, param.reserved)]
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``flat``, 1-dim and as long as the weights."""

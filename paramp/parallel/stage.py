@@ -27,6 +27,7 @@ from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
+from .fsdp import ShardedUnits
 from .stage_io import StageOutput
 
 
@@ -89,13 +90,19 @@ def _keywords_of(module: nn.Module) -> frozenset[str] | None:
 class Stages(nn.Module):
     """The stages of one rank, in the model's order, with one mode of training or evaluation."""
 
-    def __init__(self, joined: Joined, stages: Sequence[Stage]) -> None:
+    def __init__(self, joined: Joined, stages: Sequence[Stage], units: ShardedUnits | None = None) -> None:
+        """``units``: those into which FSDP2 has sharded the stages; None if it has not."""
         super().__init__()
         self.module = joined.module
         """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
         self.training = self.module.training
         self._joined = joined
+        self._units = units
+
+    def running(self, *, backward: bool) -> AbstractContextManager[None]:
+        """A context for the forwards of a batch, and their backwards if ``backward``."""
+        return nullcontext() if self._units is None else self._units.running(backward=backward)
 
     def __iter__(self) -> Iterator[Stage]:
         return (cast(Stage, stage) for stage in self.stages)

@@ -195,6 +195,11 @@ class Precision:
             changed = replace(changed, rounding=cast(Any, rounding))
         return changed
 
+    @property
+    def as_sharded(self) -> Precision:
+        """How FSDP2's sharded parameters are stored and stepped: where the mode has masters, as fp32 masters."""
+        return replace(self, weights=FP32, masters=False) if self.masters else self
+
     @staticmethod
     def parse(value: Precision | str | int | AMP_TYPE | torch.dtype | Mapping[str, Any]) -> Precision:
         """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.

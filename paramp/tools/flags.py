@@ -35,6 +35,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--tp", "parallel.tensor.size", int, "N", "ranks of the tensor axis"),
         Flag("--pp", "parallel.pipeline.size", int, "N", "ranks of the pipeline axis"),
         Flag("--dp", "parallel.data", int, "N", "replicas of the model; auto is world / (tp x pp)"),
+        Flag("--fsdp", "parallel.data.shard", int, "N", "data ranks that shard the parameters", "1"),
+        Flag("--replicate", "parallel.data.replicate", int, "N", "replicas of the shards", "auto"),
         Flag("--zero", "parallel.zero", int, "STAGE", "1: shard masters and optimizer state over dp"),
         Flag("--sequence-parallel", "parallel.sequence_parallel", bool, None, "shard the sequence over tp in norms"),
     ),
@@ -110,7 +112,7 @@ def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str]
         group = parser.add_argument_group(title)  # argparse does not show an empty group
         for flag in flags:
             if names is None or flag.name in names:
-                explained = f"{flag.help} (default: {_default(flag, defaults[flag.key])})"
+                explained = f"{flag.help} (default: {_default(flag, defaults.get(flag.key))})"
                 options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
                 if flag.kind is bool:
                     options = {"action": "store_true", "default": None}

@@ -1,0 +1,84 @@
+"""Gradients of parameters that FSDP2 shards: its units sum them over data ranks, into the shards in the flat buffers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..base.module_surgery import num_hooks
+from .flat_gradients import FlatGradients
+from .grad_reduce import sum_tied_gradients
+
+HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+class Units(Protocol):
+    """What is needed of :class:`paramp.parallel.fsdp.ShardedUnits`."""
+
+    def padded_size(self, parameter: nn.Parameter) -> int: ...
+
+    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
+
+
+class ShardedGradients(FlatGradients):
+    """As :class:`~paramp.optim.flat_gradients.FlatGradients`, of which ``units`` have reduced each over data ranks."""
+
+    def __init__(self, *given: Any, units: Units) -> None:
+        super().__init__(*given)
+        self._units = units
+        for hook in self._hooks:  # the gradients of gathered parameters are brought to their placements by the units
+            hook.remove()
+        self._hooks = []
+        self._arrived: set[torch.Tensor] = set()
+        units.on_gradient(self._arrived.add)
+
+    def begin_window(self) -> None:
+        """As in the base class.
+
+        Raises:
+            RuntimeError: a parameter has a hook, which FSDP2 would not call.
+        """
+        if any(chain(*(map(hooks, self._parameters) for hooks in HOOKS))):
+            name = next(param.name for param in self._params if num_hooks(param.parameter))
+            raise RuntimeError(
+                f"{name!r} has a hook on its gradient, which fully_shard does not call (parallel.data.shard); remove "
+                "it, and change the gradient in engine.before_step instead"
+            )
+        super().begin_window()
+        self._leaves = {}
+
+    def zero_grad(self) -> None:
+        """As in the base class."""
+        super().zero_grad()
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def collect(self, found_inf: torch.Tensor) -> None:
+        """As in the base class."""
+        super().collect(found_inf)
+        if self._arrived:  # else gradients were set by hand
+            self._absent = [param for param in self._params if param.parameter not in self._arrived]
+
+    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+        """As in the base class."""
+        return [_Handle(self._units.on_gradient(call))]  # type: ignore[list-item]
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients of tied parameters over the stages that hold a copy."""
+        sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
+
+
+class _Handle:
+    """As torch's handle of a hook."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove

@@ -1,0 +1,272 @@
+"""Parameters sharded over data ranks, by torch's FSDP2 (``fully_shard``).
+
+Each repeated block is a unit, and so is the rest of each pipeline stage. A unit's parameters are gathered before its
+forward and its backward, and freed after both; after the backward its gradients are summed and sharded again::
+
+    sharded fp32 parameters ─► all-gather, in half precision in modes with masters ─► forward, backward of the unit
+                            ◄─ reduce-scatter in reduce_dtype (all-reduce over replicas) ◄─ its gradients
+
+In modes with masters the sharded fp32 parameter is the master. Under a pipeline, units stay gathered for the whole
+batch, and are reduced after its last backward. Source: torchtitan (Liang et al., 2024) for the combination with tensor
+and pipeline parallelism.
+
+Four things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
+of the flat buffers; partial sums over tensor ranks are reduced in ``reduce_dtype`` too (pytorch #190626); a parameter
+that got no gradient on this rank is reduced as zeros, because other ranks may have one; and what a failed batch left is
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor
+from ..base.errors import ConfigError
+from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
+from ..distributed.context import ParallelContext
+from ..precision.policy import Precision
+
+
+def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
+    """Raise a ConfigError for a parameter with hooks on its gradient: ``fully_shard`` would never call them."""
+    for parameter, names in names_of.items():
+        if context.config.parallel.shard > 1 and num_hooks(parameter):
+            raise ConfigError(
+                f"model: {names[0]!r} has a hook on its gradient, expected none, because parallel.data.shard is "
+                f"{context.config.parallel.shard} and fully_shard calls no hooks of parameters; change the gradient in "
+                "engine.before_step instead"
+            )
+
+
+class ShardedUnits:
+    """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``."""
+
+    def __init__(self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext) -> None:
+        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units.
+
+        Raises:
+            ConfigError: several stages of this rank share a parameter.
+        """
+        self._context = context
+        self._pipelined = context.stage_axis.size > 1
+        self._roots: list[Any] = []
+        self._units: list[Any] = []
+        self._listeners: list[Callable[[torch.Tensor], None]] = []
+        names = list(blocks)
+        sharded: set[nn.Parameter] = set()
+        for stage in stages:
+            self._shard_stage(stage, names, sharded)
+            sharded.update(stage.parameters())
+        self._set_prefetch(context.config.parallel.data_axes.prefetch)
+
+    # ------------------------------------------------------------------------------------------------------ sharding
+
+    def _shard_stage(self, stage: nn.Module, blocks: Sequence[str], done: set[nn.Parameter]) -> None:
+        """Shard one stage; ``done``: the parameters of those before, which a copied module may list again."""
+        before = dict(stage.named_parameters(remove_duplicate=False))
+        modules = dict(stage.named_modules())
+        precision = self._context.config.precision
+        if precision.keep_batchnorm_fp32:
+            for module in modules.values():
+                if isinstance(module, BATCH_NORMS) and next(module.parameters(recurse=False), None) is not None:
+                    self._fully_shard(module, None, done)
+        for block in map(modules.get, blocks):
+            if block is not None and not isinstance(block, PassThrough) and _is_alone(block, before):
+                self._fully_shard(block, _gathered_dtype(precision), done)
+        self._fully_shard(stage, _gathered_dtype(precision), done, is_root=True)
+        for name, new in stage.named_parameters(remove_duplicate=False):
+            if before[name] is not new:
+                vars(new).update(vars(before[name]))  # attributes that optimizers and others read
+
+    def _fully_shard(
+        self, module: nn.Module, dtype: torch.dtype | None, done: set[nn.Parameter], *, is_root: bool = False
+    ) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        context = self._context
+        reduce_dtype = context.config.precision.reduce_dtypes.dp
+        kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
+        unit: Any = fully_shard(
+            module,
+            mesh=_data_mesh(context),
+            reshard_after_forward=not kept,
+            mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
+            ignored_params=done & set(module.parameters()),
+        )
+        unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
+        unit.set_force_sum_reduction_for_comms(True)
+        self._units.append(unit)
+        if is_root:
+            self._roots.append(unit)
+        for group in _groups(unit):
+            own = group.post_backward
+            group.post_backward = partial(self._post_backward, group, own)
+
+    def _set_prefetch(self, count: int) -> None:
+        blocks = [unit for unit in self._units if unit not in self._roots]
+        for index, unit in enumerate(blocks if count else []):
+            unit.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
+            unit.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])
+
+    def padded_size(self, parameter: nn.Parameter) -> int:
+        """The elements that each rank's shard of ``parameter`` takes in an all-gather; 0 if it is not sharded here."""
+        return next((one.padded_sharded_param_size.numel() for one in self._params() if _held(one) is parameter), 0)
+
+    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Gather each parameter from its ``memory``, 1-dim and of :meth:`padded_size`, where its local tensor is."""
+        for one in self._params():
+            one.sharded_param = _held(one)
+            if one.sharded_param in memory:
+                one._sharded_param_data = memory[one.sharded_param]
+
+    def _params(self) -> Iterator[Any]:
+        """torch's record of each sharded parameter."""
+        return (one for unit in self._units for group in _groups(unit) for one in group.fsdp_params)
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    @contextmanager
+    def running(self, *, backward: bool) -> Iterator[None]:
+        """A context for the forwards of a batch, and their backwards if ``backward``; else nothing stays gathered."""
+        self.reshard()
+        if backward and self._pipelined:
+            for root in self._roots:
+                root.set_requires_gradient_sync(False)
+                root.set_is_last_backward(False)
+                root.set_reshard_after_backward(False)
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+        if backward and self._pipelined:
+            for root in self._roots:
+                self._reduce(root)
+        self.reshard()
+
+    def _reduce(self, root: Any) -> None:
+        """Reduce the gradients that the backwards of a stage have added up, as torch's own pipeline stages do."""
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        state = root._get_fsdp_state()
+        for one in state._state_ctx.all_states:
+            for group in _groups_of(one):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def reshard(self) -> None:
+        """Free gathered parameters, so that the next forward gathers what a step or a load has written."""
+        for unit in self._units:
+            unit.reshard()
+
+    def reset(self) -> None:
+        """Drop what a failed batch left: gathered parameters and gradients that are not reduced yet."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(True)
+            root.set_is_last_backward(True)
+            root.set_reshard_after_backward(True)
+            if root._get_fsdp_state()._is_root and hasattr(root, "reset_iter_state"):  # torch 2.13
+                root.reset_iter_state()
+        for one in self._params():
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
+        self.reshard()
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+        """Call ``call`` with each sharded parameter that a backward gives a gradient, until the result is called."""
+        self._listeners.append(call)
+        return partial(self._listeners.remove, call)
+
+    def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
+        """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
+        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and _has_been_gathered(one)]
+        present = [one for one in trained if _gradient(one) is not None]
+        for one in present:
+            for call in self._listeners:
+                call(one.sharded_param)
+        if group.reduce_grads and present:
+            self._complete(trained)
+        own()
+
+    def _complete(self, trained: Sequence[Any]) -> None:
+        """Give each parameter a gradient, all in one dtype and with the parameters' placements."""
+        for one in trained:
+            if _gradient(one) is None:  # other ranks may have one, and all take part in the reduction
+                one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
+        if any(one.unsharded_accumulated_grad is not None for one in trained) or any(map(_is_partial, trained)):
+            for one in trained:
+                one.accumulate_unsharded_grad_if_needed()
+                one.to_accumulated_grad_if_needed()
+        for one in filter(_is_partial, trained):
+            self._sum_over_tensor_ranks(one)
+
+    def _sum_over_tensor_ranks(self, one: Any) -> None:
+        gradient = _gradient(one)
+        dtype = self._context.config.precision.reduce_dtypes.tp
+        wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
+        summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
+        if one.unsharded_accumulated_grad is not None:
+            one.unsharded_accumulated_grad = summed
+        else:
+            one._unsharded_param.grad = summed
+
+
+def _gathered_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype in which parameters are gathered and computed with; None: that of the sharded parameters."""
+    return precision.weights if precision.masters else None
+
+
+def _data_mesh(context: ParallelContext) -> Any:
+    """The mesh over which units are sharded: its last axis shards, the one before, if there is one, replicates."""
+    axes = [name for name in (*context.axes_of("replicate"), *context.axes_of("shard"))]
+    names = [name for name in axes if context.mesh[name].size() > 1]
+    return context.mesh[tuple(names)]
+
+
+def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether ``block`` has parameters, and shares none with the rest of the stage, whose ``parameters`` are given."""
+    own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
+    everywhere = [id(parameter) for parameter in parameters.values()]
+    return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
+
+
+def _groups(unit: Any) -> list[Any]:
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """torch's groups of parameters that are gathered together."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _held(one: Any) -> Any:
+    """The parameter that the module of torch's record ``one`` has now."""
+    return one._module_info.module._parameters[one._module_info.param_name]
+
+
+def _has_been_gathered(one: Any) -> bool:
+    return hasattr(one, "_unsharded_param")
+
+
+def _gradient(one: Any) -> Any:
+    """The gradient of a gathered parameter that is not reduced over data ranks yet; None if there is none."""
+    accumulated = one.unsharded_accumulated_grad
+    return one._unsharded_param.grad if accumulated is None else accumulated
+
+
+def _is_partial(one: Any) -> bool:
+    """Whether the gradient has other placements on the tensor axis than the parameter."""
+    gradient = _gradient(one)
+    return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
