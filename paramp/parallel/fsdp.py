@@ -29,6 +29,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
+from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 
@@ -56,11 +57,7 @@ class ShardedUnits:
     """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``."""
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext) -> None:
-        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units.
-
-        Raises:
-            ConfigError: several stages of this rank share a parameter.
-        """
+        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units."""
         self._context = context
         self._pipelined = context.stage_axis.size > 1
         self._roots: list[Any] = []
@@ -97,6 +94,7 @@ class ShardedUnits:
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        module.register_forward_hook(_without_views)  # before that of fully_shard
         context = self._context
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
@@ -227,6 +225,24 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """``output`` with tensors that are no views, but share their memory.
+
+    The caller may change it in place. Of a view, autograd would then call no hook that gathers for the backward.
+    """
+    return map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+
+
+class _NoView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
