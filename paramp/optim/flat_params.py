@@ -88,8 +88,9 @@ class FlatWeights:
             FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
             for name, parameter in trained
         ]
-        for param in self.params if units is not None else ():
-            param.reserved = units.padded_size(param.parameter)
+        if units is not None:
+            for param in self.params:
+                param.reserved = units.padded_size(param.parameter)
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
