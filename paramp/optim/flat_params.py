@@ -88,9 +88,9 @@ class FlatWeights:
             FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
             for name, parameter in trained
         ]
-        if units is not None:
-            for param in self.params:
-                param.reserved = units.padded_size(param.parameter)
+        sizes = {} if units is None else units.padded_sizes()
+        for param in self.params:
+            param.reserved = sizes.get(param.parameter, 0)
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0

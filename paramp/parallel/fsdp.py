@@ -114,12 +114,12 @@ class ShardedUnits:
             unit.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
             unit.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])
 
-    def padded_size(self, parameter: nn.Parameter) -> int:
-        """The elements that each rank's shard of ``parameter`` takes in an all-gather; 0 if it is not sharded here."""
-        return next((one.padded_sharded_param_size.numel() for one in self._params() if _held(one) is parameter), 0)
+    def padded_sizes(self) -> dict[nn.Parameter, int]:
+        """The elements that each rank's shard of a parameter takes in an all-gather."""
+        return {_held(one): one.padded_sharded_param_size.numel() for one in self._params()}
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Gather each parameter from its ``memory``, 1-dim and of :meth:`padded_size`, where its local tensor is."""
+        """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
             one.sharded_param = _held(one)
             if one.sharded_param in memory:
