@@ -9,7 +9,8 @@ the whole tensor, so that every rank that holds it rounds it alike.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,20 @@ def random_bits(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tens
     word = index ^ (index >> 32) * 0x9E3779B1  # indices that differ by multiples of 2**32 differ in the lower half
     word = _mix_(word.int().bitwise_xor_(_signed(key)))
     return _mix_(word.bitwise_xor_(_mix_((step ^ key * 0x9E3779B1 % 2**32).int())))
+
+
+@dataclass(frozen=True, eq=False)
+class BitStream:
+    """The random bits of one parameter at each step."""
+
+    key: int
+    """Equal on all ranks that have a part of the parameter: :func:`key_of`."""
+    step: torch.Tensor
+    """0-dim int64 on the device, the number of steps made; read at each call."""
+
+    def __call__(self, index: torch.Tensor, word: int) -> torch.Tensor:
+        """32 random bits for each element of ``index``, as int32; others for each ``word``. Word 0 is the weight's."""
+        return random_bits(index, (self.key + word * 0x9E3779B1) % 2**32, self.step)
 
 
 def _mix_(word: torch.Tensor) -> torch.Tensor:
@@ -86,3 +101,16 @@ def rounded(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> tor
         moved = ((floor + up) * unit).copysign(values)  # -0 stays
     largest = torch.finfo(dtype).max
     return torch.where(nearest.isfinite(), moved.clamp(-largest, largest).to(dtype), nearest)
+
+
+def round_state(
+    stored: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bits: Callable[[int], torch.Tensor]
+) -> None:
+    """Round a parameter's optimizer state ``values``, float32, into ``stored``, bfloat16, stochastically; all 1-dim.
+
+    ``bits(word)``: 32 random bits for each element. Two states take the halves of one word.
+    """
+    drawn = torch.empty(0)
+    for index, (one, value) in enumerate(zip(stored, values, strict=True)):
+        drawn = drawn >> 16 if index % 2 else bits(1 + index // 2)
+        one.copy_(rounded(value, drawn, one.dtype))

@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "precision": (
         Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
+        Flag("--optimizer-state", "optimizer_state", str, "HOW", "AdamW's moments between steps: full or bf16", "full"),
         Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
         Flag(
             "--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices={"auto": "auto", "on": True, "off": False}
@@ -110,7 +111,7 @@ def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str]
         group = parser.add_argument_group(title)  # argparse does not show an empty group
         for flag in flags:
             if names is None or flag.name in names:
-                explained = f"{flag.help} (default: {_default(flag, defaults[flag.key])})"
+                explained = f"{flag.help} (default: {_default(flag, defaults.get(flag.key))})"
                 options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
                 if flag.kind is bool:
                     options = {"action": "store_true", "default": None}
