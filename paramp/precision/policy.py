@@ -142,7 +142,7 @@ class Precision:
     """How stepped half-precision weights without masters are rounded (:mod:`paramp.precision.stochastic_rounding`)."""
     optimizer_state: Literal["full", "bf16"] = "full"
     """How optimizer state with one value per element of its weight is stored between steps: in the dtype of what is
-    stepped; or in bfloat16, rounded stochastically, for optimizers that step fp32 values."""
+    stepped; or in bfloat16, rounded stochastically (:mod:`paramp.precision.stochastic_rounding`)."""
     grad_dtype: torch.dtype | None = None
     """The dtype in which gradients are accumulated over microbatches. None: the weights' dtype."""
     reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
