@@ -79,7 +79,7 @@ class FlatWeights:
         """
         self._context = context
         stored = precision if units is None else precision.as_sharded
-        originals = cast_weights(module, stored, buffers=precision.weights)
+        originals = cast_weights(module, stored, untrained=precision.weights)
         for tie in ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)

@@ -34,9 +34,17 @@ from ..precision.policy import Precision
 
 
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter with hooks on its gradient: ``fully_shard`` would never call them."""
+    """Raise a ConfigError for a parameter that ``fully_shard`` cannot shard: without dims, or with hooks on its gradient,
+    which it would never call."""
+    if context.config.parallel.shard == 1:
+        return
     for parameter, names in names_of.items():
-        if context.config.parallel.shard > 1 and num_hooks(parameter):
+        if not parameter.ndim and parameter.requires_grad:
+            raise ConfigError(
+                f"model: {names[0]!r} has no dims, expected at least one, because parallel.data.shard is "
+                f"{context.config.parallel.shard}; give it the shape (1,), or freeze it"
+            )
+        if num_hooks(parameter):
             raise ConfigError(
                 f"model: {names[0]!r} has a hook on its gradient, expected none, because parallel.data.shard is "
                 f"{context.config.parallel.shard} and fully_shard calls no hooks of parameters; change the gradient in "
@@ -97,7 +105,7 @@ class ShardedUnits:
             mesh=_data_mesh(context),
             reshard_after_forward=not kept,
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
-            ignored_params=done & set(module.parameters()),
+            ignored_params={one for one in module.parameters() if one in done or _is_whole(one)},
         )
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
@@ -219,6 +227,11 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether every rank has all of a parameter, which has no elements to shard, or no dims and is frozen."""
+    return not parameter.ndim or not parameter.numel()
 
 
 def _gathered_dtype(precision: Precision) -> torch.dtype | None:
