@@ -29,6 +29,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
+from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 
@@ -98,6 +99,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
+        module.register_forward_hook(_without_views)  # before torch's own
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(
@@ -132,6 +134,11 @@ class ShardedUnits:
             one.sharded_param = _held(one)
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
+
+    def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
+        found = (one for one in self._params() if _held(one) is parameter and _has_been_gathered(one))
+        return next((one._unsharded_param for one in found), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""
@@ -198,11 +205,10 @@ class ShardedUnits:
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
         trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and _has_been_gathered(one)]
-        present = [one for one in trained if _gradient(one) is not None]
-        for one in present:
-            for call in self._listeners:
+        for one in trained:
+            for call in self._listeners if _gradient(one) is not None else ():
                 call(one.sharded_param)
-        if group.reduce_grads and present:
+        if group.reduce_grads and trained:
             self._complete(trained)
         own()
 
@@ -250,6 +256,15 @@ def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
     everywhere = [id(parameter) for parameter in parameters.values()]
     return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views: an operation in place would drop the hook that gathers the unit for its backward."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
+
+    return map_tensors(copied, output) if torch.is_grad_enabled() else None
 
 
 def _groups(unit: Any) -> list[Any]:
