@@ -72,7 +72,7 @@ def start(parallel, make, precision="32-true", **options):
 
 def train(engine, steps, first=0):
     """The losses of ``steps`` steps."""
-    axis, losses = engine.context.dp, []
+    axis, losses = engine.context.batch_axis, []
     for x, y in list(batches(first + steps))[first:]:
         losses.append(float(engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))))
         assert engine.step().stepped
@@ -96,6 +96,11 @@ LAYOUTS = {
     "dp2 + zero1": (2, {"zero": 1}),
     "pp2·tp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}),
     "dp2·tp2 + zero1": (4, {"tensor": 2, "zero": 1}),
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}),
 }
 
 
