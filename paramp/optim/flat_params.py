@@ -52,7 +52,7 @@ class FlatWeights:
         params: one for each parameter, in the model's order.
         names, parameters: the model's own, with the whole model's names.
         stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
-            rank's part, 1-dim (0-dim for a 0-dim parameter), or None if this rank has no part of the parameter.
+            rank's part, 1-dim (0-dim for a 0-dim parameter). None if this rank has no element of the parameter.
         buffers: the flat buffers that hold the parameters.
         gradients: the gradients of the parameters, from the backward to the step.
         by_optimizer: the weights of each optimizer.
@@ -298,11 +298,11 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
         parameter.data = weight
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
+    if param.own[0] == param.own[1]:
+        return None
     # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
     stepped = parameter
     if buffer.num_parts > 1:
-        if param.own[0] == param.own[1]:
-            return None
         # The optimizer's state of a 0-dim weight is 0-dim too, also in checkpoints.
         stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
     elif masters.stepped is not masters.weights:
