@@ -35,7 +35,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp import ShardedUnits, check_shardable
+from ..parallel.fsdp import ShardedUnits, check_shardable, check_stages
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
@@ -272,7 +272,9 @@ def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], contex
             f"plan: {name!r} is split by the pipeline, so a style for it would have no effect; split around it "
             "(parallel.pipeline.split), or give styles to the modules in it"
         )
-    return partition_model(adapter.model, units, pipeline.num_stages, split)
+    stages = partition_model(adapter.model, units, pipeline.num_stages, split)
+    check_stages(stages, context)
+    return stages
 
 
 # ------------------------------------------------------------------------------------------------- this rank's stages

@@ -53,15 +53,28 @@ def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: Par
             )
 
 
+def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
+    """Raise a ConfigError if two of the model's ``stages`` on one rank share a parameter: a unit is in one stage."""
+    pipeline = context.config.parallel.pipeline
+    for rank in range(pipeline.size if context.config.parallel.shard > 1 else 0):
+        held: dict[nn.Parameter, str] = {}
+        for index in pipeline.stages_of(rank):
+            own = {parameter: name for name, parameter in stages[index].named_parameters()}
+            if both := held.keys() & own.keys():
+                name, other = min((held[one], own[one]) for one in both)
+                raise ConfigError(
+                    f"model: {name!r} and {other!r} are one parameter, in two stages of pipeline rank {rank}, expected "
+                    f"one stage, because parallel.data.shard is {context.config.parallel.shard}; choose a schedule "
+                    "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
+                )
+            held |= own
+
+
 class ShardedUnits:
     """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``."""
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext) -> None:
-        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units.
-
-        Raises:
-            ConfigError: several stages of this rank share a parameter.
-        """
+        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units."""
         self._context = context
         self._pipelined = context.stage_axis.size > 1
         self._roots: list[Any] = []
