@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from families import cases, family
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, local, rank_slice, small_gpt
 from torch import nn
@@ -148,7 +149,8 @@ def test_state_is_rounded_by_the_index_of_its_element(config, tmp_path):
         assert torch.equal(stored.float(), momentum), name
 
 
-@pytest.mark.parametrize("make", list(MAKES)[1:])
+@family
+@pytest.mark.parametrize("make", cases("state layouts", list(MAKES)[1:], ["AdamW", "Muon"], 1))
 def test_every_layout_has_the_bits_of_one_process(make, tmp_path):
     save(None, {}, make, tmp_path / "one")
     run_on_ranks(2, __name__, "save_all", {"make": make, "folder": str(tmp_path)})
@@ -179,8 +181,9 @@ def run(layout, make, steps, load=None, save=None, first=0, **config):
         return losses
 
 
+@family
 @on_ranks(2)
-@pytest.mark.parametrize("make", list(MAKES)[1:])
+@pytest.mark.parametrize("make", cases("state under ZeRO", list(MAKES)[1:], ["AdamW"], 1))
 def test_zero_has_the_bits_of_data_parallelism(world, make):
     folder = shared_folder()
     for zero in (0, 1):
@@ -188,8 +191,9 @@ def test_zero_has_the_bits_of_data_parallelism(world, make):
     check_same(tensors(folder / "1"), tensors(folder / "0"))
 
 
+@family
 @on_ranks(4)
-@pytest.mark.parametrize("make", ["AdamW", "Muon"])
+@pytest.mark.parametrize("make", cases("state resumed", ["AdamW", "Muon"], ["AdamW"], 1))
 def test_a_run_goes_on_in_another_layout(world, make):
     path = shared_folder() / "saved"
     expected = run({"tensor": 2}, make, 8, save=path)[3:]
@@ -202,7 +206,8 @@ def test_a_run_goes_on_in_another_layout(world, make):
 # ------------------------------------------------------------------------------------------------ formats, refusals
 
 
-@pytest.mark.parametrize("make", ["AdamW", "Muon"])
+@family
+@pytest.mark.parametrize("make", cases("state formats", ["AdamW", "Muon"], ["Muon"], 1))
 def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
     """fp32 is rounded to nearest, bf16 is widened; the state has the format also before the next step."""
     for saved, loaded in (("full", "bf16"), ("bf16", "full")):
