@@ -34,6 +34,12 @@ from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 
 
+UNCALLED = (
+    "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
+    "compute with them in its forward, or keep what others compute with in a module outside of the block"
+)
+
+
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
     """Raise a ConfigError for a parameter that ``fully_shard`` cannot shard: without dims, or with hooks on its gradient,
     which it would never call."""
@@ -171,8 +177,10 @@ class ShardedUnits:
                 root.set_reshard_after_backward(False)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(UNCALLED)
             raise
         if backward and self._pipelined:
             for root in self._roots:
