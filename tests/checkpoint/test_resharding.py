@@ -1,7 +1,11 @@
 """A checkpoint of one process, loaded and saved by ranks that shard parameters over data ranks, has the same bits."""
 
+import functools
+
 import pytest
 import torch
+from families import cases, family
+from matrix import from_small_scale
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import rank_slice
 from torch import nn
@@ -22,7 +26,7 @@ LAYOUTS = {
     },
     "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
 }
-PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3)}
+PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3), "head": "colwise_gather"}
 
 
 class Block(nn.Module):
@@ -68,7 +72,8 @@ def batch(seed, rank=0, size=1):
 
 
 def launch(precision, parallel):
-    return paramp.launch_from_torch({"parallel": parallel, "precision": precision, "ema": {"decay": 0.5}})
+    config = {"parallel": parallel, "precision": from_small_scale(precision), "ema": {"decay": 0.5}}
+    return paramp.launch_from_torch(config)
 
 
 def start(context, seed):
@@ -109,14 +114,19 @@ def assert_same(path, other):
     assert values == expected_values
 
 
-@pytest.fixture(scope="module", params=["16-naive", "32-true"])
-def saved(request, tmp_path_factory):
-    """The mode, a checkpoint of one process, the loss with its weights and with their averages."""
-    path = tmp_path_factory.mktemp("saved") / "checkpoint"
-    with launch(request.param, {}) as context:
-        engine = start(context, 1)
-        engine.save(path)
-        return request.param, str(path), losses(engine)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(mode)``: a checkpoint of one process, and the losses with its weights and with their averages."""
+
+    @functools.cache
+    def save(precision):
+        path = tmp_path_factory.mktemp("saved") / "checkpoint"
+        with launch(precision, {}) as context:
+            engine = start(context, 1)
+            engine.save(path)
+            return str(path), losses(engine)
+
+    return save
 
 
 def losses(engine):
@@ -146,9 +156,14 @@ def load_and_save(world, precision, path, expected, layout):
     return str(folder / "own")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, tmp_path):
-    precision, path, expected = saved
+EVERYTHING = [(layout, precision) for layout in LAYOUTS for precision in ("16-naive", "32-true", "bf16-true")]
+PART = {("fsdp4", "32-true"), ("fsdp2·tp2", "16-naive"), ("fsdp2·pp2, two stages a rank", "bf16-true")}
+
+
+@family
+@pytest.mark.parametrize(("layout", "precision"), cases("resharding", EVERYTHING, PART, 2))
+def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, precision, tmp_path):
+    path, expected = saved(precision)
     options = {"precision": precision, "path": path, "expected": expected, "layout": layout}
     own = run_on_ranks(4, __name__, "load_and_save", options)[0]
     with launch(precision, {}) as context:
