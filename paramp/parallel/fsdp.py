@@ -33,7 +33,6 @@ from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 
-
 UNCALLED = (
     "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
     "compute with them in its forward, or keep what others compute with in a module outside of the block"
@@ -41,8 +40,7 @@ UNCALLED = (
 
 
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter that ``fully_shard`` cannot shard: without dims, or with hooks on its gradient,
-    which it would never call."""
+    """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
     if context.config.parallel.shard == 1:
         return
     for parameter, names in names_of.items():
@@ -117,7 +115,6 @@ class ShardedUnits:
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        module.register_forward_hook(_without_views)  # before that of fully_shard
         context = self._context
         module.register_forward_hook(_without_views)  # before torch's own
         reduce_dtype = context.config.precision.reduce_dtypes.dp
@@ -255,24 +252,6 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
-
-
-def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """``output`` with tensors that are no views, but share their memory.
-
-    The caller may change it in place. Of a view, autograd would then call no hook that gathers for the backward.
-    """
-    return map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
-
-
-class _NoView(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
-        return view.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

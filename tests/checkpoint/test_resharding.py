@@ -26,7 +26,12 @@ LAYOUTS = {
     },
     "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
 }
-PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3), "head": "colwise_gather"}
+PLAN = {
+    "table": "vocab",
+    "blocks.*.packed": "packed_colwise_3",
+    "blocks.*.back": PackedRowwise(3),
+    "head": "colwise_gather",
+}
 
 
 class Block(nn.Module):
