@@ -35,8 +35,7 @@ from ..precision.policy import Precision
 
 
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter that ``fully_shard`` cannot shard: without dims, or with hooks on its gradient,
-    which it would never call."""
+    """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
     if context.config.parallel.shard == 1:
         return
     for parameter, names in names_of.items():
