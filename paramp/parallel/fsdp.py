@@ -110,6 +110,7 @@ class ShardedUnits:
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        module.register_forward_hook(_without_views)  # before that of fully_shard
         context = self._context
         module.register_forward_hook(_without_views)  # before torch's own
         reduce_dtype = context.config.precision.reduce_dtypes.dp
@@ -245,6 +246,24 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """``output`` with tensors that are no views, but share their memory.
+
+    The caller may change it in place. Of a view, autograd would then call no hook that gathers for the backward.
+    """
+    return map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+
+
+class _NoView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ from families import WHOLE, family
 from families import cases as chosen
 from matrix import from_small_scale, marks_of, replace_table, table
 from pool import on_ranks, run_on_ranks
-from reference import UNITS_WEIGHTS, rounding
+from reference import UNITS_WEIGHTS, rank_slice, rounding
 
 import paramp
 
@@ -31,6 +31,10 @@ LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": {"size": 2, "microbatches": 2}}),
     "tp2·pp2": (4, {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}),
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}),
 }
 MODES = ("16-mixed", "16-naive")
 EVERYTHING = [(name, layout, mode) for layout in LAYOUTS for mode in MODES for name in FAMILIES]
@@ -40,6 +44,9 @@ PART = {
     ("BERT", "pp2", "16-naive"),
     ("LLaVA", "pp2", "16-mixed"),
     ("Qwen3", "tp2·pp2", "16-mixed"),
+    ("Qwen2", "fsdp2", "16-naive"),
+    ("T5", "fsdp2·tp2", "16-mixed"),
+    ("GPT-2", "fsdp2·pp2", "16-naive"),
 }
 CELLS = chosen("huggingface", EVERYTHING, PART, 6)
 
@@ -69,8 +76,10 @@ def train(name, plan=None):
     start = {key: value.detach().clone() for key, value in model.named_parameters()}
     engine, *_ = paramp.initialize(model, sgd, plan=plan)
     losses = []
+    axis = engine.context.dp
     for batch in batches(name, STEPS):
-        losses.append(engine.forward_backward(batch).item())
+        own = {key: rank_slice(value, axis.rank, axis.size) for key, value in batch.items()}
+        losses.append(engine.forward_backward(own).item())
         assert engine.step().stepped
         engine.zero_grad()
     return losses, {key: value - start[key] for key, value in engine.full_state_dict().items() if key in start}
