@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.module_surgery import num_hooks
 from .flat_gradients import FlatGradients
 from .grad_reduce import sum_tied_gradients
+from .param_buffer import FlatParam
 
 HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -90,6 +91,9 @@ class ShardedGradients(FlatGradients):
         super().collect(found_inf)
         self._note_changes()
         self._absent = [param for param in self._params if param.parameter not in self._arrived]
+
+    def _arrived_at(self, param: FlatParam) -> bool:
+        return param.parameter in self._arrived or bool(self._own_gradient(param).any())
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""
