@@ -19,7 +19,7 @@ REFUSED = {
         "remove DistributedDataParallel(...): the engine averages gradients over the data ranks itself"
     ),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "remove FullyShardedDataParallel(...): parallel.data.shard shards parameters and optimizer state over data ranks"
+        "remove FullyShardedDataParallel(...): parallel.data.shard shards parameters over the data ranks"
     ),
     ("torch.distributed.fsdp", "FSDPModule"): (
         "remove fully_shard(...): parallel.data.shard calls it. To keep your own, write the loop yourself, with "

@@ -1,4 +1,4 @@
-"""Gradients of parameters that FSDP2 shards: its units sum them over data ranks, into the shards in the flat buffers."""
+"""Gradients of parameters that FSDP2 shards; its units sum them over data ranks into the shards in flat buffers."""
 
 from __future__ import annotations
 

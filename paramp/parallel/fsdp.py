@@ -241,7 +241,7 @@ def _gathered_dtype(precision: Precision) -> torch.dtype | None:
 
 def _data_mesh(context: ParallelContext) -> Any:
     """The mesh over which units are sharded: its last axis shards, the one before, if there is one, replicates."""
-    axes = [name for name in (*context.axes_of("replicate"), *context.axes_of("shard"))]
+    axes = *context.axes_of("replicate"), *context.axes_of("shard")
     names = [name for name in axes if context.mesh[name].size() > 1]
     return context.mesh[tuple(names)]
 

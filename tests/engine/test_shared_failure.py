@@ -329,7 +329,7 @@ def test_a_sharded_stage_that_fails_on_all_its_ranks(world, stage):
         for number, what in enumerate(("forward", "backward", "criterion")):
             if context.pp.rank == (1 if what == "criterion" else stage):
                 told.fail(what)
-            with pytest.raises((RuntimeError, ValueError), match="the (layer|backward|loss) is broken"):
+            with pytest.raises((RuntimeError, ValueError), match=r"the (layer|backward|loss) is broken"):
                 engine.forward_backward(*my_part(context, *batch(1)))
             told.fail("")
             engine.zero_grad()
