@@ -298,12 +298,8 @@ class FlatGradients:
                 if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
                     num_parts = self._buffer_of[param].num_parts
                     yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
-            elif param.version != self._zeros[param] and param.own[0] < param.own[1] and self._arrived_at(param):
+            elif param.version != self._zeros[param] and param.own[0] < param.own[1]:
                 yield self._own_gradient(param), param.norm_weight
-
-    def _arrived_at(self, param: FlatParam) -> bool:
-        """Whether a backward has given ``param``, whose gradient was written to, more than zeros for what is absent."""
-        return True
 
     def _own_gradient(self, param: FlatParam) -> torch.Tensor:
         buffer = self._buffer_of[param]

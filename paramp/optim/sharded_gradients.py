@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from ..base.module_surgery import num_hooks
 from .flat_gradients import FlatGradients
 from .grad_reduce import sum_tied_gradients
-from .param_buffer import FlatParam
 
 HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -92,8 +91,12 @@ class ShardedGradients(FlatGradients):
         self._note_changes()
         self._absent = [param for param in self._params if param.parameter not in self._arrived]
 
-    def _arrived_at(self, param: FlatParam) -> bool:
-        return param.parameter in self._arrived or bool(self._own_gradient(param).any())
+    def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """As in the base class, but reduced over data ranks."""
+        for param in self._params:
+            if param.parameter not in self._arrived and not bool(self._own_gradient(param).any()):
+                self._zeros[param] = param.version  # not counted
+        return super().before_reduction()
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""
