@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.dtensor import is_dtensor
@@ -168,15 +169,21 @@ class ShardedUnits:
                 root.set_requires_gradient_sync(False)
                 root.set_is_last_backward(False)
                 root.set_reshard_after_backward(False)
+        with self.resetting():
+            yield
+        if backward and self._pipelined:
+            for root in self._roots:
+                self._reduce(root)
+        self.reshard()
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """A context for a forward or a backward, after whose failure another batch can follow."""
         try:
             yield
         except BaseException:
             self.reset()
             raise
-        if backward and self._pipelined:
-            for root in self._roots:
-                self._reduce(root)
-        self.reshard()
 
     def _reduce(self, root: Any) -> None:
         """Reduce the gradients that the backwards of a stage have added up, as torch's own pipeline stages do."""
@@ -200,8 +207,8 @@ class ShardedUnits:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
             root.set_reshard_after_backward(True)
-            if root._get_fsdp_state()._is_root and hasattr(root, "reset_iter_state"):  # torch 2.13
-                root.reset_iter_state()
+            if root._get_fsdp_state()._is_root:
+                _reset(root)
         for one in self._params():
             one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):
@@ -296,6 +303,32 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
         return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
 
     return map_tensors(copied, output) if torch.is_grad_enabled() else None
+
+
+def _reset(root: Any) -> None:
+    """Set torch's records of the batch in ``root``, which failed, to those of none."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = root._get_fsdp_state()
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    shared, communication = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        for group in _groups_of(one):
+            work = group._all_gather_result and group._all_gather_result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
 
 
 def _groups(unit: Any) -> list[Any]:
