@@ -35,7 +35,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp import ShardedUnits, check_shardable
+from ..parallel.fsdp import ShardedUnits, check_shardable, check_stages
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
@@ -82,8 +82,8 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
             )
     if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
         raise ConfigError(
-            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the one "
-            "that shards them, as fully_shard needs it"
+            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
+            "one that shards them, as fully_shard needs it"
         )
     if current.config.precision.float8 is not None:
         find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
@@ -272,7 +272,9 @@ def partition(adapter: ModelAdapter, styles: Mapping[str, ParallelStyle], contex
             f"plan: {name!r} is split by the pipeline, so a style for it would have no effect; split around it "
             "(parallel.pipeline.split), or give styles to the modules in it"
         )
-    return partition_model(adapter.model, units, pipeline.num_stages, split)
+    stages = partition_model(adapter.model, units, pipeline.num_stages, split)
+    check_stages(stages, context)
+    return stages
 
 
 # ------------------------------------------------------------------------------------------------- this rank's stages
