@@ -21,6 +21,12 @@ LAYOUTS = {
     "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
     "dp2 + zero1": (2, {"data": 2, "zero": 1}),
     "pp2·dp2·tp2": (8, {"pipeline": 2, "data": 2, "tensor": 2}),
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
+    "fsdp2·tp2·pp2": (8, {"data": {"shard": 2}, "tensor": 2, "pipeline": 2}),
 }
 """Name -> ranks, and the configuration's ``parallel``."""
 
