@@ -406,7 +406,9 @@ def test_shards_and_replicas_fill_the_world():
     with pytest.raises(paramp.ConfigError, match=r"x shard 2 = 4 does not divide the world of 6 ranks"):
         config.parallel.data_size(6)
     config = load({"parallel": {"data": {"replicate": 2, "shard": 2}}})
-    with pytest.raises(paramp.ConfigError, match=r"replicate 2 = 4, but the world has 8 ranks.*parallel\.data\.replica"):
+    with pytest.raises(
+        paramp.ConfigError, match=r"replicate 2 = 4, but the world has 8 ranks.*parallel\.data\.replica"
+    ):
         config.parallel.data_size(8)
 
 
