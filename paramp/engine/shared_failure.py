@@ -51,9 +51,7 @@ class SharedFailure:
     def refuse_if_alone(self) -> None:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
         if self._failed_alone:
-            raise RuntimeError(
-                "a batch failed on this rank alone, and others wait for it in the model; end the job"
-            )
+            raise RuntimeError("a batch failed on this rank alone, and others wait for it in the model; end the job")
 
     def begin_batch(self) -> None:
         """Count a batch, on every rank; raise on a rank that has failed alone."""
