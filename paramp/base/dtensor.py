@@ -104,13 +104,20 @@ def own_part(whole: torch.Tensor, like: DTensor, coordinate: Sequence[int] | Non
         coordinate: the shard of the rank with these coordinates on the mesh. None: this rank's own.
 
     Raises:
-        ConfigError: a placement of ``like`` is neither Shard nor Replicate.
+        ConfigError: a placement of ``like`` is neither Shard, nor Replicate, nor the one of FSDP2 over tensor shards.
     """
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def order(axis: int) -> tuple[bool, int]:
+        # FSDP2 shards what tensor ranks hold, but its axes come first in the mesh: _StridedShard says so.
+        strided = isinstance(like.placements[axis], _StridedShard)
+        return strided, -axis if strided else axis
 
     part = whole
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
+    for axis in sorted(range(len(like.placements)), key=order):
+        placement = like.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
             size = like.device_mesh.size(axis)
             rank = like.device_mesh.get_local_rank(axis) if coordinate is None else coordinate[axis]
             chunks = part.chunk(size, placement.dim)  # a dim shorter than the axis gives fewer chunks than ranks

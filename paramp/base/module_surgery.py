@@ -170,22 +170,24 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def cast_parameters(
-    module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, buffers: torch.dtype | None = None
+    module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, untrained: torch.dtype | None = None
 ) -> None:
     """Store the floating-point parameters and buffers of ``module`` in ``dtype``; those of several names stay one.
 
-    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32. ``buffers``: another dtype for buffers.
+    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32. ``untrained``: another dtype for
+    frozen parameters and for buffers.
     Parameters are replaced, not changed in place, because assigning ``.data`` does not work for DTensors.
     """
     cast: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # buffers that have several names
     with keeping_ties(module):
         for submodule in module.modules():
             for name, parameter in list(submodule.named_parameters(recurse=False)):
-                wanted = stored_dtype(submodule, name, parameter, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+                in_dtype = dtype if parameter.requires_grad else untrained or dtype
+                wanted = stored_dtype(submodule, name, parameter, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
                 if parameter.dtype is not wanted:
                     setattr(submodule, name, _in_dtype(parameter, wanted))
             for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
-                in_dtype = buffers or dtype
+                in_dtype = untrained or dtype
                 wanted = stored_dtype(submodule, name, buffer, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
                 submodule._buffers[name] = cast.setdefault((buffer, wanted), buffer.to(wanted))
 

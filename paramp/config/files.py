@@ -101,7 +101,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``, that of
+    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``, for
     ``data`` its ``replicate``: ``tensor=2`` and ``tensor.mode="1d"`` give both."""
     result = dict(base)
     for key, value in overrides.items():

@@ -72,6 +72,10 @@ class Config:
     rounding: Literal["nearest", "stochastic"] | None = None
     """How the optimizer step rounds half-precision weights that have no masters
     (:mod:`paramp.precision.stochastic_rounding`). None: the mode's default, ``"nearest"``."""
+    optimizer_state: Literal["full", "bf16"] | None = None
+    """How the optimizer's state with one value per element of its weight, such as AdamW's moments, is stored between
+    steps: in the dtype of what is stepped, or in bfloat16, rounded stochastically. None: the mode's default,
+    ``"full"``."""
     ema: EmaConfig | None = None
     """Average the weights over the steps that are made: ``engine.ema``
     (:class:`~paramp.engine.state.weight_averages.WeightAverages`). None: no averages."""
@@ -105,7 +109,7 @@ class Config:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
         object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
-        stored = self.precision.storing(self.masters, self.grad_dtype, self.reduce_dtype, self.rounding)
+        stored = self.precision.storing(**{name: getattr(self, name) for name in STORAGE})
         object.__setattr__(self, "precision", stored)
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
         positive = "a finite number above 0, or None for no clipping"
@@ -189,7 +193,7 @@ def _storage(precision: Precision) -> dict[str, str]:
     dtypes = {f"reduce_dtype.{axis}": dtype or grads for axis, dtype in vars(precision.reduce_dtypes).items()}
     names = {name: str(dtype).removeprefix("torch.") for name, dtype in {"grad_dtype": grads, **dtypes}.items()}
     kept = "remainder" if masters == "remainder" else "full" if masters else "none"
-    return {"masters": kept, "rounding": precision.rounding, **names}
+    return {"masters": kept, "rounding": precision.rounding, "optimizer_state": precision.optimizer_state, **names}
 
 
 def _plain(value: Any) -> Any:

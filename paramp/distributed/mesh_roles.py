@@ -98,7 +98,7 @@ def _agree(mesh: DeviceMesh, found: MeshLayout | None, problem: Exception | None
     if found is not None:
         axes = dict(zip(found.roles, mesh.shape, strict=True))
         own = {"mesh": axes, "ranks of the mesh": one_line(str(mesh.mesh.tolist())), "roles": dict(found.roles)}
-        state["settings"] = shared_settings(found.config) | own
+        state["settings"] = own | shared_settings(found.config)
     store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     return agree(store, "mesh", json.dumps(state), rank, world_size, _first_problem)
 
@@ -199,7 +199,7 @@ def _device(kind: str) -> torch.device:
 def _with_sizes(source: Any, sizes: Mapping[Role, int]) -> Config:
     """The configuration ``source`` with the ``sizes`` of the mesh; a ConfigError if it has others."""
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    data = {"replicate": replicate, "shard": shard} if shard > 1 else {"replicate": replicate}
+    data = {"replicate": replicate, "shard": shard}
     wanted = {"tensor": {"size": sizes.get("tensor", 1)}, "pipeline": {"size": sizes.get("stage", 1)}, "data": data}
     config = _filled(source, wanted)
     parallel = config.parallel
@@ -208,7 +208,7 @@ def _with_sizes(source: Any, sizes: Mapping[Role, int]) -> Config:
         for key, size in keys.items():
             value = getattr(given[table], key)
             if value != size:
-                path = f"{table}.{key}" if len(keys) > 1 else table
+                path = table if key == "size" or (key == "replicate" and shard == 1) else f"{table}.{key}"
                 raise ConfigError(
                     f"parallel.{path}: got {shown(value)}, but the mesh has {size} rank(s) there; leave it out, "
                     "because the mesh gives the sizes"
@@ -220,8 +220,9 @@ def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
     """The configuration ``source`` with the sizes ``wanted`` where it gives none."""
     if isinstance(source, Config):  # a size of 1 is one that nobody gave
         given = source.parallel
-        tensor = replace(given.tensor, **wanted["tensor"]) if given.tensor.size == 1 else given.tensor
-        pipeline = replace(given.pipeline, **wanted["pipeline"]) if given.pipeline.size == 1 else given.pipeline
+        tensor, pipeline = given.tensor, given.pipeline
+        tensor = replace(tensor, size=wanted["tensor"]["size"]) if tensor.size == 1 else tensor
+        pipeline = replace(pipeline, size=wanted["pipeline"]["size"]) if pipeline.size == 1 else pipeline
         data = _plain_data(wanted["data"]) if given.data == "auto" else given.data
         return replace(source, parallel=replace(given, tensor=tensor, pipeline=pipeline, data=data))
     tree = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
@@ -240,4 +241,4 @@ def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
 
 def _plain_data(sizes: Mapping[str, int]) -> int | DataConfig:
     """The value of ``parallel.data``: a table only if parameters are sharded."""
-    return DataConfig(**sizes) if "shard" in sizes else sizes["replicate"]
+    return DataConfig(replicate=sizes["replicate"], shard=sizes["shard"]) if sizes["shard"] > 1 else sizes["replicate"]

@@ -277,7 +277,7 @@ def first_difference(texts: list[str]) -> str:
         if text == texts[0]:
             continue
         theirs = json.loads(text)
-        for key in sorted(first.keys() | theirs.keys()):
+        for key in first | theirs:
             if first.get(key) != theirs.get(key):
                 return (
                     f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "

@@ -2,7 +2,9 @@
 
 Data ranks may have different numbers of batches, and batches of different sizes. A batch that does not divide into a
 pipeline's microbatches is run in two parts: as much of it as divides, and the rest one sample a microbatch, with
-copies of its samples in the microbatches that are left over. These count for nothing.
+copies of its samples in the microbatches that are left over. These count for nothing. Where parameters are sharded
+over data ranks, all of them gather each block together; so a rank with fewer batches repeats its last one, which counts
+for nothing either.
 """
 
 from __future__ import annotations
@@ -60,37 +62,44 @@ def run_loader(
 
     Raises:
         ConfigError: on every rank: there is no batch, the ranks of a model group have different numbers of batches, or
-            a batch is not ``(inputs, target)`` or a mapping.
+            a batch is not ``(inputs, target)`` or a mapping; or a data rank has none, and parameters are sharded.
         Exception: on every rank: whatever ``loader`` or a batch raises on one.
     """
-    counted = _SampleTotals(totals)
+    counted, last = _SampleTotals(totals), Batch()
     with each_sample_once(loader):
         batches: Iterator[Any] | None = None
         for index in itertools.count():
-            batch, problem = None, failure.take()
+            parts: list[tuple[Batch, int, int]] = []
+            problem = failure.take()
             try:
                 batches = iter(loader) if batches is None else batches
                 batch = next(map(_batch, batches), None)
+                parts = [] if batch is None else [*_parts(batch, num_microbatches)]
             except Exception as error:
                 problem = problem or error
-            if not _agree(batch is not None, problem, index, failure, context):
+            most = _agree(len(parts), problem, index, failure, context)
+            if not most:
                 return
-            if batch is not None:
-                for part, samples, microbatches in _parts(batch, num_microbatches):
-                    counted.expect(samples, microbatches)
-                    run(part, None, totals=counted)
+            for last, samples, microbatches in parts:
+                counted.expect(samples, microbatches)
+                run(last, None, totals=counted)
+            for _ in range(most - len(parts) if context.config.parallel.shard > 1 else 0):
+                counted.expect(0, 0)
+                run(last, None, totals=counted)
 
 
 def _agree(
-    has_batch: bool, problem: Exception | None, index: int, failure: SharedFailure, context: ParallelContext
-) -> bool:
-    """Whether a data rank has a further batch; one all-reduce of the world."""
+    num_parts: int, problem: Exception | None, index: int, failure: SharedFailure, context: ParallelContext
+) -> int:
+    """The largest number of parts of the next batch of a data rank, 0 if none has one; one all-reduce of the world."""
     axis = context.batch_axis
-    counts = torch.zeros(axis.size + 1, device=context.device)
-    counts[axis.rank] = float(has_batch)
+    counts = torch.zeros(2 * axis.size + 1, device=context.device)
+    counts[axis.rank] = float(num_parts > 0)
+    counts[axis.size + axis.rank] = float(num_parts)
     counts[-1] = float(problem is not None)
     dist.all_reduce(counts)
-    *have, failed = counts.tolist()
+    *both, failed = counts.tolist()
+    have, num_runs = both[: axis.size], both[axis.size :]
     if failed:
         failure.agree(problem)
     num_ranks = context.world_size // axis.size
@@ -102,7 +111,12 @@ def _agree(
             )
     if index == 0 and not any(have):
         raise ConfigError("loader: yielded no batch, expected at least one; an iterator can be used up only once")
-    return any(have)
+    if index == 0 and not all(have) and context.config.parallel.shard > 1:
+        raise ConfigError(
+            f"loader: yielded no batch on data rank {have.index(0)}, expected at least one on each, because "
+            "parallel.data.shard has parameters gathered by all data ranks together"
+        )
+    return int(max(num_runs)) // num_ranks
 
 
 def _batch(batch: Any) -> Batch:

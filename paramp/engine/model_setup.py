@@ -82,8 +82,8 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
             )
     if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
         raise ConfigError(
-            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the one "
-            "that shards them, as fully_shard needs it"
+            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
+            "one that shards them, as fully_shard needs it"
         )
     if current.config.precision.float8 is not None:
         find_library(current.config.precision.float8, current.device, current.tensor_axis.size)

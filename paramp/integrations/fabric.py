@@ -228,11 +228,12 @@ def _check_mode(mode: Precision) -> None:
             f"FabricPrecision: mode {mode.name!r} steps fp32 masters, which Fabric's optimizers do not support; "
             f"expected a mode without ({without}), or use paramp.initialize"
         )
-    if mode.rounding == "stochastic":
-        raise ConfigError(
-            "FabricPrecision: rounding: got 'stochastic', expected 'nearest', because the optimizer's own step rounds; "
-            "use paramp.initialize"
-        )
+    for name, value, expected in (("rounding", "stochastic", "nearest"), ("optimizer_state", "bf16", "full")):
+        if getattr(mode, name) == value:
+            raise ConfigError(
+                f"FabricPrecision: {name}: got {value!r}, expected {expected!r}, because the optimizer's own step "
+                "rounds; use paramp.initialize"
+            )
     if mode.float8 is not None:
         raise ConfigError(
             f"FabricPrecision: mode {mode.name!r} replaces layers by float8 ones before the model is sharded, which "

@@ -52,10 +52,11 @@ class Tracer:
         self.failure: str | None = None
         """The message of the criterion's exception, if a pipeline continued without its loss."""
         names: dict[int, str] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
         for stage in stages:
             for name, parameter in stage.module.named_parameters(remove_duplicate=False):
-                self._parameters.setdefault(names.setdefault(id(parameter), name), parameter)
+                used = stages.used_for(parameter)
+                self._parameters.setdefault(names.setdefault(id(used), name), used)
         self._graph = GraphHooks(names, self.findings)
         self._handles: list[RemovableHandle] = []
         self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span

@@ -115,10 +115,11 @@ def _investigate(
     tracer = run(window.scale)
     origin = tracer.findings.origin()
     non_finite = find()
-    if origin is None and not non_finite:
-        # Each rank's gradients are finite, so the sum over ranks has overflowed.
-        gradients.complete()
-        non_finite = find()
+    if origin is None:
+        # Each rank's gradients are finite, so the sum over ranks has overflowed. FSDP2 has already made it.
+        if not non_finite:
+            gradients.complete()
+            non_finite = find()
         if non_finite:
             first = non_finite[0]
             module = owner_of(first.name)

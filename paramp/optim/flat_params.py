@@ -19,7 +19,8 @@ and optimizer state for it; it receives the summed gradients of its part and sen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.collectives import all_gather_shards
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.policy import Precision
-from ..precision.stochastic_rounding import key_of
+from ..precision.stochastic_rounding import BitStream, key_of
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, trained_and_frozen
@@ -51,7 +52,7 @@ class FlatWeights:
         params: one for each parameter, in the model's order.
         names, parameters: the model's own, with the whole model's names.
         stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
-            rank's part, 1-dim (0-dim for a 0-dim parameter), or None if this rank has no part of the parameter.
+            rank's part, 1-dim (0-dim for a 0-dim parameter). None if this rank has no element of the parameter.
         buffers: the flat buffers that hold the parameters.
         gradients: the gradients of the parameters, from the backward to the step.
         by_optimizer: the weights of each optimizer.
@@ -78,7 +79,7 @@ class FlatWeights:
         """
         self._context = context
         stored = precision if units is None else precision.as_sharded
-        originals = cast_weights(module, stored, buffers=precision.weights)
+        originals = cast_weights(module, stored, untrained=precision.weights)
         for tie in ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)
@@ -88,8 +89,9 @@ class FlatWeights:
             FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
             for name, parameter in trained
         ]
-        for param in self.params if units is not None else ():
-            param.reserved = units.padded_size(param.parameter)
+        sizes = {} if units is None else units.padded_sizes()
+        for param in self.params:
+            param.reserved = sizes.get(param.parameter, 0)
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
@@ -131,11 +133,9 @@ class FlatWeights:
             weights.write_back()
 
     def round_stochastically(self, first_names: Mapping[str, str], step: torch.Tensor) -> None:
-        """Give weights that are rounded stochastically their random bits; ``step``: the number of steps made, 0-dim."""
-        seed = self._context.config.seed
-        keys = {param: key_of(seed, first_names[param.name]) for param in self.params}
-        for buffer in self.buffers:
-            buffer.round_stochastically(keys, step)
+        """Give what is rounded stochastically its random bits; ``step``: the number of steps made, 0-dim."""
+        for param in self.params:
+            param.bits = BitStream(key_of(self._context.config.seed, first_names[param.name]), step)
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -232,6 +232,20 @@ class OptimizerWeights:
     def device(self) -> torch.device:
         return self._context.device
 
+    @property
+    def precision(self) -> Precision:
+        return self._context.config.precision
+
+    def random_bits(self) -> dict[nn.Parameter, Callable[[int], torch.Tensor]]:
+        """For each tensor that the optimizer steps the random bits of its elements, as a function of a word."""
+        return {stepped: partial(self._bits, param, buffer) for param, stepped, buffer in self.pairs()}
+
+    def _bits(self, param: FlatParam, buffer: Buffer, word: int) -> torch.Tensor:
+        if self.exchange is None:
+            return next(buffer.random_bits(buffer.own_range(param)))[1](word)
+        assert param.bits is not None
+        return param.bits(torch.arange(param.parameter.numel(), device=self.device), word)
+
     def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
         """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
         if self.exchange is None:
@@ -284,11 +298,11 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
         parameter.data = weight
     own, masters = buffer.own_range(param), buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
+    if param.own[0] == param.own[1]:
+        return None
     # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
     stepped = parameter
     if buffer.num_parts > 1:
-        if param.own[0] == param.own[1]:
-            return None
         # The optimizer's state of a 0-dim weight is 0-dim too, also in checkpoints.
         stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
     elif masters.stepped is not masters.weights:

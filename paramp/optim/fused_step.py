@@ -9,18 +9,22 @@ matrices of which ranks have shards :class:`~paramp.optim.matrices.step.MatrixSt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..base.errors import ConfigError
 from ..base.scratch import Scratch, zeros_apart
+from ..precision.stochastic_rounding import round_state
 from .flat_params import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
 from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
+from .user_optimizer import NarrowState, check_narrow_state
 
 CACHE_BLOCK = {"cpu": 2**18, "cuda": 2**23}
 """Elements of a block, by device: few enough to stay in the cache between the passes over them."""
@@ -86,6 +90,18 @@ class Block:
     masters: NoMasters
     gradient: torch.Tensor
     state: State
+    random_bits: Callable[[], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]] | None
+    """Of each parameter in it, as :meth:`Buffer.random_bits` yields them, if state is rounded stochastically."""
+
+    def store_state(self, state: State, stepped: State) -> None:
+        """Store the values ``stepped`` in ``state``, which are some of :attr:`state`."""
+        if self.random_bits is None or not state:
+            for name, value in state.items():
+                if stepped[name] is not value:
+                    value.copy_(stepped[name])
+            return
+        for part, bits in self.random_bits():
+            round_state([value[part] for value in state.values()], [stepped[name][part] for name in state], bits)
 
 
 def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
@@ -116,7 +132,7 @@ def choose_step(
 
     Raises:
         ConfigError: it cannot use fused kernels, but the masters are remainders, or weights are rounded
-            stochastically.
+            stochastically, or its state cannot be stored in bfloat16.
     """
     optimizer = weights.optimizer
     reason = why_not_fused(optimizer)
@@ -128,7 +144,11 @@ def choose_step(
                 f"{setting}, which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer {reason}; "
                 "leave it out"
             )
-    return PlainStep(optimizer, weights) if weights.exchange is None else MatrixStep(weights)
+    state: AbstractContextManager[None] = nullcontext()
+    if weights.precision.optimizer_state == "bf16":
+        check_narrow_state(optimizer, weights.precision, weights.device, reason)
+        state = NarrowState(optimizer, weights.random_bits())
+    return PlainStep(optimizer, weights, state) if weights.exchange is None else MatrixStep(weights, state)
 
 
 class FusedStep:
@@ -144,8 +164,9 @@ class FusedStep:
         self._kernel = KERNELS[type(optimizer)]
         names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
         self._state: dict[Buffer, dict[str, torch.Tensor]] = {
-            buffer: {name: zeros_apart(buffer.own_size, buffer.masters.dtype, weights.device) for name in names}
+            buffer: {name: zeros_apart(buffer.own_size, dtype, weights.device) for name in names}
             for buffer in weights.buffers
+            for dtype in [torch.bfloat16 if buffer.rounds_state else buffer.masters.dtype]
         }
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
@@ -199,7 +220,8 @@ class FusedStep:
         buffer, first = step_range.buffer, step_range.start + start
         own = slice(step_range.own_start + start, step_range.own_start + start + length)
         state = {name: value[own] for name, value in self._state[buffer].items()}
-        return Block(buffer.masters.part(own), buffer.gradients[first : first + length], state)
+        bits = partial(buffer.random_bits, own) if buffer.rounds_state else None
+        return Block(buffer.masters.part(own), buffer.gradients[first : first + length], state, bits)
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
@@ -235,16 +257,14 @@ class FusedStep:
         """Read, step and write a block, while it is in the cache."""
         master = block.masters.read(ALL, self._scratch)
         # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
-        # computes wrong momenta in half precision.
+        # computes wrong momenta in half precision. State in half precision is widened and rounded likewise.
         wide = torch.promote_types(master.dtype, torch.float32)
         master_in = self._widened("master", master, wide)
         gradient_in, divisor = self._gradient_in(block.gradient, wide, *grad_scale)
         state = {name: block.state[name] for name in self._kernel.states(options)}
         state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
         self._kernel.run(master_in, gradient_in, state_in | step, options, grad_scale=divisor, found_inf=found_inf)
-        for name, value in state.items():
-            if state_in[name] is not value:
-                value.copy_(state_in[name])
+        block.store_state(state, state_in)
         block.masters.write_stepped(ALL, master_in, self._scratch)
 
     def _gradient_in(
@@ -315,11 +335,14 @@ class FusedStep:
 
 
 class PlainStep:
-    """Any other optimizer, by its own ``step()``. The host reads whether to skip it: one synchronisation."""
+    """Any other optimizer, by its own ``step()``, within ``state``. The host reads whether to skip it, and so waits."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, state: AbstractContextManager[None]
+    ) -> None:
         self._optimizer = optimizer
         self._weights = weights
+        self._state = state
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`FusedStep.__call__`."""
@@ -337,7 +360,8 @@ class PlainStep:
             elif stepped is not param.parameter:
                 stepped.grad = gradient
         self._follow_changes()
-        self._optimizer.step()
+        with self._state:
+            self._optimizer.step()
         for param, stepped, _ in self._weights.pairs():
             if stepped is not param.parameter:
                 stepped.grad = None

@@ -33,7 +33,7 @@ class NoMasters:
 
     Attributes:
         weights: the weights that this rank steps, 1-dim; a view of their buffer.
-        dtype: the dtype of the optimizer's state.
+        dtype: the dtype of :attr:`stepped`, which is that of the optimizer's state, if this is not stored in another.
         stepped: the storage of the optimizer's parameters, 1-dim, as long as ``weights``.
         state: the tensors stored beside the weights, each 1-dim and as long as ``weights``.
     """
@@ -83,9 +83,7 @@ class StochasticWeights(NoMasters):
 
     Attributes:
         start: where this storage begins in the rank's part of the buffer, if it is a part of the rank's.
-        random_bits: ``random_bits(own)`` yields, for each parameter in a slice of the rank's part of the buffer, its
-            range and 32 random bits for each element of it.
-            :meth:`paramp.optim.param_buffer.Buffer.round_stochastically` sets it.
+        random_bits: that of the :class:`~paramp.optim.param_buffer.Buffer`, which sets it.
     """
 
     needs_fused_step = "rounding: got 'stochastic'"
@@ -93,7 +91,7 @@ class StochasticWeights(NoMasters):
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
         self.start = 0
-        self.random_bits: Callable[[slice], Iterator[tuple[slice, torch.Tensor]]] = lambda own: iter(())
+        self.random_bits: Callable[[slice], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]]
 
     def part(self, own: slice) -> Self:
         part = super().part(own)
@@ -103,8 +101,7 @@ class StochasticWeights(NoMasters):
     def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
         weights, first = sliced(self.weights, own), self.start + (own.start or 0)
         for part, bits in self.random_bits(slice(first, first + len(values))):
-            elements = slice(part.start - first, part.stop - first)
-            weights[elements].copy_(rounded(values[elements], bits, weights.dtype))
+            weights[part].copy_(rounded(values[part], bits(0), weights.dtype))
 
 
 class FullMasters(NoMasters):

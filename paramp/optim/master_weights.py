@@ -27,9 +27,11 @@ NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
 
 def cast_weights(
-    module: nn.Module, precision: Precision, *, buffers: torch.dtype | None = None
+    module: nn.Module, precision: Precision, *, untrained: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Cast the weights of ``module`` to the mode's dtype; its buffers to ``buffers``, if that is not None.
+    """Cast the weights of ``module`` to the mode's dtype.
+
+    ``untrained``: another dtype for frozen weights and for buffers.
 
     Returns:
         If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
@@ -37,7 +39,7 @@ def cast_weights(
     named = module.named_parameters() if precision.masters else ()
     originals = {name: local(parameter).detach() for name, parameter in named}
     keep = precision.keep_batchnorm_fp32
-    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, buffers=buffers)
+    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
     return originals
 
 

@@ -103,7 +103,8 @@ class Origin:
         if self.during == "sum over microbatches":
             return (
                 f"overflow in the sum over microbatches: the gradient of {self.parameter} became {self.kind} when that "
-                f"of {where} was added; set grad_dtype to 'float32', or lower the initial scale"
+                f"of {where} was added; set grad_dtype to 'float32' (with parallel.data.shard: reduce_dtype), or lower "
+                "the initial scale"
             )
         if self.during == "forward":
             weight = "" if self.weight is None else f"; its {self.weight} is not finite itself"
@@ -125,7 +126,8 @@ class OverflowReport:
     scale: float
     """The loss scale of the step."""
     gradients: tuple[NonFiniteGradient, ...]
-    """By rank, then in the model's order. If the batch was run again, each is from one data rank."""
+    """By rank, then in the model's order. If the batch was run again, each is from one data rank, or a shard of the sum
+    over data ranks if these shard the parameters."""
     origin: Origin | None = None
     """None if the batch was not run again, or if that run gave only finite values."""
     unknown: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.scratch import zeros_apart
 from ..precision.policy import Precision
-from ..precision.stochastic_rounding import flat_index, random_bits
+from ..precision.stochastic_rounding import BitStream, flat_index
 from .grad_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE, StochasticWeights
 
@@ -48,6 +48,8 @@ class FlatParam:
     placement_mismatch: bool = False
     """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
     collective in every backward, so they accumulate outside and are copied there once per step."""
+    bits: BitStream | None = None
+    """Random bits to round with, from :meth:`~paramp.optim.flat_params.FlatWeights.round_stochastically`."""
 
     @property
     def size(self) -> int:
@@ -72,6 +74,7 @@ class Buffer:
         weights: 1-dim, in the parameters' dtype.
         gradients: 1-dim, as long as ``weights``; empty before :meth:`make_gradients`.
         masters: the storage of the masters that this rank steps.
+        rounds_state: whether elementwise optimizer state is rounded stochastically to bfloat16 after each step.
         average: the averages of the values that this rank steps, 1-dim, of ``own_size``; None if there are none.
         num_parts: the number of ranks over which ZeRO partitions the buffer; this rank steps elements ``own_start`` to
             ``own_start + own_size``.
@@ -97,6 +100,9 @@ class Buffer:
         kind = precision.masters or (precision.rounding == "stochastic" and "stochastic")
         storage = MASTER_STORAGE[kind if first.dtype.itemsize == 2 else False]
         self.masters = storage(self.own(self.weights))
+        if isinstance(self.masters, StochasticWeights):
+            self.masters.random_bits = self.random_bits
+        self.rounds_state = precision.optimizer_state == "bf16"
         self.average: torch.Tensor | None = None
 
     def make_gradients(self) -> None:
@@ -113,26 +119,19 @@ class Buffer:
         dtype = torch.promote_types(self.masters.dtype, torch.float32)
         self.average = torch.zeros_like(self.own(self.weights), dtype=dtype)
 
-    def round_stochastically(self, keys: Mapping[FlatParam, int], step: torch.Tensor) -> None:
-        """Give the storage its random bits, if it rounds stochastically.
+    def random_bits(self, own: slice) -> Iterator[tuple[slice, Callable[[int], torch.Tensor]]]:
+        """For each parameter in a slice of this rank's part: its range in the slice, and the bits of its elements.
 
-        Args:
-            keys: one for each parameter, equal on all ranks that have a part of it.
-            step: 0-dim int64 on the device, the number of steps made; read at each step.
+        The bits are a function of a word, as :class:`~paramp.precision.stochastic_rounding.BitStream` has them.
         """
-        if isinstance(self.masters, StochasticWeights):
-            self.masters.random_bits = partial(self._random_bits, keys, step)
-
-    def _random_bits(
-        self, keys: Mapping[FlatParam, int], step: torch.Tensor, own: slice
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
         for param in self.params:
             held = self.own_range(param)
             start, stop = max(held.start, own.start), min(held.stop, own.stop)
             if start < stop:
+                assert param.bits is not None
                 first = param.own[0] - held.start  # from the rank's part of the buffer to the parameter
                 index = whole_index(param.parameter, start + first, stop + first)
-                yield slice(start, stop), random_bits(index, keys[param], step)
+                yield slice(start - own.start, stop - own.start), partial(param.bits, index)
 
     def view(self, flat: torch.Tensor, param: FlatParam) -> torch.Tensor:
         """The view of ``param`` in ``flat``, of the shape of its local part.

@@ -1,4 +1,4 @@
-"""Gradients of parameters that FSDP2 shards: its units sum them over data ranks, into the shards in the flat buffers."""
+"""Gradients of parameters that FSDP2 shards: its units sum them over data ranks, into shards in the flat buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accum
 class Units(Protocol):
     """What is needed of :class:`paramp.parallel.fsdp.ShardedUnits`."""
 
-    def padded_size(self, parameter: nn.Parameter) -> int: ...
+    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
 
@@ -37,7 +37,10 @@ class ShardedGradients(FlatGradients):
         for hook in self._hooks:  # the gradients of gathered parameters are brought to their placements by the units
             hook.remove()
         self._hooks = []
-        self._arrived: set[torch.Tensor] = set()
+        # A reduction gives zeros to a parameter that got no gradient on any rank, so versions do not show its absence.
+        self._arrived: set[torch.Tensor] = set()  # what a backward of this rank, or the user, gave a gradient
+        self._reduced = [0] * len(self._params)  # versions after the last backward
+        self._in_backward = False
         units.on_gradient(self._arrived.add)
 
     def begin_window(self) -> None:
@@ -54,18 +57,39 @@ class ShardedGradients(FlatGradients):
             )
         super().begin_window()
         self._leaves = {}
+        self._note_changes()
+        self._in_backward = True
+
+    def _note_changes(self) -> None:
+        """Record which gradients the user has changed since the last backward, or dropped."""
+        versions = self._versions()
+        if versions == self._reduced:
+            return
+        for param, version, reduced in zip(self._params, versions, self._reduced, strict=True):
+            if version == self._zeros[param]:
+                self._arrived.discard(param.parameter)
+            elif version != reduced:
+                self._arrived.add(param.parameter)
+
+    def end_last_backward(self) -> None:
+        """As in the base class."""
+        super().end_last_backward()
+        if self._in_backward:
+            self._in_backward = False
+            self._reduced = self._versions()
 
     def zero_grad(self) -> None:
         """As in the base class."""
         super().zero_grad()
         self._arrived.clear()
+        self._reduced = [*self._zeros.values()]
 
     @torch.no_grad()
     def collect(self, found_inf: torch.Tensor) -> None:
         """As in the base class."""
         super().collect(found_inf)
-        if self._arrived:  # else gradients were set by hand
-            self._absent = [param for param in self._params if param.parameter not in self._arrived]
+        self._note_changes()
+        self._absent = [param for param in self._params if param.parameter not in self._arrived]
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""

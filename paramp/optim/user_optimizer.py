@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from ..precision.policy import Precision
+from ..precision.stochastic_rounding import round_state
 from .matrices.trial import needs_whole_matrices
 
 
@@ -109,6 +111,69 @@ def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights)
             "shards of them; use paramp.initialize, which brings them together, or an elementwise optimizer such as "
             "AdamW"
         )
+
+
+def check_narrow_state(
+    optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device, why_own: str
+) -> None:
+    """Check that the state of ``optimizer``, which runs its own step because ``why_own``, can be :class:`NarrowState`.
+
+    Raises:
+        ConfigError: on every rank: it cannot.
+    """
+    kind, problem = type(optimizer).__name__, None
+    if precision.weights.itemsize < 4 and not precision.masters:
+        problem = f"the optimizer steps half-precision weights itself: {why_own}"
+    elif any(group.get("centered") for group in optimizer.param_groups):
+        problem = f"{kind} with centered=True subtracts states from each other"
+    elif type(optimizer) is not torch.optim.Muon and needs_whole_matrices(optimizer, device):
+        problem = f"{kind} needs whole matrices, so that its state may not be elementwise"
+    if problem:
+        raise ConfigError(f"optimizer_state: got 'bf16', expected 'full', because {problem}")
+
+
+class NarrowState:
+    """``with`` it an optimizer makes its own step with fp32 state, which is stored in bfloat16 between steps.
+
+    That is its state of the shape and dtype of a stepped tensor. It is rounded stochastically after each step.
+
+    Args:
+        bits: for each tensor that it steps the random bits of its elements, as a function of a word.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, bits: Mapping[nn.Parameter, Callable[[int], torch.Tensor]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._bits = bits
+        self._round_to_nearest(optimizer)  # what its constructor has made
+        optimizer.register_load_state_dict_post_hook(self._round_to_nearest)
+
+    def __enter__(self) -> None:
+        for _, state, values in self._elementwise(torch.bfloat16):
+            state.update({key: value.float() for key, value in values.items()})
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for stepped, state, values in self._elementwise(torch.float32):
+            stored = {key: value.new_empty(value.shape, dtype=torch.bfloat16) for key, value in values.items()}
+            flat = [one.reshape(-1) for one in values.values()]
+            round_state([one.view(-1) for one in stored.values()], flat, self._bits[stepped])
+            state.update(stored)
+
+    def _round_to_nearest(self, _: torch.optim.Optimizer) -> None:
+        for __, state, values in self._elementwise(torch.float32):
+            state.update({key: value.bfloat16() for key, value in values.items()})
+
+    def _elementwise(
+        self, dtype: torch.dtype
+    ) -> Iterator[tuple[nn.Parameter, dict[str, Any], dict[str, torch.Tensor]]]:
+        """Each tensor that is stepped, its state, and the elementwise ones of ``dtype`` in it, by key."""
+        for stepped in self._bits:
+            state = self._optimizer.state.get(stepped, {})
+            found = {key: value for key, value in sorted(state.items()) if getattr(value, "dtype", None) is dtype}
+            if stepped.ndim and stepped.numel():  # a number of steps has the shape of a 0-dim weight
+                yield stepped, state, {key: value for key, value in found.items() if value.shape == stepped.shape}
 
 
 def repoint(

@@ -33,6 +33,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
+from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 
@@ -44,9 +45,17 @@ CAST_LAYERS = (
 
 
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter with hooks on its gradient: ``fully_shard`` would never call them."""
+    """Raise a ConfigError for a parameter that ``fully_shard`` cannot shard: without dims, or with hooks on its gradient,
+    which it would never call."""
+    if context.config.parallel.shard == 1:
+        return
     for parameter, names in names_of.items():
-        if context.config.parallel.shard > 1 and num_hooks(parameter):
+        if not parameter.ndim and parameter.requires_grad:
+            raise ConfigError(
+                f"model: {names[0]!r} has no dims, expected at least one, because parallel.data.shard is "
+                f"{context.config.parallel.shard}; give it the shape (1,), or freeze it"
+            )
+        if num_hooks(parameter):
             raise ConfigError(
                 f"model: {names[0]!r} has a hook on its gradient, expected none, because parallel.data.shard is "
                 f"{context.config.parallel.shard} and fully_shard calls no hooks of parameters; change the gradient in "
@@ -106,6 +115,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
+        module.register_forward_hook(_without_views)  # before torch's own
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(
@@ -113,7 +123,7 @@ class ShardedUnits:
             mesh=_data_mesh(context),
             reshard_after_forward=not kept,
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
-            ignored_params=done & set(module.parameters()),
+            ignored_params={one for one in module.parameters() if one in done or _is_whole(one)},
         )
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
@@ -148,16 +158,21 @@ class ShardedUnits:
             unit.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
             unit.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])
 
-    def padded_size(self, parameter: nn.Parameter) -> int:
-        """The elements that each rank's shard of ``parameter`` takes in an all-gather; 0 if it is not sharded here."""
-        return next((one.padded_sharded_param_size.numel() for one in self._params() if _held(one) is parameter), 0)
+    def padded_sizes(self) -> dict[nn.Parameter, int]:
+        """The elements that each rank's shard of a parameter takes in an all-gather."""
+        return {_held(one): one.padded_sharded_param_size.numel() for one in self._params()}
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Gather each parameter from its ``memory``, 1-dim and of :meth:`padded_size`, where its local tensor is."""
+        """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
             one.sharded_param = _held(one)
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
+
+    def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
+        found = (one for one in self._params() if _held(one) is parameter and _has_been_gathered(one))
+        return next((one._unsharded_param for one in found), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""
@@ -224,11 +239,10 @@ class ShardedUnits:
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
         trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and _has_been_gathered(one)]
-        present = [one for one in trained if _gradient(one) is not None]
-        for one in present:
-            for call in self._listeners:
+        for one in trained:
+            for call in self._listeners if _gradient(one) is not None else ():
                 call(one.sharded_param)
-        if group.reduce_grads and present:
+        if group.reduce_grads and trained:
             self._complete(trained)
         own()
 
@@ -260,6 +274,11 @@ def _runs_cast_layer(module: nn.Module) -> bool:
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in CAST_LAYERS)
 
 
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether every rank has all of a parameter, which has no elements to shard, or no dims and is frozen."""
+    return not parameter.ndim or not parameter.numel()
+
+
 def _gathered_dtype(precision: Precision) -> torch.dtype | None:
     """The dtype in which parameters are gathered and computed with; None: that of the sharded parameters."""
     return precision.weights if precision.masters else None
@@ -267,9 +286,8 @@ def _gathered_dtype(precision: Precision) -> torch.dtype | None:
 
 def _data_mesh(context: ParallelContext) -> Any:
     """The mesh over which units are sharded: its last axis shards, the one before, if there is one, replicates."""
-    axes = [name for name in (*context.axes_of("replicate"), *context.axes_of("shard"))]
-    names = [name for name in axes if context.mesh[name].size() > 1]
-    return context.mesh[tuple(names)]
+    axes = (*context.axes_of("replicate"), *context.axes_of("shard"))
+    return context.mesh[tuple(name for name in axes if context.mesh[name].size() > 1)]
 
 
 def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
@@ -277,6 +295,15 @@ def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
     everywhere = [id(parameter) for parameter in parameters.values()]
     return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views: an operation in place would drop the hook that gathers the unit for its backward."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
+
+    return map_tensors(copied, output) if torch.is_grad_enabled() else None
 
 
 def _groups(unit: Any) -> list[Any]:

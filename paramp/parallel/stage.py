@@ -104,6 +104,10 @@ class Stages(nn.Module):
         """A context for the forwards of a batch, and their backwards if ``backward``."""
         return nullcontext() if self._units is None else self._units.running(backward=backward)
 
+    def used_for(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The tensor that modules compute with in a batch in place of ``parameter``, of which this rank has a shard."""
+        return parameter if self._units is None else self._units.gathered(parameter)
+
     def __iter__(self) -> Iterator[Stage]:
         return (cast(Stage, stage) for stage in self.stages)
 

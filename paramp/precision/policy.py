@@ -108,7 +108,7 @@ class ReduceDtypes:
         return ReduceDtypes(**{axis: as_dtype(f"reduce_dtype.{axis}", dtype) for axis, dtype in wanted.items()})
 
 
-STORAGE = ("masters", "grad_dtype", "reduce_dtype", "rounding")
+STORAGE = ("masters", "grad_dtype", "reduce_dtype", "rounding", "optimizer_state")
 """The options of every mode: :meth:`Precision.storing`."""
 
 
@@ -140,6 +140,9 @@ class Precision:
     by which each differs from its half-precision weight (:mod:`paramp.optim.master_residuals`)."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How stepped half-precision weights without masters are rounded (:mod:`paramp.precision.stochastic_rounding`)."""
+    optimizer_state: Literal["full", "bf16"] = "full"
+    """How optimizer state with one value per element of its weight is stored between steps: in the dtype of what is
+    stepped; or in bfloat16, rounded stochastically (:mod:`paramp.precision.stochastic_rounding`)."""
     grad_dtype: torch.dtype | None = None
     """The dtype in which gradients are accumulated over microbatches. None: the weights' dtype."""
     reduce_dtypes: ReduceDtypes = field(default_factory=lambda: ReduceDtypes())
@@ -158,6 +161,10 @@ class Precision:
             kept = "because the mode steps fp32 or fp64 values; bf16-true, 16-true and O3 step half-precision weights"
             steps_half = self.weights.itemsize < 4 and not self.masters
             require(steps_half, "rounding", self.rounding, f"'nearest', {kept} (this is {self.name})")
+        state, allowed = self.optimizer_state, "'full' or 'bf16'"
+        require(state in ("full", "bf16"), "optimizer_state", state, allowed)
+        fits = state == "full" or self.weights.itemsize <= 4
+        require(fits, "optimizer_state", state, f"'full', because {self.name} steps fp64 values")
 
     def storing(
         self,
@@ -165,14 +172,16 @@ class Precision:
         grad_dtype: Any = None,
         reduce_dtype: Any = None,
         rounding: str | None = None,
+        optimizer_state: str | None = None,
     ) -> Precision:
-        """This mode with other masters, gradients, reductions or rounding; None: unchanged.
+        """This mode with other masters, gradients, reductions, rounding or optimizer state; None: unchanged.
 
         Args:
             masters: ``"full"`` or ``"remainder"``, in modes that have masters.
             grad_dtype: the weights' dtype, or float32 to accumulate microbatches in.
             reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
             rounding: ``"nearest"``; or ``"stochastic"``, in modes that step half-precision weights without masters.
+            optimizer_state: ``"full"``; or ``"bf16"``, in all modes but 64-true.
 
         Raises:
             ConfigError: the mode does not support it.
@@ -193,6 +202,8 @@ class Precision:
             changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
         if rounding is not None:
             changed = replace(changed, rounding=cast(Any, rounding))
+        if optimizer_state is not None:
+            changed = replace(changed, optimizer_state=cast(Any, optimizer_state))
         return changed
 
     @property

@@ -8,8 +8,10 @@ the whole tensor, so that every rank that holds it rounds it alike.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,12 +25,27 @@ def random_bits(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tens
     """32 random bits for each element of ``index``, as int32.
 
     Args:
-        index: int64, 0 or more.
+        index: int64, or int32, which is faster and gives the same bits; 0 or more.
         step: 0-dim int64 on the device.
     """
-    word = index ^ (index >> 32) * 0x9E3779B1  # indices that differ by multiples of 2**32 differ in the lower half
-    word = _mix_(word.int().bitwise_xor_(_signed(key)))
+    if index.dtype is torch.int64:  # indices that differ by multiples of 2**32 then differ in the lower half
+        index = (index ^ (index >> 32) * 0x9E3779B1).int()
+    word = _mix_(index ^ _signed(key))
     return _mix_(word.bitwise_xor_(_mix_((step ^ key * 0x9E3779B1 % 2**32).int())))
+
+
+@dataclass(frozen=True, eq=False)
+class BitStream:
+    """The random bits of one parameter at each step."""
+
+    key: int
+    """Equal on all ranks that have a part of the parameter: :func:`key_of`."""
+    step: torch.Tensor
+    """0-dim int64 on the device, the number of steps made; read at each call."""
+
+    def __call__(self, index: torch.Tensor, word: int) -> torch.Tensor:
+        """32 random bits for each element of ``index``, as int32; others for each ``word``. Word 0 is the weight's."""
+        return random_bits(index, (self.key + word * 0x9E3779B1) % 2**32, self.step)
 
 
 def _mix_(word: torch.Tensor) -> torch.Tensor:
@@ -51,13 +68,16 @@ def _signed(word: int) -> int:
 def flat_index(
     start: int, stop: int, part: Sequence[int], offsets: Sequence[int], whole: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """The indices in a flattened tensor of elements ``start`` to ``stop - 1`` of a flattened rectangle of it; int64.
+    """The indices in a flattened tensor of elements ``start`` to ``stop - 1`` of a flattened rectangle of it.
+
+    As int32 where they fit, else int64.
 
     Args:
         part, offsets: the sizes of the rectangle, and where it begins.
         whole: the shape of the tensor.
     """
-    rest = torch.arange(start, stop, device=device)
+    dtype = torch.int32 if math.prod(whole) <= 2**31 else torch.int64
+    rest = torch.arange(start, stop, dtype=dtype, device=device)
     if tuple(part) == tuple(whole):
         return rest
     index, stride = torch.zeros_like(rest), 1
@@ -73,9 +93,8 @@ def rounded(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> tor
 
     Numbers of the dtype stay. What rounds to infinity is what rounding to nearest rounds there.
     """
-    nearest = values.to(dtype)
     if dtype is torch.bfloat16:  # the upper half of an fp32 number
-        moved = ((values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
+        moved = (bits & 0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
     else:
         # The exponent of one unit in the last place: 10 below the value's, 24 below 1 for subnormal numbers.
         exponents = (((values.view(torch.int32) >> 23) & 0xFF).clamp_(min=113, max=254) - 10) << 23
@@ -85,4 +104,22 @@ def rounded(values: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> tor
         up = _shifted(bits, 8).float().mul_(2.0**-24) < scaled - floor
         moved = ((floor + up) * unit).copysign(values)  # -0 stays
     largest = torch.finfo(dtype).max
+    if values.device.type == "cpu" and values.numel():  # mostly all are finite there; on a GPU the host would wait
+        low, high = values.aminmax()
+        if low >= -largest and high <= largest:
+            return moved.to(dtype)
+    nearest = values.to(dtype)
     return torch.where(nearest.isfinite(), moved.clamp(-largest, largest).to(dtype), nearest)
+
+
+def round_state(
+    stored: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bits: Callable[[int], torch.Tensor]
+) -> None:
+    """Round a parameter's optimizer state ``values``, float32, into ``stored``, bfloat16, stochastically; all 1-dim.
+
+    ``bits(word)``: 32 random bits for each element. Two states take the halves of one word.
+    """
+    drawn = torch.empty(0)
+    for index, (one, value) in enumerate(zip(stored, values, strict=True)):
+        drawn = drawn >> 16 if index % 2 else bits(1 + index // 2)
+        one.copy_(rounded(value, drawn, one.dtype))

@@ -47,6 +47,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "precision": (
         Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
+        Flag("--optimizer-state", "optimizer_state", str, "HOW", "AdamW's moments between steps: full or bf16", "full"),
         Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
         Flag(
             "--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices={"auto": "auto", "on": True, "off": False}

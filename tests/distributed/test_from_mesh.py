@@ -308,6 +308,23 @@ def gpt_loss(logits, target):
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
 
 
+@pytest.mark.parametrize("sizes", [{"model": 2, "fsdp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+@on_ranks(4)
+def test_an_engine_shards_parameters_over_a_mesh_of_others(world, sizes):
+    losses, _ = plain_fp32_training(4)
+    parallel = {"sequence_parallel": "model" in sizes}
+    roles = {"model": "tp"} if "model" in sizes else None
+    config = {"clip_grad_norm": 1.0, "parallel": parallel}
+    with paramp.ParallelContext.from_mesh(by_name(sizes), config, roles=roles) as context:
+        adamw = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)}
+        actual, _ = train_engine(context, small_gpt, gpt_loss, 4, **adamw)
+        torch.testing.assert_close(actual, losses, atol=1e-5, rtol=0)
+        model = small_gpt(num_layers=2)
+        engine, *_ = paramp.initialize(model, adamw["optimizer"], model.loss, context=context)
+        sizes_of = {value.to_local().numel() / value.numel() for _, value in engine.named_parameters()}
+        assert max(sizes_of) <= 0.5
+
+
 def check_drift(engine, world):
     """A norm is replicated over tensor ranks, and over data ranks, but not over stages."""
     x, y = next(batches(1))
@@ -324,13 +341,16 @@ def check_drift(engine, world):
 
 @on_ranks(4)
 def test_the_engine_refuses_axes_that_it_does_not_train_over(world):
-    for sizes in ({"dp": 2, "fsdp": 2}, {"cp": 4}, {"dp": 2, "ep": 2}):
+    for sizes in ({"cp": 4}, {"dp": 2, "ep": 2}):
         with paramp.ParallelContext.from_mesh(by_name(sizes)) as context:
             name = [*sizes][-1]
             with pytest.raises(paramp.ConfigError, match=f"the axis '{name}' of {sizes[name]} ranks.*clip_grad_norm_"):
                 paramp.initialize(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters), context=context)
             with paramp.launch_from_torch(), pytest.raises(paramp.ConfigError, match="the latest one that is open"):
                 paramp.initialize(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters), context=context)
+    expected = pytest.raises(paramp.ConfigError, match="dp_shard, dp_replicate, expected the one that replicates")
+    with paramp.ParallelContext.from_mesh(by_name({"dp_shard": 2, "dp_replicate": 2})) as context, expected:
+        paramp.initialize(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters), context=context)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -364,6 +384,8 @@ def wrong_arguments():
     for parallel in ({"tensor": 2}, {"tensor": {"size": 2}}, {"pipeline": 2}, {"data": 1}):
         (key,) = parallel
         yield (square, {"parallel": parallel}), rf"parallel.{key}: got ., but the mesh has . rank\(s\) there; leave it"
+    sharded = {"parallel": {"data": {"shard": 2}}}
+    yield (square, sharded), r"parallel.data.shard: got 2, but the mesh has 1"
     given = paramp.Config(parallel={"tensor": 2})
     yield (square, given), r"parallel.tensor: got 2, but the mesh has 1"
     yield (square, {"paralel": 1}), "paralel: no such key"

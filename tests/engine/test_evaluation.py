@@ -34,6 +34,7 @@ def loader_for(name, context):
 
 LAYOUTS = {
     "dp2": {},
+    "fsdp2": {"data": {"shard": 2}},
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": {"size": 2, "microbatches": 4}},
     "zbv": {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}},
@@ -69,6 +70,19 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                 assert engine.module.training
                 if name == "shuffled":  # a later iteration fills the last round again
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
+
+
+@on_ranks(4)
+def test_data_ranks_that_shard_parameters_run_as_many_batches(world):
+    """Of four samples in microbatches of two, two and one: the data ranks run one, two and, at first, no parts."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2}, "data": {"shard": 2}}}) as context:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        expected = F.mse_loss(model(X[:5]), Y[:5]).detach()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        mine = [slice(0, 2)] if context.dp.rank == 0 else [slice(2, 5)]
+        torch.testing.assert_close(engine.evaluate([(X[own], Y[own]) for own in mine]), expected)
+        with pytest.raises(paramp.ConfigError, match="loader: yielded no batch on data rank 1, expected at least one"):
+            engine.evaluate([(X[:2], Y[:2])] * (1 - context.dp.rank))
 
 
 class Broken(Dataset):

@@ -12,6 +12,7 @@ LAYOUTS = {
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": {"size": 2, "microbatches": 2, "split": ["2"]}},
     "zero1": {"data": 2, "zero": 1},
+    "fsdp2": {"data": {"shard": 2}},
 }
 FROZEN = ("", "0", "0", "", "2", "02", "")
 """The modules that are frozen, at each step."""

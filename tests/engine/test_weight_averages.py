@@ -14,6 +14,7 @@ LAYOUTS = {
     "one": {},
     "tp2": {"tensor": 2},
     "dp2-zero1": {"zero": 1},
+    "fsdp2": {"data": {"shard": 2}},
     "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
 }
 MODES = {
@@ -49,7 +50,7 @@ class Run:
 
     def steps(self, count, seed=3, *, overflow=False):
         for x, y in batches(count, seed=seed):
-            x, y = (rank_slice(value, self.context.dp.rank, self.context.dp.size) for value in (x, y))
+            x, y = (rank_slice(value, self.context.batch_axis.rank, self.context.batch_axis.size) for value in (x, y))
             self.engine.forward_backward(x, y)
             if overflow and self.context.is_main:
                 local(next(self.engine.module.parameters()).grad).view(-1)[0] = float("inf")
@@ -100,6 +101,7 @@ def test_moves_with_steps_that_are_made(mode):
     [
         ("tp2", "bf16-naive", adamw),
         ("tp2", "32-true", muon_and_adamw),
+        ("fsdp2", "32-true", muon_and_adamw),
         ("dp2-zero1", "16-naive", adamw),
         ("dp2-zero1", "bf16-true", adamw),
         ("pp2", "32-true", adamw),

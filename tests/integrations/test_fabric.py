@@ -385,6 +385,7 @@ def test_fabric_with_the_plugin(world):
         ("16-naive", "masters"),
         ("fp8-mixed", "float8 ones"),
         (rounding, "rounding"),
+        ({"mode": "32-true", "optimizer_state": "bf16"}, "optimizer_state"),
     )
     for mode, message in refused:
         with pytest.raises(paramp.ConfigError, match=message):

@@ -59,6 +59,9 @@ LAYOUTS = {
     "dp2-tp2-sp": {"parallel": {"tensor": 2, "sequence_parallel": True, "pipeline": {"microbatches": 2}}},
     "zbv": {"parallel": {"pipeline": FOUR | {"schedule": "zbv"}}},
     "dp2-zero": {"parallel": {"zero": 1}, "gradient_accumulation": 2},
+    "fsdp2": {"parallel": {"data": {"shard": 2}, "pipeline": {"microbatches": 2}}, "gradient_accumulation": 2},
+    "fsdp2-tp2": {"parallel": {"data": {"shard": 2}, "tensor": 2}},
+    "fsdp2-pp2": {"parallel": {"data": {"shard": 2}, "pipeline": FOUR}},
 }
 # module, rank, microbatch of the window, whether in the backward, value
 PLACES = {
@@ -93,6 +96,22 @@ PLACES = {
     "dp2-zero": [
         ("blocks.2.mlp.down", 1, 1, False, NAN),
         ("blocks.1.norm1", 1, 0, True, INF),
+    ],
+    "fsdp2": [
+        ("blocks.2.mlp.down", 1, 1, False, NAN),
+        ("blocks.1.norm1", 1, 3, True, INF),
+        ("blocks.3", 0, 2, True, NAN),
+        ("blocks.3.mlp.up", 1, 2, False, LARGE),
+    ],
+    "fsdp2-tp2": [
+        ("blocks.1.mlp.up", 3, 0, False, INF),
+        ("blocks.3.attention.out", 1, 0, True, INF),
+        ("blocks.0.norm2", 2, 0, True, NAN),
+    ],
+    "fsdp2-pp2": [
+        ("blocks.0.attention.qkv", 1, 2, False, NAN),
+        ("blocks.2.norm1", 3, 3, True, NAN),
+        ("blocks.3.mlp.down", 2, 1, False, INF),
     ],
 }
 
@@ -136,11 +155,11 @@ def find_planted(layout, chosen=slice(None)):
 
 def test_planted_overflows_are_named_in_one_process():
     find_planted("one")
-    assert sum(len(places) for places in PLACES.values()) == 20
+    assert sum(len(places) for places in PLACES.values()) == 30
 
 
-ON_FOUR = {"pp2-tp2": 1, "interleaved-tp2": 0, "dp2-tp2-sp": 1}
-ON_TWO = {"zbv": 0, "dp2-zero": 1}
+ON_FOUR = {"pp2-tp2": 1, "interleaved-tp2": 0, "dp2-tp2-sp": 1, "fsdp2-tp2": 1, "fsdp2-pp2": 0}
+ON_TWO = {"zbv": 0, "dp2-zero": 1, "fsdp2": 0}
 """And at which place ``make test``, which tries every second one, begins."""
 
 
@@ -180,6 +199,18 @@ def test_for_an_overflow_of_scaled_gradients_the_report_advises_a_lower_rate_or_
     assert 0 < report.origin.largest <= torch.finfo(torch.float16).max
     assert str(report).startswith(f"backward overflow in {report.origin.module}: inf")
     assert "lower the learning rate or the initial scale" in str(report)
+
+
+@on_ranks(2)
+def test_a_sharded_weight_that_is_not_finite_is_named(world):
+    with paramp.launch_from_torch({"precision": SCALED, "parallel": {"data": {"shard": 2}}}):
+        engine = gpt_engine(num_layers=2)
+        if world.rank == 1:
+            with torch.no_grad():
+                local(engine.module.get_parameter("blocks.1.mlp.up.bias"))[3] = NAN
+        assert window(engine).overflow
+        origin = engine.diagnose_overflow().origin
+        assert (origin.during, origin.module, origin.weight) == ("forward", "blocks.1.mlp.up", "bias")
 
 
 def test_a_weight_that_is_not_finite_is_named():
@@ -285,10 +316,10 @@ def test_an_overflow_in_the_sum_over_microbatches_is_named():
     assert "set grad_dtype to 'float32'" in str(report)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("parallel", [{}, {"zero": 1}, {"data": {"shard": 2}}], ids=["dp2", "zero1", "fsdp2"])
 @on_ranks(2)
-def test_an_overflow_in_the_sum_over_data_ranks_is_named(world, zero):
-    context, engine = linear(2.0**16, parallel={"zero": zero})
+def test_an_overflow_in_the_sum_over_data_ranks_is_named(world, parallel):
+    context, engine = linear(2.0**16, parallel=parallel)
     with context:
         engine.forward_backward(torch.full((2, 1), 1.5), torch.zeros(2, 1))
         assert engine.step().overflow
@@ -332,7 +363,7 @@ def plant_in_weight(engine, name, microbatch):
         calls.append(None)
         return gradient * NAN if (len(calls) - 1) % engine._runner.num_microbatches == microbatch else None
 
-    return engine.module.get_parameter(name).register_hook(hook)
+    return engine._stages.used_for(engine.module.get_parameter(name)).register_hook(hook)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
@@ -354,6 +385,32 @@ def test_an_overflow_in_the_gradient_of_a_single_weight_is_named(world, schedule
             assert (report.kind, origin.parameter, origin.module) == ("weight gradient", "2.bias", "2")
             assert (origin.microbatch, origin.place.rank) == (microbatch, rank)
             assert [found.name for found in report.gradients] == ["2.bias"]
+
+
+@pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp2-pp2", "fsdp2-tp2"])
+@on_ranks(4)
+def test_an_overflow_in_the_gradient_of_a_single_sharded_weight_is_named(world, layout):
+    """As the rank computes it, before it is summed into the shards of all."""
+    more = {"hsdp2x2": {"pipeline": {"microbatches": 4}}, "fsdp2-pp2": {"pipeline": FOUR}, "fsdp2-tp2": {"tensor": 2}}
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}} | more[layout]}) as context:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        plan = {"1": "colwise", "2": "rowwise"}
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, plan=plan)
+        x = torch.ones(8, 4)
+        rank = 3
+        for microbatch in {0, engine._runner.num_microbatches - 1}:
+            engine.forward_backward(x, x)
+            assert engine.step().stepped
+            handle = plant_in_weight(engine, "2.bias", microbatch) if context.rank == rank else None
+            engine.forward_backward(x, x)
+            assert engine.step().overflow
+            report = engine.diagnose_overflow()
+            if handle is not None:
+                handle.remove()
+            origin = report.origin
+            assert (report.kind, origin.parameter, origin.module) == ("weight gradient", "2.bias", "2"), report
+            assert (origin.microbatch, origin.place.rank) == (microbatch, rank)
+            assert {found.name for found in report.gradients} == {"2.bias"}
 
 
 @pytest.mark.parametrize("kind", ["full backward hook", "hook of the output", "hook before the forward"])
@@ -474,8 +531,8 @@ def test_the_rerun_draws_the_same_random_numbers():
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}}, {"zero": 1}],
-    ids=["zbv", "zero"],
+    [{"pipeline": {"size": 2, "schedule": "zbv", "microbatches": 4}}, {"zero": 1}, {"data": {"shard": 2}}],
+    ids=["zbv", "zero", "fsdp"],
 )
 @on_ranks(2)
 def test_training_on_two_ranks_continues_bit_equal_after_a_diagnosis(world, parallel):

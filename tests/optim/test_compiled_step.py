@@ -250,6 +250,25 @@ def test_saved_state_continues_in_either_step(uncompiled, tmp_path):
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "config", [{"precision": "bf16-true", "rounding": "stochastic"}, {"optimizer_state": "bf16"}], ids=str
+)
+def test_what_is_rounded_stochastically_is_stepped_by_torchs_kernels(uncompiled, config):
+    def trained(compile):
+        with paramp.launch_from_torch(config | {"compile": compile}):
+            model = Net()
+            engine, *_ = paramp.initialize(model, groups(torch.optim.AdamW, eps=1e-4)(model.parameters()), F.mse_loss)
+            for step in range(3):
+                engine.forward_backward(torch.full((2, 7), 0.5 + step), torch.zeros(2, 3))
+                assert engine.step().stepped
+                engine.zero_grad()
+            return engine.full_state_dict()
+
+    expected = trained(compile=False)
+    for name, value in trained(compile=True).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @on_ranks(2)
 def test_under_zero_each_rank_steps_its_part(world):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from counting import Collectives
 from families import cases, family
-from lamb import ClipsItself, Elementwise, Lamb, Named, OfMatricesOnly, Random
+from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, rank_slice, small_gpt
 from torch import nn
@@ -47,6 +47,17 @@ def adafactor(model):
     return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
 
 
+def plain_steps(model):
+    """Elementwise optimizers that step themselves, each a part of the model."""
+    hidden, rest = split(model)
+    half = len(rest) // 2
+    return [
+        torch.optim.RMSprop(hidden, lr=1e-3, momentum=0.5, eps=1e-4),
+        torch.optim.NAdam(rest[:half], lr=1e-3, eps=1e-4),
+        OfElements(rest[half:], lr=1e-3, eps=1e-4),
+    ]
+
+
 def one_process(make, steps, noise=0.0, dtype=torch.float32):
     """The weights after a plain torch loop, whose gradients are multiplied by 1 + ``noise`` x standard normal."""
     model = small_gpt(num_layers=2).to(dtype)
@@ -72,7 +83,7 @@ def start(parallel, make, precision="32-true", **options):
 
 def train(engine, steps, first=0):
     """The losses of ``steps`` steps."""
-    axis, losses = engine.context.dp, []
+    axis, losses = engine.context.batch_axis, []
     for x, y in list(batches(first + steps))[first:]:
         losses.append(float(engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))))
         assert engine.step().stepped
@@ -96,6 +107,11 @@ LAYOUTS = {
     "dp2 + zero1": (2, {"zero": 1}),
     "pp2·tp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}),
     "dp2·tp2 + zero1": (4, {"tensor": 2, "zero": 1}),
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}),
 }
 
 
@@ -121,15 +137,64 @@ def follows(world, layout, makes):
         assert distance(trained(LAYOUTS[layout][1], globals()[make], 6), expected) < 2e-5, make
 
 
-MAKES = ["lamb", "adamw_and_lamb", "adafactor"]
+MAKES = ["lamb", "adamw_and_lamb", "adafactor", "plain_steps"]
 WHOLE = [(layout, tuple(MAKES)) for layout in LAYOUTS]
-SHORT = [("tp2", ("lamb",)), ("dp2 + zero1", ("adafactor",))]
+SHORT = [("tp2", ("lamb",)), ("dp2 + zero1", ("adafactor",)), ("fsdp2", ("adamw_and_lamb",))]
 
 
 @family
 @pytest.mark.parametrize(("layout", "makes"), cases("whole matrices", [*SHORT, *WHOLE], SHORT, 1))
 def test_optimizers_of_whole_matrices_follow_one_process(layout, makes):
     run_on_ranks(LAYOUTS[layout][0], __name__, "follows", {"layout": layout, "makes": makes})
+
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+def uneven():
+    """Its rows are not divided by the ranks, or are fewer than these."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def rows(model):
+    """Optimizers of the matrices, and of the others."""
+    matrices = [value for value in model.parameters() if value.ndim == 2]
+    others = [value for value in model.parameters() if value.ndim != 2]
+    return [
+        [Lamb(matrices, lr=0.01), OfElements(others, lr=0.01)],
+        [torch.optim.Adafactor(model.parameters(), lr=0.01)],
+    ]
+
+
+def steps_uneven_shards(world, parallel):
+    x, y = torch.randn(8, 5, generator=torch.Generator().manual_seed(6), dtype=torch.float64).split([4, 1], dim=1)
+    for index in range(2):
+        plain = uneven()
+        made = rows(plain)[index]
+        for _ in range(4):
+            plain.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            for optimizer in made:
+                optimizer.step()
+        with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}) as context:
+            model, axis = uneven(), context.batch_axis
+            plan = PLAN if "tensor" in parallel else None
+            engine, *_ = paramp.initialize(model, rows(model)[index], F.mse_loss, plan=plan)
+            for _ in range(4):
+                engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))
+                assert engine.step().stepped
+                engine.zero_grad()
+            assert distance(engine.full_state_dict(), dict(plain.named_parameters())) < 1e-12, index
+
+
+UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]
+
+
+@family
+@pytest.mark.parametrize("layout", cases("uneven matrices", UNEVEN, ["fsdp2"], 1))
+def test_uneven_and_empty_shards(layout):
+    run_on_ranks(LAYOUTS[layout][0], __name__, "steps_uneven_shards", {"parallel": LAYOUTS[layout][1]})
 
 
 @on_ranks(2)
@@ -161,10 +226,11 @@ def num_state_elements(optimizer, key):
     return int(count)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 @on_ranks(2)
-def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world):
+def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world, layout):
     for precision in ({"mode": "16-mixed", "init_scale": 1024.0}, NAIVE):
-        context, engine = start({"tensor": 2}, muon_and_adamw, precision)
+        context, engine = start(LAYOUTS[layout][1], muon_and_adamw, precision)
         with context:
             x, y = next(batches(1))
             engine.forward_backward(x, y)
@@ -223,6 +289,21 @@ def test_checkpoints_go_to_one_process_and_back(layout, make, tmp_path):
     assert run_on_ranks(size, __name__, "resume", options | {"path": back})[0] == pytest.approx(expected, rel=tolerance)
 
 
+MOVES = [("fsdp2·tp2", "tp2"), ("fsdp2·tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2"), ("dp2 + zero1", "hsdp2x2")]
+MOVES += [("fsdp4", "fsdp2·pp2"), ("hsdp2x2", "fsdp2"), ("fsdp2", "tp2")]
+
+
+@family
+@pytest.mark.parametrize(("before", "after"), cases("matrix moves", MOVES, [("fsdp2", "tp2")], 1))
+def test_checkpoints_go_to_other_layouts(before, after, tmp_path):
+    path = str(tmp_path / "saved")
+    for make, tolerance in (("muon_and_adamw", 1e-3), ("lamb", 1e-5), ("plain_steps", 1e-5)):
+        options = {"make": make, "path": path}
+        expected = run_on_ranks(LAYOUTS[before][0], __name__, "save", options | {"layout": before})[0]
+        actual = run_on_ranks(LAYOUTS[after][0], __name__, "resume", options | {"layout": after})[0]
+        assert actual == pytest.approx(expected, rel=tolerance), make
+
+
 @on_ranks(2)
 def test_a_checkpoint_has_state_that_the_first_rank_does_not_step(world):
     def make(model):
@@ -241,9 +322,10 @@ def test_a_checkpoint_has_state_that_the_first_rank_does_not_step(world):
             assert kinds == [{torch.Tensor}, {int} if world.rank == 1 else set()]
 
 
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 @on_ranks(2)
-def test_a_step_exchanges_matrices_once(world):
-    context, engine = start({"tensor": 2}, muon_and_adamw)
+def test_a_step_exchanges_matrices_once(world, layout):
+    context, engine = start(LAYOUTS[layout][1], muon_and_adamw)
     with context:
         train(engine, 1)
         engine.forward_backward(*next(batches(1)), return_loss=False)
@@ -252,22 +334,30 @@ def test_a_step_exchanges_matrices_once(world):
         assert within.counts == {"allreduce": 1, "alltoall": 3}
 
 
+REPLICAS = {
+    "dp2·tp2": {"tensor": 2},
+    "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
+    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
+    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
+}
+
+
 @family
-@pytest.mark.parametrize("zero", cases("matrix replicas", [0, 1], [], 1))
-def test_replicas_of_owners_are_compared(zero):
-    run_on_ranks(4, __name__, "replicas", {"zero": zero})
+@pytest.mark.parametrize("layout", cases("matrix replicas", list(REPLICAS), [], 1))
+def test_replicas_of_owners_are_compared(layout):
+    run_on_ranks(4, __name__, "replicas", {"layout": layout})
 
 
-def replicas(world, zero):
+def replicas(world, layout):
     """Of sharded weights, and of norms, of which tensor ranks have copies."""
-    context, engine = start({"tensor": 2, "zero": zero}, lamb)
+    context, engine = start(REPLICAS[layout], lamb)
     with context:
         train(engine, 2)
         assert engine.check_replicas() == []
-        if context.dp.rank == 1:
+        if context.rank >= 2:
             next(iter(engine.optimizer.state.values()))["first"].view(-1)[0] += 1
         kinds = {found.kind for found in engine.check_replicas()}
-        assert kinds == (set() if zero else {"optimizer state"})
+        assert kinds == ({"optimizer state"} if layout in ("dp2·tp2", "hsdp2x2") else set())
 
 
 # ----------------------------------------------------------------------------------------------------- the trial
@@ -311,6 +401,18 @@ def test_muon_and_what_cannot_be_tried_get_whole_matrices():
     assert needs_whole_matrices(Named(two, names=["0.weight", "1.weight"]), CPU)
 
 
+def test_each_number_of_dims_is_tried():
+    class Other(Lamb):
+        def ratio(self, parameter, update):
+            return super().ratio(parameter, update) if parameter.ndim == self.of else 1.0
+
+    for of, layer in ((1, nn.Linear(2, 2)), (3, nn.Conv1d(2, 2, 2)), (4, nn.Conv2d(2, 2, 2)), (5, nn.Conv3d(2, 2, 2))):
+        for own in (True, False):
+            optimizer = Other(layer.parameters())
+            optimizer.of = of if own else 2 if of > 2 else 3
+            assert needs_whole_matrices(optimizer, CPU) is own, of
+
+
 def test_options_of_every_group_are_tried():
     class Either(Lamb):
         def step_one(self, parameter, group, state):
@@ -329,7 +431,7 @@ def test_options_of_every_group_are_tried():
 
 @on_ranks(2)
 def test_steps_that_depend_on_other_matrices_are_refused(world):
-    for parallel in ({"tensor": 2}, {"zero": 1}, {"pipeline": 2}):
+    for parallel in ({"tensor": 2}, {"zero": 1}, {"pipeline": 2}, {"data": {"shard": 2}}):
         with pytest.raises(paramp.ConfigError, match=r"ClipsItself steps one matrix depending on others"):
             start(parallel, lambda model: ClipsItself(model.parameters()))
         paramp.get_context().close()

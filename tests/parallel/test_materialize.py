@@ -154,16 +154,36 @@ def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
         param_buffer.BUCKET = whole
 
 
-def check_what_a_rank_holds(precision, most):
+@pytest.mark.parametrize(
+    ("parallel", "shards"),
+    [
+        ({"data": {"shard": 4}}, LAYERS * LAYER // 4),
+        ({"data": {"replicate": 2, "shard": 2}}, LAYERS * LAYER // 2),
+        ({"data": {"shard": 2}, "tensor": 2}, LAYERS * LAYER // 4),
+        ({"data": {"shard": 2}, "pipeline": 2}, STAGE // 2),
+    ],
+)
+@on_ranks(4)
+def test_a_rank_holds_its_shards_over_data_ranks_and_one_bucket_at_most(world, parallel, shards):
+    """The shards are the masters, and there is no copy beside them."""
+    param_buffer.BUCKET, whole = WIDTH * WIDTH // 4, param_buffer.BUCKET
+    try:
+        check_what_a_rank_holds("16-naive", shards + LAYER, **parallel)
+    finally:
+        param_buffer.BUCKET = whole
+
+
+def check_what_a_rank_holds(precision, most, **parallel):
     with torch.device("meta"):
         model = stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = parallel or {"pipeline": 2, "tensor": 2}
     plan = {str(index): "colwise" if index % 2 == 0 else "rowwise" for index in range(LAYERS)}
     with (
-        paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}, "precision": precision, "seed": 5}),
+        paramp.launch_from_torch({"parallel": parallel, "precision": precision, "seed": 5}),
         Peak() as peak,
     ):
-        engine, *_ = paramp.initialize(model, optimizer, plan=plan)
+        engine, *_ = paramp.initialize(model, optimizer, plan=plan if "tensor" in parallel else None)
         slack = 0.15 * LAYER  # the states of random streams, of 5 kB each, and of the scaler
         assert most <= peak.most + slack  # everything was counted
         assert peak.most <= most + slack
@@ -198,6 +218,28 @@ PLAN = {
     "back": PackedRowwise(3),
     "head": "colwise_gather",
 }
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-naive", "O2"])
+@pytest.mark.parametrize("parallel", [{"data": {"shard": 4}}, {"data": {"shard": 2}, "tensor": 2}])
+@on_ranks(4)
+def test_weights_sharded_over_data_ranks_start_as_unsharded_ones_do(world, parallel, precision):
+    """With a vocabulary of 10 and the packed dim of 3, which the ranks do not divide."""
+    with torch.device("meta"):
+        model, reference = Tied(), Tied()
+    materialize(reference, 3, torch.device("cpu"))
+    with paramp.launch_from_torch({"parallel": parallel, "seed": 3, "precision": precision}) as context:
+        plan = PLAN if context.tp.size > 1 else None
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+        module = engine.module
+        assert module.head.weight is module.table.weight
+        assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
+        assert sum(value.to_local().numel() for value in module.parameters()) < 512 / 3
+        actual = engine.full_state_dict()
+    expected = reference.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
 
 
 @on_ranks(2)

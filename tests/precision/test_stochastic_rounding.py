@@ -10,7 +10,7 @@ from torch import nn
 import paramp
 from paramp.base.dtensor import is_dtensor
 from paramp.compat.colossalai.amp.convert import convert_to_amp
-from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
+from paramp.precision.stochastic_rounding import BitStream, key_of, random_bits, rounded
 
 HALF = [torch.float16, torch.bfloat16]
 TIED = ["embedding.tokens.weight", "head.weight"]
@@ -57,9 +57,12 @@ def test_only_values_that_round_to_infinity_become_infinite(dtype):
 
 def test_bits_are_uniform_and_differ_by_element_step_and_name():
     first = bits(100_000)
+    short = torch.arange(100_000, dtype=torch.int32)
+    assert torch.equal(first, random_bits(short, key_of(7, "weight"), torch.tensor(0)))
     for position in range(32):
         assert abs((first >> position & 1).double().mean() - 0.5) < 5 * 0.5 / 100_000**0.5
-    for other in (bits(100_000, step=1), bits(100_000, name="bias"), first.roll(1)):
+    word = BitStream(key_of(7, "weight"), torch.tensor(0))(short, 1)  # of optimizer state
+    for other in (bits(100_000, step=1), bits(100_000, name="bias"), first.roll(1), word):
         assert abs(torch.corrcoef(torch.stack([first, other]).double())[0, 1]) < 0.016
     assert (first != random_bits(torch.arange(100_000) + 2**32, key_of(7, "weight"), torch.tensor(0))).sum() > 99_000
 

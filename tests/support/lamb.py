@@ -39,6 +39,14 @@ class Elementwise(Lamb):
         return 1.0
 
 
+class OfElements(Elementwise):
+    """It takes no tensors without elements, as kernels of some libraries do."""
+
+    def ratio(self, parameter, update):
+        assert parameter.numel() == parameter.grad.numel() > 0
+        return 1.0
+
+
 class OfMatricesOnly(Lamb):
     """It scales matrices only, as many do; the flat slices of ZeRO are none."""
 

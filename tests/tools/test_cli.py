@@ -70,6 +70,7 @@ def test_defaults_in_help_are_those_of_the_configuration(monkeypatch):
 
 def test_flags_set_their_configuration_keys():
     config = configure(["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
+    assert configure(["--optimizer-state", "bf16"]).precision.optimizer_state == "bf16"
     assert (config.parallel.tensor.size, config.parallel.sequence_parallel) == (2, True)
     assert config.emulate_fp16 is True
     assert config.train.lr == 2.0  # --set over the flag

@@ -70,7 +70,7 @@ class ParamChunks:
         """As :meth:`writes`, if one rank of the tensor axis has what is written."""
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
-        # Under ZeRO each data rank writes its own part; else all data ranks have the same elements, and one writes.
+        # Under ZeRO each data rank writes its own part; else one of the data ranks that have the same elements writes.
         return self.weights.is_partitioned or self._is_writer(param.parameter)
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
@@ -79,17 +79,29 @@ class ParamChunks:
         return all(self.context.coordinates[axis] == 0 for axis in copies)
 
     def _is_writer(self, parameter: torch.Tensor) -> bool:
-        return self._writer_of[parameter] == self.context.batch_axis.rank
+        return parameter in self._written
 
     @functools.cached_property
-    def _writer_of(self) -> dict[torch.Tensor, int]:
-        """The data rank that writes each parameter, chosen so that all write about the same number of elements."""
-        num_written = [0] * self.context.batch_axis.size
-        writers: dict[torch.Tensor, int] = {}
+    def _written(self) -> set[torch.Tensor]:
+        """The parameters that this rank writes, of the data ranks that hold the same elements.
+
+        Chosen so that all write about the same number of elements.
+        """
+        batch_axes, coordinates = self.context.axes_of(*BATCH), self.context.coordinates
+        num_written: dict[tuple[str, ...], list[int]] = {}  # by rank along the axes on which parameters have copies
+        written: set[torch.Tensor] = set()
         for parameter in self.module.parameters():
-            writers[parameter] = num_written.index(min(num_written))
-            num_written[writers[parameter]] += local(parameter).numel()
-        return writers
+            axes = tuple(name for name in replicated_axes(parameter, self.context) if name in batch_axes)
+            rank, size = 0, 1
+            for name in axes:
+                length = self.context.mesh.size([*self.context.roles].index(name))
+                rank, size = rank * length + coordinates[name], size * length
+            counts = num_written.setdefault(axes, [0] * size)
+            writer = counts.index(min(counts))
+            counts[writer] += local(parameter).numel()
+            if writer == rank:
+                written.add(parameter)
+        return written
 
 
 class ModelTensors:

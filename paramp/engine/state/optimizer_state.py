@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
-from ...checkpoint.header import MODEL, Header
+from ...checkpoint.header import MODEL, Header, StoredTensor
 from ...distributed.collectives import gather_objects
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
@@ -192,11 +192,21 @@ class OptimizerState:
         """A tensor to load a state into that the optimizer does not have yet, as the optimizer would create it."""
         stored = header.tensors[self._name(param, key)]
         if elementwise and stored.shape == tuple(self._params.shapes[param.name]):
-            # Optimizer state has the dtype of the stepped tensor, which may be another one in another mode.
-            weight = header.tensors[self._params.model_name(param.name)]
-            same = weight.dtype is stepped.dtype or not stored.dtype.is_floating_point
-            return torch.zeros_like(stepped.detach(), dtype=stored.dtype if same else stepped.dtype)
+            return torch.zeros_like(stepped.detach(), dtype=self._elementwise_dtype(param, stepped, stored, header))
         group = self._weights[param.optimizer].optimizer.param_groups[param.group]
         # torch's optimizers keep ``step`` on the CPU unless their kernels read it on the device.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         return torch.zeros(stored.shape, dtype=stored.dtype, device=stepped.device if on_device else "cpu")
+
+    def _elementwise_dtype(
+        self, param: FlatParam, stepped: nn.Parameter, stored: StoredTensor, header: Header
+    ) -> torch.dtype:
+        """The dtype of a state with one value per element of ``stepped``, which the checkpoint has as ``stored``."""
+        if not stored.dtype.is_floating_point:
+            return stored.dtype
+        # Optimizer state has the dtype of the stepped tensor, which may be another one in another mode.
+        weight = header.tensors[self._params.model_name(param.name)]
+        was_narrow = header.values["config"].get("precision.optimizer_state") == "bf16"
+        dtype = stepped.dtype if was_narrow or weight.dtype is not stepped.dtype else stored.dtype
+        narrow = self._params.context.config.precision.optimizer_state == "bf16" and stepped.ndim
+        return torch.bfloat16 if narrow and dtype is stepped.dtype else dtype

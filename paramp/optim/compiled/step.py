@@ -29,7 +29,8 @@ def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer,
     Every rank has Inductor's compiler then (:func:`paramp.parallel.compiled_blocks.check_compiler`).
     """
     options = context.config.compile_options
-    if context.config.precision.rounding == "stochastic":  # in torch's kernels only
+    precision = context.config.precision
+    if precision.rounding == "stochastic" or precision.optimizer_state == "bf16":  # in torch's kernels only
         return FusedStep
     if options is None or options.get("backend", "inductor") != "inductor":
         return FusedStep

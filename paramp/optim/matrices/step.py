@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,16 +13,17 @@ from .exchange import placeholder
 
 
 class MatrixStep:
-    """The optimizer's own ``step()``, on each matrix's owner. The host reads whether to skip it: one synchronisation.
+    """The optimizer's own ``step()``, within ``state``, on each matrix's owner. The host reads whether to skip it.
 
     Owners hold the optimizer's state of their matrices. Masters stay where they are: the owner gets them with the
     gradients, and returns them stepped. Three all-to-alls a step.
     """
 
-    def __init__(self, weights: OptimizerWeights) -> None:
+    def __init__(self, weights: OptimizerWeights, state: AbstractContextManager[None]) -> None:
         assert weights.exchange is not None
         self._optimizer = weights.optimizer
         self._weights = weights
+        self._state = state
         self._exchange = weights.exchange
         buffer_of = {param: buffer for buffer in weights.buffers for param in buffer.params}
         self._places = [(param, buffer_of[param]) for param in self._exchange.params]
@@ -38,7 +40,8 @@ class MatrixStep:
             stepped.data = values.pop(param)
             stepped.grad = None if param in absent else gradients.pop(param)
         try:
-            self._optimizer.step()
+            with self._state:
+                self._optimizer.step()
             wholes = {param: stepped.detach() for param, stepped in self._exchange.owned.items()}
         finally:
             for stepped in self._exchange.owned.values():

@@ -22,7 +22,8 @@ ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
 }
 """torch's optimizers that need no trial."""
 SHAPE = (256, 320)
-"""Of the matrix. Adafactors factor dims of 128 and more, and 8-bit states begin at 4096 elements; a half has both."""
+"""Of the matrix. Adafactors factor dims of 128 and more, and 8-bit states begin at 4096 elements; a half has both. The
+same elements are tried with as many dims as the optimizer's parameters have."""
 STEPS = 4
 """Some optimizers only prepare their state in the first steps."""
 TOLERANCE = 1e-5
@@ -45,14 +46,15 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
         return False
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        found = [_tried(optimizer, options, device) for options in _distinct_options(optimizer)]
+        found = [_tried(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer)]
     return any(found)
 
 
-def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], device: torch.device) -> bool:
-    """As :func:`needs_whole_matrices`, with the options of one group."""
+def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int, device: torch.device) -> bool:
+    """As :func:`needs_whole_matrices`, with the options of one group and a tensor of ``ndim`` dims."""
+    shape = (SHAPE[0], -1, *[2] * (ndim - 2)) if ndim > 1 else (-1,)
     for dtype in (torch.float64, torch.float32):  # some kernels are for float32 only
-        weight, other, *gradients = _matrices(dtype, device)
+        weight, other, *gradients = (one.view(shape) for one in _matrices(dtype, device))
         try:
             whole = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
             again = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
@@ -69,7 +71,8 @@ def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], device: to
                 "an estimate of the learning rate does, but ranks have different ones; turn that off "
                 "(clip_grad_norm in the configuration clips by the norm of the whole model)"
             )
-        return not all(_same_in_halves(optimizer, options, weight, gradients, whole, halved) for halved in HALVES)
+        halves = HALVES if ndim > 1 else HALVES[-1:]
+        return not all(_same_in_halves(optimizer, options, weight, gradients, whole, halved) for halved in halves)
     return True
 
 
@@ -86,7 +89,7 @@ def _elements(matrix: torch.Tensor) -> Matrices:
 
 
 HALVES = (_rows, _columns, _elements)
-"""The shards of tensor parallelism, and of ZeRO."""
+"""The shards of tensor parallelism and FSDP2, and of ZeRO."""
 
 
 def _same_in_halves(
@@ -123,15 +126,17 @@ def _matrices(dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor
         yield (noise * scale).to(device, dtype)
 
 
-def _distinct_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, without groups that differ in the learning rate only."""
-    found: dict[str, dict[str, Any]] = {}
+def _distinct_options(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], int]]:
+    """The options of each group, without groups that differ in the learning rate only, with each number of dims."""
+    found: dict[tuple[str, int], tuple[dict[str, Any], int]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if "lr" in options:
             rate = options["lr"]
             options["lr"] = torch.full_like(rate, LEARNING_RATE) if torch.is_tensor(rate) else LEARNING_RATE
-        found.setdefault(repr({key: value for key, value in options.items() if key != "initial_lr"}), options)
+        shown = repr({key: value for key, value in options.items() if key != "initial_lr"})
+        for ndim in sorted({parameter.ndim for parameter in group["params"]}):
+            found.setdefault((shown, ndim), (options, ndim))
     return list(found.values())
 
 

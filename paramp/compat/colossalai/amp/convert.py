@@ -158,11 +158,12 @@ def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> 
         raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target, or None")
     if precision.float8 is not None:
         raise ConfigError(f"mode: {precision.name!r} replaces layers of the model; use it with paramp.initialize")
-    if precision.rounding == "stochastic":
-        raise ConfigError(
-            "rounding: got 'stochastic', expected 'nearest', because the optimizer's own step rounds; "
-            "use paramp.initialize"
-        )
+    for name, value, expected in (("rounding", "stochastic", "nearest"), ("optimizer_state", "bf16", "full")):
+        if getattr(precision, name) == value:
+            raise ConfigError(
+                f"{name}: got {value!r}, expected {expected!r}, because the optimizer's own step rounds; "
+                "use paramp.initialize"
+            )
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if isinstance(module, WRAPPERS):

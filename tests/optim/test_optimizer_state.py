@@ -1,0 +1,264 @@
+"""optimizer_state="bf16": its mean, the same bits in every layout, and checkpoints between layouts and formats."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks, run_on_ranks, shared_folder
+from reference import batches, local, rank_slice, small_gpt
+from torch import nn
+
+import paramp
+from paramp.base.dtensor import is_dtensor
+from paramp.checkpoint.dcp_storage import read_tensor
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.compat.colossalai.amp.convert import convert_to_amp
+from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
+
+BF16 = {"optimizer_state": "bf16", "seed": 7}
+HALF = {"precision": "bf16-true", "rounding": "stochastic"}
+TIED = ["embedding.tokens.weight", "head.weight"]
+"""One parameter, in a pipeline on two stages."""
+
+# ------------------------------------------------------------------------------------------------------- the mean
+
+
+def second_moments(config, **options):
+    """AdamW's second moment of 4096 weights, all with the same gradients, after each step."""
+    with paramp.launch_from_torch(config):
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+        engine, *_ = paramp.initialize(model, optimizer, lambda output, _: output.mean())
+        (stepped,) = optimizer.param_groups[0]["params"]
+        found = []
+        for value in [4.0] * 10 + [0.1] * 50:
+            engine.forward_backward(torch.full((4, 64), 64 * value), torch.zeros(4))
+            engine.step()
+            engine.zero_grad()
+            found.append(optimizer.state[stepped]["exp_avg_sq"].clone())
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["fused", "own step"])
+def test_the_second_moment_follows_the_fp32_one(options):
+    exact, found = second_moments({}, **options), second_moments({"optimizer_state": "bf16"}, **options)
+    assert (exact[0].dtype, found[0].dtype) == (torch.float32, torch.bfloat16)
+    nearest = before = torch.zeros(())
+    for after in (one[0, 0] for one in exact):
+        change = after - before * 0.999
+        nearest, before = (nearest * 0.999 + change).bfloat16().float(), after
+    for step in (5, 20, 59):
+        error = found[step].float().std() / 64
+        assert (found[step].float().mean() - exact[step].mean()).abs() <= 3 * error
+    # It stands still, because 0.001 of it is below half a unit in its last place.
+    assert (nearest - exact[-1].mean()).abs() > 10 * error
+
+
+# ------------------------------------------------------------------------------------------------- bits of layouts
+
+
+def gradients_at(step):
+    """Of the whole model. Sums of two of them are exact."""
+    torch.manual_seed(step)
+    return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in named().items()}
+
+
+def named():
+    return dict(small_gpt(num_layers=2).named_parameters())
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **options)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+
+
+def muon_and_nadam(model):
+    matrices = [value for name, value in model.named_parameters() if "mlp" in name and value.ndim == 2]
+    rest = [value for value in model.parameters() if all(value is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices), torch.optim.NAdam(rest, eps=1e-4)]
+
+
+MAKES = {
+    "SGD": sgd,
+    "AdamW": lambda model: adamw(model, amsgrad=True),
+    "AdamW's own step": lambda model: adamw(model, foreach=True),
+    "Muon": muon_and_nadam,
+}
+LAYOUTS = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
+
+
+def save(world, layout, make, path, **config):
+    """Save after three steps with gradients made by hand; the second is skipped, as one is infinite."""
+    with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
+        model = small_gpt(num_layers=2)
+        engine, *_ = paramp.initialize(model, MAKES[make](model), model.loss)
+        for step, (x, y) in enumerate(batches(3)):
+            engine.forward_backward(*(rank_slice(one, context.dp.rank, context.dp.size) for one in (x, y)))
+            set_gradients(engine, gradients_at(step))
+            if step == 1:
+                local(next(iter(engine.parameters())).grad).view(-1)[0] = float("inf")
+            assert engine.step().stepped == (step != 1)
+            engine.zero_grad()
+        assert engine.check_replicas() == []
+        engine.save(path)
+
+
+def set_gradients(engine, whole):
+    """Set this rank's terms of the gradients ``whole``."""
+    context = engine.context
+    for name, value in engine.named_parameters():
+        tied = context.pp.size > 1 and name in TIED  # and summed over both stages
+        gradient = whole[TIED[0] if tied else name].view(value.shape) / (context.dp.size * (1 + tied))
+        if is_dtensor(value):
+            from torch.distributed.tensor import distribute_tensor
+
+            gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
+        local(value.grad).copy_(local(gradient))
+
+
+def tensors(path, prefixes=("model.", "optimizer.")):
+    with OpenCheckpoint(path) as opened:
+        return {name: read_tensor(opened, name) for name in opened.header.tensors if name.startswith(prefixes)}
+
+
+def check_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("config", [{}, HALF, {"precision": "bf16-naive", "masters": "remainder"}])
+def test_state_is_rounded_by_the_index_of_its_element(config, tmp_path):
+    """Against whole tensors: a hash of the seed, the step and the name is the only randomness."""
+    save(None, {}, "SGD", tmp_path / "saved", **config)
+    found, momenta = tensors(tmp_path / "saved"), {name: torch.zeros_like(value) for name, value in named().items()}
+    for number, step in enumerate((0, 2)):
+        for name, gradient in gradients_at(step).items():
+            exact = (momenta[name] * 0.5 + gradient).view(-1)
+            drawn = random_bits(torch.arange(len(exact)), (key_of(7, name) + 0x9E3779B1) % 2**32, torch.tensor(number))
+            momenta[name] = rounded(exact, drawn, torch.bfloat16).float().view(gradient.shape)
+    for name, momentum in momenta.items():
+        stored = found[f"optimizer.{name}.momentum_buffer"]
+        assert stored.dtype is torch.bfloat16
+        assert torch.equal(stored.float(), momentum), name
+
+
+@pytest.mark.parametrize("make", list(MAKES)[1:])
+def test_every_layout_has_the_bits_of_one_process(make, tmp_path):
+    save(None, {}, make, tmp_path / "one")
+    run_on_ranks(2, __name__, "save_all", {"make": make, "folder": str(tmp_path)})
+    for layout in LAYOUTS:
+        check_same(tensors(tmp_path / layout), tensors(tmp_path / "one"))
+
+
+def save_all(world, make, folder):
+    for name, layout in LAYOUTS.items():
+        save(world, layout, make, f"{folder}/{name}")
+
+
+def run(layout, make, steps, load=None, save=None, first=0, **config):
+    """Losses of ``steps`` steps of a run that saves before the last five of them."""
+    with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
+        model = small_gpt(num_layers=2)
+        engine, *_ = paramp.initialize(model, MAKES[make](model), model.loss)
+        if load:
+            engine.load(load)
+        losses = []
+        for step, batch in list(enumerate(batches(first + steps)))[first:]:
+            if save and step == first + steps - 5:
+                engine.save(save)
+            x, y = (rank_slice(one, context.dp.rank, context.dp.size) for one in batch)
+            losses.append(engine.forward_backward(x, y).item())
+            engine.step()
+            engine.zero_grad()
+        return losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", list(MAKES)[1:])
+def test_zero_has_the_bits_of_data_parallelism(world, make):
+    folder = shared_folder()
+    for zero in (0, 1):
+        run({"zero": zero}, make, 7, save=folder / str(zero), **HALF if make == "AdamW" else {})
+    check_same(tensors(folder / "1"), tensors(folder / "0"))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("make", ["AdamW", "Muon"])
+def test_a_run_goes_on_in_another_layout(world, make):
+    path = shared_folder() / "saved"
+    expected = run({"tensor": 2}, make, 8, save=path)[3:]
+    exact = run({"tensor": 2}, make, 5, load=path, first=3)
+    assert exact == expected
+    for layout, config in (({"zero": 1}, {}), ({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"})):
+        assert run(layout, make, 5, load=path, first=3, **config) == pytest.approx(expected, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ formats, refusals
+
+
+@pytest.mark.parametrize("make", ["AdamW", "Muon"])
+def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
+    """fp32 is rounded to nearest, bf16 is widened; the state has the format also before the next step."""
+    for saved, loaded in (("full", "bf16"), ("bf16", "full")):
+        there, back = tmp_path / saved, tmp_path / f"{saved} as {loaded}"
+        run({}, make, 5 + 2, save=there, optimizer_state=saved)
+        run({}, make, 5, load=there, save=back, optimizer_state=loaded)
+        expected = {
+            name: value.to({"full": torch.float32, "bf16": torch.bfloat16}[loaded])
+            if name.startswith("optimizer.") and value.ndim
+            else value
+            for name, value in tensors(there).items()
+        }
+        check_same(tensors(back), expected)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_that_the_user_loads_is_stored_in_bf16(make):
+    with paramp.launch_from_torch(BF16):
+        model = nn.Linear(4, 4)
+        engine, *_ = paramp.initialize(model, make(model.parameters()), F.mse_loss)
+        for _ in range(2):
+            engine.forward_backward(torch.randn(2, 4), torch.zeros(2, 4))
+            engine.step()
+            engine.zero_grad()
+            before = copy.deepcopy(engine.optimizer.state_dict())
+            engine.optimizer.load_state_dict(before)
+            after = engine.optimizer.state_dict()["state"]
+            for index, state in before["state"].items():
+                check_same(after[index], state)
+                assert {value.dtype for value in state.values() if value.ndim} == {torch.bfloat16}
+
+
+REFUSED = (
+    ("32-true", lambda parameters: torch.optim.RMSprop(parameters, centered=True), "subtracts states"),
+    ("32-true", torch.optim.Adafactor, "Adafactor needs whole matrices"),
+    ("bf16-true", lambda parameters: torch.optim.AdamW(parameters, eps=1e-4, foreach=True), "foreach=True is set"),
+    ("16-true", lambda parameters: torch.optim.NAdam(parameters, eps=1e-4), "NAdam is not one of"),
+)
+
+
+@pytest.mark.parametrize(("mode", "make", "message"), REFUSED)
+def test_what_cannot_be_rounded_is_refused(mode, make, message):
+    with paramp.launch_from_torch({"precision": mode} | BF16):
+        model = nn.Linear(4, 4)
+        with pytest.raises(paramp.ConfigError, match=f"optimizer_state: got 'bf16', expected 'full'.*{message}"):
+            paramp.initialize(model, make(model.parameters()), F.mse_loss)
+
+
+def test_the_setting_is_checked():
+    for mode, value, message in (
+        ("64-true", "bf16", "expected 'full', because 64-true"),
+        ("32-true", "fp8", "expected 'full'"),
+    ):
+        with pytest.raises(paramp.ConfigError, match=f"optimizer_state: got '{value}', {message}"):
+            paramp.Config(precision=mode, optimizer_state=value)
+    assert paramp.Config(precision={"mode": "16-naive", "optimizer_state": "bf16"}).precision.optimizer_state == "bf16"
+    model, mode = nn.Linear(4, 4), {"mode": "16-naive", "optimizer_state": "bf16"}
+    with pytest.raises(paramp.ConfigError, match="optimizer_state: got 'bf16', expected 'full'"):
+        convert_to_amp(model, torch.optim.AdamW(model.parameters()), None, mode)
