@@ -19,11 +19,11 @@ REFUSED = {
         "remove DistributedDataParallel(...): the engine averages gradients over the data ranks itself"
     ),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "remove FullyShardedDataParallel(...): parallel.data.shard shards parameters over the data ranks"
+        "remove FullyShardedDataParallel(...): parallel.data.shard shards the parameters over that many data ranks"
     ),
     ("torch.distributed.fsdp", "FSDPModule"): (
-        "remove fully_shard(...): parallel.data.shard calls it. To keep your own, write the loop yourself, with "
-        "paramp.DistributedGradScaler and paramp.clip_grad_norm_"
+        "remove fully_shard(...): parallel.data.shard does it, over that many data ranks. To keep your own, write the "
+        "loop yourself, with paramp.DistributedGradScaler and paramp.clip_grad_norm_"
     ),
 }
 """(module, class) -> the fix for a model with an instance of it."""

@@ -10,14 +10,18 @@ In modes with masters the sharded fp32 parameter is the master. Under a pipeline
 batch, and are reduced after its last backward. Source: torchtitan (Liang et al., 2024) for the combination with tensor
 and pipeline parallelism.
 
-Four things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
-of the flat buffers; partial sums over tensor ranks are reduced in ``reduce_dtype`` too (pytorch #190626); a parameter
-that got no gradient on this rank is reduced as zeros, because other ranks may have one; and what a failed batch left is
-dropped.
+In modes with autocast, weights of linear and convolution layers are gathered in the compute dtype, to which autocast
+would cast them: its copies of gathered weights would stay until the backward.
+
+Five things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
+of the flat buffers; parameters of one unit are gathered in two dtypes; partial sums over tensor ranks are reduced in
+``reduce_dtype`` too (pytorch #190626); a parameter that got no gradient on this rank is reduced as zeros, because other
+ranks may have one; and what a failed batch left is dropped.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +37,12 @@ from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
+
+CAST_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""Autocast casts their weights; those of derived classes too, unless their forward is another."""
 
 
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
@@ -68,6 +78,12 @@ def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
                     "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
                 )
             held |= own
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 class ShardedUnits:
@@ -131,6 +147,24 @@ class ShardedUnits:
         for group in _groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
+            if any(map(self._is_gathered_in_half, group.fsdp_params)):
+                for one in group.fsdp_params:
+                    one.init_dtype_attrs = partial(self._init_dtypes, one, one.init_dtype_attrs)
+
+    def _is_gathered_in_half(self, one: Any) -> bool:
+        """Whether autocast casts the parameter wherever it is used."""
+        precision, info = self._context.config.precision, one._module_info
+        uses = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        if not precision.autocast or precision.float8 is not None:
+            return False
+        return all(name == "weight" and _runs_cast_layer(module) for module, name in uses)
+
+    def _init_dtypes(self, one: Any, own: Callable[[Any], None], policy: Any) -> None:
+        """Set the dtypes of a parameter of a unit that gathers some in half: gradients are reduced as elsewhere."""
+        own(policy)
+        if self._is_gathered_in_half(one):
+            one.param_dtype = self._context.config.precision.compute
+        one.reduce_dtype = policy.reduce_dtype or one.orig_dtype
 
     def _set_prefetch(self, count: int) -> None:
         blocks = [unit for unit in self._units if unit not in self._roots]
@@ -237,7 +271,8 @@ class ShardedUnits:
         for one in trained:
             if _gradient(one) is None:  # other ranks may have one, and all take part in the reduction
                 one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
-        if any(one.unsharded_accumulated_grad is not None for one in trained) or any(map(_is_partial, trained)):
+        mixed = len({_gradient(one).dtype for one in trained}) > 1
+        if mixed or any(one.unsharded_accumulated_grad is not None or _is_partial(one) for one in trained):
             for one in trained:
                 one.accumulate_unsharded_grad_if_needed()
                 one.to_accumulated_grad_if_needed()
@@ -271,6 +306,10 @@ class _NoView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+def _runs_cast_layer(module: nn.Module) -> bool:
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in CAST_LAYERS)
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
