@@ -215,7 +215,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     bits = wide.view(torch.int32)
     if weight.dtype is torch.bfloat16:
         return (bits + remainder).view(torch.float32)
-    exponent = (bits & 0x7F800000).clamp(113 << 23, 142 << 23)
+    exponent = (bits & 0x7F800000).clamp(min=113 << 23)
     return wide - remainder.float() * (exponent - (26 << 23)).view(torch.float32)
 
 
@@ -227,7 +227,6 @@ def left_over(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.bfloat16:
         left, least = master.view(torch.int32) - bits, -(2**15)
     else:
-        scale = exponent.clamp(113 << 23, 142 << 23)
-        inverse = ((153 << 23) - scale + (127 << 23)).view(torch.float32)  # 1 / 2**(e - 26), exact
-        left, least = ((wide - master) * inverse).round().to(torch.int32), 1 - 2**15
+        inverse = ((24 << 23) - exponent.clamp(min=113 << 23)).view(torch.float32)  # -1 / 2**(e - 26), exact
+        left, least = ((master - wide) * inverse).round().to(torch.int32), 1 - 2**15
     return torch.where(exponent < 0x7F800000, left.clamp(least, 2**15 - 1), 0)
