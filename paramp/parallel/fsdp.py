@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
 from ..base.trees import map_tensors
@@ -331,3 +332,61 @@ def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
     everywhere = [id(parameter) for parameter in parameters.values()]
     return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
+
+
+def _reset(root: Any) -> None:
+    """Set torch's records of the batch in ``root``, which failed, to those of none."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = root._get_fsdp_state()
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    shared, communication = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        for group in _groups_of(one):
+            work = group._all_gather_result and group._all_gather_result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+
+
+def _groups(unit: Any) -> list[Any]:
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """torch's groups of parameters that are gathered together."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _held(one: Any) -> Any:
+    """The parameter that the module of torch's record ``one`` has now."""
+    return one._module_info.module._parameters[one._module_info.param_name]
+
+
+def _has_been_gathered(one: Any) -> bool:
+    return hasattr(one, "_unsharded_param")
+
+
+def _gradient(one: Any) -> Any:
+    """The gradient of a gathered parameter that is not reduced over data ranks yet; None if there is none."""
+    accumulated = one.unsharded_accumulated_grad
+    return one._unsharded_param.grad if accumulated is None else accumulated
+
+
+def _is_partial(one: Any) -> bool:
+    """Whether the gradient has other placements on the tensor axis than the parameter."""
+    gradient = _gradient(one)
+    return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
