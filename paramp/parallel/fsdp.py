@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.dtensor import is_dtensor

@@ -19,8 +19,8 @@ import paramp
 from paramp.optim.compiled import step as compiled
 from paramp.optim.compiled.kernels import compiled_step, joined, left_over, step_function
 from paramp.optim.fused_step import FusedStep
-from paramp.optim.master_residuals import join, split
 from paramp.parallel import compiled_blocks
+from paramp.precision.master_residuals import join, split
 
 # torch's own import of Inductor warns
 pytestmark = [

@@ -210,7 +210,7 @@ def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.T
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """:func:`~paramp.optim.master_residuals.join` without operations in place."""
+    """:func:`~paramp.precision.master_residuals.join` without operations in place."""
     wide = weight.float()
     bits = wide.view(torch.int32)
     if weight.dtype is torch.bfloat16:
