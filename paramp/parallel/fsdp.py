@@ -45,6 +45,12 @@ CAST_LAYERS = (
 """Autocast casts their weights; those of derived classes too, unless their forward is another."""
 
 
+UNCALLED = (
+    "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
+    "compute with them in its forward, or keep what others compute with in a module outside of the block"
+)
+
+
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
     """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
     if context.config.parallel.shard == 1:
@@ -214,8 +220,10 @@ class ShardedUnits:
         """A context for a forward or a backward, after whose failure another batch can follow."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(UNCALLED)
             raise
 
     def _reduce(self, root: Any) -> None:

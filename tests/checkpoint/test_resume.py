@@ -21,6 +21,9 @@ LAYOUTS = {
     "dp4 + zero1": (4, {"data": 4, "zero": 1}),
     "dp2·tp2 + zero1": (4, {"data": 2, "tensor": 2, "zero": 1}),
     "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
     "pp2·tp2, two stages a rank": (
         4,
         {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}, "tensor": 2},
@@ -119,10 +122,13 @@ SAME = [
     ("pp2·dp2 + zero1", {"precision": "16-mixed", "dropout": 0.2}),
     ("dp4 + zero1", {"precision": "bf16-naive", "masters": "remainder"}),
     ("1", {"precision": "16-true", "optimizer": "SGD"}),
+    ("hsdp2x2", {"precision": "16-mixed", "dropout": 0.2}),
+    ("fsdp2·tp2", {"precision": "16-naive", "wait": False}),
+    ("fsdp2·pp2", {"precision": "bf16-true", "dropout": 0.2}),
 ]
 
 
-REPEATED = [SAME[1], SAME[5], SAME[6]]
+REPEATED = [SAME[1], SAME[5], SAME[6], SAME[-2]]
 """Whose layout and whose options other cases have, too; ``saved`` has a run like the first of them."""
 
 
@@ -140,6 +146,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
 
 
 TARGETS = ["1", "tp4", "pp4", "dp2·tp2", "dp4", "dp4 + zero1", "dp2·tp2 + zero1", "pp2·tp2, two stages a rank"]
+TARGETS += ["hsdp2x2", "fsdp2·tp2", "fsdp2·pp2"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,158 @@
+"""A checkpoint of one process, loaded and saved by ranks that shard parameters over data ranks, has the same bits."""
+
+import pytest
+import torch
+from pool import on_ranks, run_on_ranks, shared_folder
+from reference import rank_slice
+from torch import nn
+
+import paramp
+from paramp.checkpoint.dcp_storage import read_tensor
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.parallel.tensor.linear import PackedRowwise
+
+LAYOUTS = {
+    "fsdp4": {"data": {"shard": 4}},
+    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
+    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
+    "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}},
+    "fsdp2·pp2, two stages a rank": {
+        "data": {"shard": 2},
+        "pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2},
+    },
+    "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
+}
+PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3)}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.packed, self.back = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.three, self.one, self.wide = nn.Linear(8, 3), nn.Linear(3, 1), nn.Linear(1, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        x = x + self.back(torch.tanh(self.packed(x)))
+        return self.frozen(x + self.wide(torch.tanh(self.one(self.three(x)))))
+
+
+class Model(nn.Module):
+    """Shards that are uneven or empty, packed weights, a frozen layer in each block, a tie, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(14, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 14, bias=False)
+        self.head.weight = self.table.weight
+        self.gain = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.ones(0, 4))
+        self.register_buffer("offset", torch.full((3,), 0.1))
+
+    def forward(self, x):
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain + self.offset.sum())
+
+
+def cross_entropy(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(seed, rank=0, size=1):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randint(0, 14, (8, 5), generator=generator), torch.randint(0, 14, (8, 5), generator=generator)
+    return rank_slice(x, rank, size), rank_slice(y, rank, size)
+
+
+def launch(precision, parallel):
+    return paramp.launch_from_torch({"parallel": parallel, "precision": precision, "ema": {"decay": 0.5}})
+
+
+def start(context, seed):
+    torch.manual_seed(seed)
+    plan = PLAN if context.tp.size > 1 else None
+    engine, *_ = paramp.initialize(
+        Model(), lambda parameters: torch.optim.AdamW(parameters, lr=0.05), cross_entropy, plan=plan
+    )
+    train(engine, 2)
+    return engine
+
+
+def train(engine, count):
+    axis = engine.context.dp
+    for step in range(count):
+        engine.forward_backward(*batch(step, axis.rank, axis.size))
+        assert engine.step().stepped
+        engine.zero_grad()
+
+
+def contents(path):
+    """Its tensors but random streams, and the values beside them that do not depend on the layout."""
+    with OpenCheckpoint(path) as checkpoint:
+        names = [name for name in checkpoint.header.tensors if not name.startswith(("random.", "data."))]
+        values = checkpoint.header.values
+        return {name: read_tensor(checkpoint, name) for name in names}, [values[key] for key in ("scaler", "counts")]
+
+
+def assert_same(path, other):
+    (tensors, values), (expected, expected_values) = contents(path), contents(other)
+    assert tensors.keys() == expected.keys()
+    different = [
+        name
+        for name, value in expected.items()
+        if tensors[name].dtype is not value.dtype or not torch.equal(tensors[name], value)
+    ]
+    assert not different
+    assert values == expected_values
+
+
+@pytest.fixture(scope="module", params=["16-naive", "32-true"])
+def saved(request, tmp_path_factory):
+    """The mode, a checkpoint of one process, the loss with its weights and with their averages."""
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    with launch(request.param, {}) as context:
+        engine = start(context, 1)
+        engine.save(path)
+        return request.param, str(path), losses(engine)
+
+
+def losses(engine):
+    own = batch(9, engine.context.dp.rank, engine.context.dp.size)
+    loss = engine.evaluate(*own).item()
+    with engine.ema.applied():
+        return loss, engine.evaluate(*own).item()
+
+
+@on_ranks(4)
+def load_and_save(world, precision, path, expected, layout):
+    """The loaded weights and averages are in use, and saved again; what this layout itself saves is one process's."""
+    folder = shared_folder()
+    with launch(precision, LAYOUTS[layout]) as context:
+        engine = start(context, 2)
+        engine.save(folder / "own")
+        own = engine.full_state_dict(), engine.ema.full_state_dict()
+        assert losses(engine) != pytest.approx(expected, rel=1e-3)
+        engine.load(path)
+        assert losses(engine) == pytest.approx(expected, rel=1e-3)
+        engine.save(folder / "again")
+        train(engine, 1)
+        engine.load(folder / "own")
+        for before, after in zip(own, (engine.full_state_dict(), engine.ema.full_state_dict()), strict=True):
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert_same(folder / "again", path)
+    return str(folder / "own")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, tmp_path):
+    precision, path, expected = saved
+    options = {"precision": precision, "path": path, "expected": expected, "layout": layout}
+    own = run_on_ranks(4, __name__, "load_and_save", options)[0]
+    with launch(precision, {}) as context:
+        engine = start(context, 3)
+        engine.load(own)
+        engine.save(tmp_path / "one")
+    assert_same(tmp_path / "one", own)
