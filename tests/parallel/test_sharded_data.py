@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from families import cases, family
 from pool import on_ranks, run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -74,8 +75,13 @@ def plain_training(steps, batches):
     return losses, norms, model.state_dict()
 
 
-@pytest.mark.parametrize("parallel", [FSDP2, {"data": {"shard": 4}}, HSDP, FSDP2_TP2])
-def test_fp32_follows_a_plain_loop(parallel):
+PLAIN = {"fsdp2": FSDP2, "fsdp4": {"data": {"shard": 4}}, "hsdp2x2": HSDP, "fsdp2·tp2": FSDP2_TP2}
+
+
+@family
+@pytest.mark.parametrize("layout", cases("sharded fp32", list(PLAIN), ["fsdp2", "fsdp2·tp2"], 1))
+def test_fp32_follows_a_plain_loop(layout):
+    parallel = PLAIN[layout]
     data = parallel["data"]
     size = data["shard"] * data.get("replicate", 1) * parallel.get("tensor", 1)
     run_on_ranks(size, __name__, "follow_plain_loop", {"parallel": parallel})

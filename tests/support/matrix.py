@@ -48,14 +48,14 @@ MANY_AXES = {
     "pp2·dp2": ("32-true", "64-true", "bf16-mixed", "O2", "transformer-engine-float16"),
     "pp2·dp2·tp2": ("16-mixed", "bf16-naive"),
 }
-SHARDED = {
-    "fsdp2": MODES[::2],
-    "fsdp4": ("bf16-mixed", "O3"),
-    "hsdp2x2": ("64-true", "bf16-true"),
-    "fsdp2·tp2": ("16-naive", "transformer-engine"),
+SHARDED_AXES = {
+    "fsdp4": ("bf16-mixed",),
+    "hsdp2x2": ("bf16-true",),
+    "fsdp2·tp2": ("16-naive",),
     "fsdp2·pp2": ("bf16-naive",),
     "fsdp2·tp2·pp2": ("16-mixed",),
 }
+SHARDED = SHARDED_AXES | {"fsdp2": [mode for mode in MODES if (mode,) not in SHARDED_AXES.values()]}
 ONE_AXIS = {
     "1": MODES,
     "dp2": MODES,
