@@ -126,7 +126,7 @@ def test_a_trained_parameter_without_dims_is_refused_by_name(world):
     model.fixed.requires_grad_(True)
     with (
         paramp.launch_from_torch({"parallel": FSDP2}),
-        pytest.raises(paramp.ConfigError, match="'fixed' has no dims.*parallel.data.shard is 2"),
+        pytest.raises(paramp.ConfigError, match=r"'fixed' has no dims.*parallel.data.shard is 2"),
     ):
         paramp.initialize(model, sgd, nn.functional.mse_loss)
 
