@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/by_hand.py --pp 2
     python benchmarks/by_hand.py --layouts 1 tp2 pp2 dp2 --widths 128 512 --seq-lens 64 1024
     python benchmarks/by_hand.py --layouts 1 dp2 tp2 --against accelerate fabric fsdp2
+    python benchmarks/by_hand.py --layouts dp2 dp2·tp2 --sharded
     python benchmarks/by_hand.py --shape smollm-1.7b
 
 hand_gpt.py has what is written by hand, as Megatron-LM does it; peers.py has the loops on other libraries. The norms of
@@ -11,6 +12,9 @@ the first gradients are compared, to check that all do the same work.
 
 Every candidate makes one step in each round; medians are reported. The step written by hand takes part twice: the ratio
 of one to the other is the spread, by which each limit is widened. The last line says how many are above it.
+
+With --sharded the engine shards parameters over the data ranks, and the loop on torch's fully_shard takes the place of
+the step written by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from common import (
 )
 from hand_gpt import ByHand
 from overhead import AUTOCAST, MAX_NORM, TOLERANCE, Ours
-from peers import PEERS
+from peers import PEERS, FullyShard
 
 import paramp
 from paramp.models import GPT, GPTConfig
@@ -57,6 +61,8 @@ MULTIPLE = 128
 EAGER = 1 / 1.1
 """The limit of a compiled step against paramp's own without compilation."""
 COMPILED = "paramp, compiled"
+SHARDED = "fully_shard"
+"""The name of the loop that --sharded compares with."""
 
 
 class Candidate(Protocol):
@@ -71,6 +77,8 @@ def limit(against: str, layout: Layout, width: int) -> float:
     """The largest ratio of paramp's time to that of ``against``, before it is widened by the spread."""
     if against == "paramp":
         return EAGER
+    if against == SHARDED:
+        return 1.02
     if against in PEERS:
         return 1.0
     if layout.size == 1:
@@ -93,15 +101,20 @@ def measure(layout: Layout, options: argparse.Namespace, mode: str, width: int, 
         tied=False,
     )
     microbatches = options.microbatches if layout.pp > 1 else 1
-    parallel = {"tensor": layout.tp, "pipeline": {"size": layout.pp, "microbatches": microbatches}}
+    parallel: dict[str, Any] = {"tensor": layout.tp, "pipeline": {"size": layout.pp, "microbatches": microbatches}}
+    parallel |= {"data": {"shard": layout.dp}} if options.sharded else {}
     config = {"parallel": parallel, "precision": mode, "clip_grad_norm": MAX_NORM}
     candidates: dict[str, Candidate] = {}
     skipped: dict[str, str] = {}
     gc.collect()  # the engines of the last call are cycles
     with ExitStack() as stack:
         context = stack.enter_context(paramp.launch_from_torch(config, device=options.device))
-        for name in ("hand", "again"):
-            candidates[name] = ByHand(_model(shape), context, mode, microbatches)
+        for name in (SHARDED if options.sharded else "hand", "again"):
+            candidates[name] = (
+                FullyShard(_model(shape), context, mode)
+                if options.sharded
+                else ByHand(_model(shape), context, mode, microbatches)
+            )
         for name in options.against:
             try:
                 candidates[name] = PEERS[name](_model(shape), context, mode)
@@ -131,7 +144,7 @@ def check_norms(candidates: dict[str, Candidate], batch: Sequence[torch.Tensor],
     """Make the first step of each; a SystemExit if the norms of their gradients differ."""
     for candidate in candidates.values():
         candidate.train(*batch)
-    hand = float(candidates["hand"].norm)
+    hand = float(candidates["again"].norm)
     for name, candidate in candidates.items():
         norm = float(candidate.norm)
         if not abs(hand - norm) <= TOLERANCE[mode] * hand:
@@ -140,9 +153,10 @@ def check_norms(candidates: dict[str, Candidate], batch: Sequence[torch.Tensor],
 
 def compare(median: dict[str, float], case: dict[str, Any], layout: Layout, width: int) -> list[dict[str, Any]]:
     """A row for each pair: paramp with every other candidate, and compiled paramp with paramp and the step by hand."""
-    hand, again = median["hand"], median["again"]
+    name = next(iter(median))  # of the step that takes part twice
+    hand, again = median[name], median["again"]
     spread = max(hand, again) / min(hand, again)
-    seconds = {**median, "hand": (hand + again) / 2}
+    seconds = {**median, name: (hand + again) / 2}
     rows = []
     for ours in ("paramp", COMPILED):
         others = [name for name in seconds if name not in ("again", "paramp", COMPILED)]
@@ -181,7 +195,8 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 def own_arguments(options: argparse.Namespace, layout: Layout) -> list[str]:
     """The command line of the processes that run one of the ``--layouts``."""
-    arguments = [f"--tp={layout.tp}", f"--pp={layout.pp}", *(["--compile"] if options.compile else [])]
+    arguments = [f"--tp={layout.tp}", f"--pp={layout.pp}"]
+    arguments += [f"--{name}" for name in ("compile", "sharded") if getattr(options, name)]
     for name in ("layers", "head_size", "vocab_size", "batch_size", "microbatches", "rounds", "device"):
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
@@ -216,6 +231,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against", nargs="*", default=[], choices=list(PEERS), help="other libraries, in the same run"
     )
+    parser.add_argument("--sharded", action="store_true", help="shard parameters over data ranks, against fully_shard")
     parser.add_argument("--compile", action="store_true", help="also the engine with compile=true, against without")
     shapes = f"sizes of a model: {', '.join(SHAPES)}; divided by {SHRINK['cpu']} on a CPU. Other options override them"
     parser.add_argument("--shape", choices=list(SHAPES), help=shapes)
@@ -239,6 +255,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     check_json_option(parser, options.json)
     if options.vocab_size % MULTIPLE:
         parser.error(f"--vocab-size: got {options.vocab_size}, expected a multiple of {MULTIPLE}")
+    if options.sharded and (options.pp > 1 or options.against):
+        parser.error("--sharded: compared without --pp and --against")
     if options.layers % options.pp or options.batch_size % options.microbatches:
         parser.error("--layers divides by --pp, and --batch-size by --microbatches")
     return options

@@ -86,8 +86,9 @@ class FullyShard(Direct):
         compute = AUTOCAST[mode]
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
         self.dtype = None  # the policy casts
+        mesh = context.mesh["dp" if context.config.parallel.shard == 1 else "dp_shard"]
         for part in (*module.blocks, module):  # type: ignore[misc]  # GPT's
-            fully_shard(part, mesh=context.mesh["dp"], mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
 PEERS: dict[str, Callable[[Any, ParallelContext, str], Any]] = {

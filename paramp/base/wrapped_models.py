@@ -19,11 +19,11 @@ REFUSED = {
         "remove DistributedDataParallel(...): the engine averages gradients over the data ranks itself"
     ),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "remove FullyShardedDataParallel(...): parallel.zero=1 shards masters and optimizer state over the data ranks"
+        "remove FullyShardedDataParallel(...): parallel.data.shard shards the parameters over that many data ranks"
     ),
     ("torch.distributed.fsdp", "FSDPModule"): (
-        "remove fully_shard(...): parallel.zero=1 shards masters and optimizer state over the data ranks. To keep "
-        "FSDP2, write the loop yourself, with paramp.DistributedGradScaler and paramp.clip_grad_norm_"
+        "remove fully_shard(...): parallel.data.shard does it, over that many data ranks. To keep your own, write the "
+        "loop yourself, with paramp.DistributedGradScaler and paramp.clip_grad_norm_"
     ),
 }
 """(module, class) -> the fix for a model with an instance of it."""
@@ -49,6 +49,12 @@ def check_plain(model: nn.Module) -> None:
                 "a new model if initialize has had this one, or remove parallelize_module and distribute_tensor: "
                 "initialize shards the model by plan={module name: style}"
             )
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the class of ``module``; of the user's, if ``fully_shard`` has derived another from it."""
+    kind, derived = type(module), getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return (kind.__bases__[-1] if isinstance(module, derived) else kind).__name__
 
 
 def without_compilation(model: nn.Module) -> tuple[nn.Module, dict[str, Any] | None]:

@@ -171,7 +171,8 @@ class BatchRunner:
             begin_reductions()
             losses.in_backward = True
             try:
-                value.backward()
+                with self._stages.resetting():
+                    value.backward()
             finally:
                 losses.in_backward = False
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base.spans import Observer, observed
+from ..base.wrapped_models import class_name
 from ..config.schema import Config
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
@@ -153,7 +154,7 @@ class Engine:
         mesh = self.context.mesh
         sizes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         count, mode = self._params.num_parameters, self.precision.name
-        return f"Engine({type(self.module).__name__}, {count:,} parameters, {mode}, {sizes})"
+        return f"Engine({class_name(self.module)}, {count:,} parameters, {mode}, {sizes})"
 
     def criterion(self, *args: Any, **kwargs: Any) -> Loss:
         """Call the criterion given to ``initialize``: this rank's loss, not reduced.

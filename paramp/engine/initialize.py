@@ -87,13 +87,13 @@ def initialize(
     own = Joined(all_stages[index] for index in context.local_stages)
     CheckpointedBlocks(model, context.config.activation_checkpointing).apply(own.parts)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
+    compiled = CompiledBlocks(model, options, context)
     units = setup.shard(own, styles, fill, stored, to_float8, repeated_blocks(model), context)
     ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, units, context)
-    stages = setup.make_stages(own, CompiledBlocks(model, options, context), units, context)
     first_names = {name: names[0] for names in names_of.values() for name in names}
     params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
-    engine = Engine(stages, params, built, criterion, own_loss, overflow)
+    engine = Engine(setup.make_stages(own, compiled, units, context), params, built, criterion, own_loss, overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

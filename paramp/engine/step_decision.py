@@ -13,6 +13,7 @@ import torch
 
 from ..distributed.collectives import all_reduce_
 from ..distributed.context import ParallelContext
+from ..optim.compiled.norm import sums_for
 from ..optim.compiled.step import fused_step_for
 from ..optim.flat_gradients import FlatGradients
 from ..optim.flat_params import FlatWeights
@@ -95,7 +96,8 @@ def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: 
     zeros = torch.zeros((), dtype=torch.float64, device=context.device)
     if context.config.precision.log_num_zeros:
         zeros = count_zeros(*gradients.for_zero_count(), context.device)
-    return torch.stack([found_inf.double(), norm_power(*gradients.for_norm(), 2.0, context.device), zeros])
+    squares = norm_power(*gradients.for_norm(), 2.0, context.device, sums_for(context))
+    return torch.stack([found_inf.double(), squares, zeros])
 
 
 def _absent(

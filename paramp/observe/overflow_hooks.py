@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.trees import map_tensors, tensors
+from ..base.wrapped_models import class_name
 from ..distributed.context import ParallelContext
 from ..optim.overflow_report import flaw
 from ..parallel.batches import Batch
@@ -124,7 +125,7 @@ class Tracer:
                 # A container that spans stages is copied to each of them, and the copies share one dict of hooks.
                 if id(module._forward_hooks) not in done:
                     done.add(id(module._forward_hooks))
-                    self._add_hooks(name or f"the model's {type(module).__name__}", module)
+                    self._add_hooks(name or f"the model's {class_name(module)}", module)
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(functools.partial(self._on_gradient, name)))

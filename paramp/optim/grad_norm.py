@@ -8,7 +8,7 @@ counts, with the summed gradient.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from ..distributed.axes import num_replicas
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, current_context
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
+
+Sums = Callable[[torch.Tensor], torch.Tensor]
+"""The sum of squares of each row of a half-precision tensor, 2-dim with rows of ``NORM_BLOCK`` elements; 1-dim fp32."""
 
 
 def clip_grad_norm_(
@@ -151,9 +154,16 @@ def total_norm(
 
 
 def norm_power(
-    gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], norm_type: float, device: torch.device
+    gradients: Sequence[torch.Tensor],
+    norm_weights: Sequence[float],
+    norm_type: float,
+    device: torch.device,
+    sums: Sums | None = None,
 ) -> torch.Tensor:
     """This rank's part of the norm of plain ``gradients``: sum of weight x |g|**p, or the maximum for p = inf.
+
+    Args:
+        sums: the sums of squares of long half-precision gradients on a CPU, for p = 2; None: torch's own norms.
 
     Returns:
         0-dim float64 on ``device``. In float64 the p-th powers of fp32 norms do not overflow for p up to 8.
@@ -164,7 +174,7 @@ def norm_power(
             by_place[gradient.device, gradient.dtype].append(index)
     parts = [torch.zeros((), dtype=torch.float64, device=device)]
     for (where, _), indices in by_place.items():
-        powers = _powers([gradients[index] for index in indices], norm_type)
+        powers = _powers([gradients[index] for index in indices], norm_type, sums)
         counts = _on_device(tuple(norm_weights[index] for index in indices), where)
         parts.append((powers.amax() if math.isinf(norm_type) else (powers * counts).sum()).to(device))
     return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
@@ -176,10 +186,10 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-def _powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _powers(gradients: Sequence[torch.Tensor], norm_type: float, sums: Sums | None) -> torch.Tensor:
     """The sum of |g|**p of each gradient (all of one device and dtype), or its maximum for p = inf; float64."""
     if gradients[0].device.type == "cpu":
-        return torch.stack([_blocked_power(gradient, norm_type) for gradient in gradients])
+        return torch.stack([_blocked_power(gradient, norm_type, sums) for gradient in gradients])
     # Powers of fp16 elements do not overflow in fp32; those of large fp32 and bf16 elements would.
     wide = torch.float32 if gradients[0].dtype is torch.float16 else torch.float64
     norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=wide)).double()
@@ -190,9 +200,11 @@ NORM_BLOCK = 512
 """Elements of a CPU tensor that are summed in fp32."""
 WIDEN_BLOCK = 2**20
 """Elements of a half-precision CPU tensor that are widened at once: few enough to stay in the cache."""
+LONG = 2**16
+"""Elements from which :data:`Sums` are used: a call has its cost, and compiling takes seconds."""
 
 
-def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _blocked_power(gradient: torch.Tensor, norm_type: float, sums: Sums | None = None) -> torch.Tensor:
     """As :func:`_powers` for one gradient on the CPU, from the norms of short blocks, combined in float64.
 
     On a CPU torch sums all elements of a tensor in fp32, one after the other: for ten million elements the relative
@@ -200,6 +212,12 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     flat = gradient.reshape(-1)
+    if sums is not None and norm_type == 2 and flat.dtype is not wide and flat.numel() >= LONG:
+        rest = flat.numel() % NORM_BLOCK
+        power = sums(flat[: flat.numel() - rest].view(-1, NORM_BLOCK)).double().sum()
+        if rest:
+            power = power + _blocked_power(flat[-rest:], norm_type)
+        return _finite_power(power, flat, norm_type)
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
@@ -208,9 +226,14 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if math.isinf(norm_type):
         return norms.double().amax()
     power = norms.double().pow(norm_type).sum()
-    if wide is torch.float32 and not power.isfinite():  # powers of large finite elements may overflow in fp32
-        power = torch.linalg.vector_norm(flat.double(), norm_type).pow(norm_type)
-    return power
+    return _finite_power(power, flat, norm_type) if wide is torch.float32 else power
+
+
+def _finite_power(power: torch.Tensor, flat: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """``power``; computed again in float64 if it is not finite: powers of large finite elements overflow in fp32."""
+    if power.isfinite():
+        return power
+    return torch.linalg.vector_norm(flat.double(), norm_type).pow(norm_type)
 
 
 def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:

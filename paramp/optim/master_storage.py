@@ -21,8 +21,8 @@ from typing import ClassVar, Self
 import torch
 
 from ..base.scratch import Scratch, zeros_apart
+from ..precision.master_residuals import join, split
 from ..precision.stochastic_rounding import rounded
-from .master_residuals import join, split
 from .master_weights import follow
 
 ALL = slice(None)
@@ -127,7 +127,7 @@ class FullMasters(NoMasters):
 
 
 class ResidualMasters(NoMasters):
-    """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.optim.master_residuals`)."""
+    """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.precision.master_residuals`)."""
 
     needs_fused_step = "masters: got 'remainder'"
 

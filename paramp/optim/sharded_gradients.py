@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
@@ -90,6 +90,13 @@ class ShardedGradients(FlatGradients):
         super().collect(found_inf)
         self._note_changes()
         self._absent = [param for param in self._params if param.parameter not in self._arrived]
+
+    def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """As in the base class, but reduced over data ranks."""
+        for param in self._params:
+            if param.parameter not in self._arrived and not bool(self._own_gradient(param).any()):
+                self._zeros[param] = param.version  # not counted
+        return super().before_reduction()
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""

@@ -8,6 +8,8 @@ torch compiles at the first call, and again where an input's shape, the training
 the compiled function there are plain tensors only. A block with a layer that computes on DTensors, as a style of
 torch's own or float8 does over several tensor ranks, runs eagerly.
 
+A unit of FSDP2 gathers its parameters before the compiled function and frees them after, in its hooks.
+
 Activation checkpointing is inside the compiled function, as torch advises: the compiler then computes again what the
 choice says (:mod:`paramp.parallel.activation_checkpointing`).
 """
@@ -16,8 +18,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,10 +33,13 @@ from ..base.module_surgery import PassThrough
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
+from .fsdp import is_unit
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEFAULT = "inductor"
 """torch's default backend."""
+EAGER = "_eager_forward"
+"""The attribute with the forward of a unit of FSDP2, which is compiled without its hooks: they gather and reshard."""
 INSTALL = 'install it, or choose a backend that needs none: compile={"backend": "aot_eager"}'
 
 
@@ -68,7 +73,7 @@ class CompiledBlocks:
                 block = modules.get(name)
                 if block is None or isinstance(block, PassThrough):
                     continue
-                if where := _on_dtensors(block):
+                if where := _on_dtensors(block, self._context):
                     reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
                     continue
                 if where := self._draws_again(block):
@@ -79,9 +84,13 @@ class CompiledBlocks:
                     reports.warn(where, f"{name!r} runs eagerly while {where} in it has hooks")
                 alike[_signature(block)].append((name, block))
         for group in alike.values():
-            run = _compiled(type(group[0][1]).__name__, self._options)
+            run = _compiled(type(group[0][1]).__name__, self._options, is_unit(group[0][1]))
             for name, block in group:
-                block._compiled_call_impl = _Call(name, block, run, reports)
+                if is_unit(block):
+                    vars(block)[EAGER] = vars(block).get("forward") or MethodType(type(block).forward, block)
+                    block.forward = _Call(name, block, run, reports)
+                else:
+                    block._compiled_call_impl = _Call(name, block, run, reports)
 
     def _draws_again(self, block: nn.Module) -> str | None:
         """The name and class of a dropout in ``block`` that compiled selective checkpointing could not repeat."""
@@ -95,18 +104,27 @@ class CompiledBlocks:
 
 def _signature(block: nn.Module) -> object:
     """What is equal in blocks that share a compilation."""
-    if any(map(_hooks, block.modules())):
+    if any(map(_hooks, _compiled_modules(block))):
         return block  # torch compiles the numbers of hooks, which differ
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return type(block), tuple((name, value.shape, value.dtype) for name, value in tensors)
 
 
-def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """A compiled function that calls the block that is its first argument."""
+def _compiled_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules in ``block`` whose hooks are inside the compiled function."""
+    return (module for module in block.modules() if module is not block or not is_unit(block))
 
-    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+
+def _compiled(name: str, options: Mapping[str, Any], of_unit: bool) -> Callable[..., Any]:
+    """A compiled function that calls the block that is its first argument; ``of_unit``: without its own hooks."""
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return block._call_impl(*args, **kwargs)
 
+    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+        return block._eager_forward(*args, **kwargs)
+
+    run = forward if of_unit else call
     # torch keeps what it has compiled, up to a limit, with a function's code: so each has its own.
     own = FunctionType(run.__code__.replace(co_name=name), globals(), name)
     copied: dict[str, Any] = {
@@ -115,18 +133,22 @@ def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     return torch.compile(own, **copied)
 
 
-def _on_dtensors(block: nn.Module) -> str | None:
+def _on_dtensors(block: nn.Module, context: ParallelContext) -> str | None:
     """The name and class of a module in ``block`` that computes on DTensors; None if there is none."""
+    axes = set(context.axes_of("tensor"))  # over others parameters are gathered
     for name, module in block.named_modules():
         local = vars(module).get(LOCAL_SHARDS, {})
-        if any(is_dtensor(value) and own not in local for own, value in module._parameters.items()):
-            return _named(name, module)
+        for own, value in module._parameters.items():
+            if is_dtensor(value) and own not in local and axes.intersection(value.device_mesh.mesh_dim_names or ()):
+                return _named(name, module)
     return None
 
 
 def _with_hooks(block: nn.Module) -> str | None:
     """The name and class of a module in ``block`` that has hooks of the user's; None if there is none."""
     for name, module in block.named_modules():
+        if module is block and is_unit(block):
+            continue
         if len(_hooks(module)) > _num_own_hooks(module):
             return _named(name, module)
     return None
@@ -150,19 +172,20 @@ class _Call:
 
     def __init__(self, name: str, block: nn.Module, run: Callable[..., Any], reports: _Reports) -> None:
         self._name, self._block, self._run, self._reports = name, block, run, reports
-        modules = list(block.modules())
+        modules = list(_compiled_modules(block))
         self._hooks = [getattr(module, hooks) for module in modules for hooks in HOOKS]
         self._num_hooks = sum(map(_num_own_hooks, modules))
+        self._eager = vars(block)[EAGER] if is_unit(block) else block._call_impl
         self._shards = [
             (module, parameter, is_partial)
-            for module in modules
+            for module in block.modules()
             for parameter, is_partial in vars(module).get(LOCAL_SHARDS, {}).items()
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch does not notice hooks that come later, and compiles again for what they have collected.
         if sum(map(len, self._hooks)) != self._num_hooks or _has_any_global_hook():
-            return self._block._call_impl(*args, **kwargs)
+            return self._eager(*args, **kwargs)
         if not self._shards:
             return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
         from .tensor.exchange import local_shard  # imports DTensor, which other layouts do not need

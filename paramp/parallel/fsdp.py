@@ -10,20 +10,25 @@ In modes with masters the sharded fp32 parameter is the master. Under a pipeline
 batch, and are reduced after its last backward. Source: torchtitan (Liang et al., 2024) for the combination with tensor
 and pipeline parallelism.
 
-Four things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
-of the flat buffers; partial sums over tensor ranks are reduced in ``reduce_dtype`` too (pytorch #190626); a parameter
-that got no gradient on this rank is reduced as zeros, because other ranks may have one; and what a failed batch left is
-dropped.
+In modes with autocast, weights of linear and convolution layers are gathered in the compute dtype, to which autocast
+would cast them: its copies of gathered weights would stay until the backward.
+
+Five things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
+of the flat buffers; parameters of one unit are gathered in two dtypes; partial sums over tensor ranks are reduced in
+``reduce_dtype`` too (pytorch #190626); a parameter that got no gradient on this rank is reduced as zeros, because other
+ranks may have one; and what a failed batch left is dropped.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.dtensor import is_dtensor
@@ -32,6 +37,13 @@ from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
+
+CAST_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""Autocast casts their weights; those of derived classes too, unless their forward is another."""
+
 
 UNCALLED = (
     "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
@@ -72,6 +84,12 @@ def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
                     "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
                 )
             held |= own
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 class ShardedUnits:
@@ -116,7 +134,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        module.register_forward_hook(_without_views)  # before torch's own
+        module.register_forward_hook(_without_views)  # before that of fully_shard
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(
@@ -134,6 +152,24 @@ class ShardedUnits:
         for group in _groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
+            if any(map(self._is_gathered_in_half, group.fsdp_params)):
+                for one in group.fsdp_params:
+                    one.init_dtype_attrs = partial(self._init_dtypes, one, one.init_dtype_attrs)
+
+    def _is_gathered_in_half(self, one: Any) -> bool:
+        """Whether autocast casts the parameter wherever it is used."""
+        precision, info = self._context.config.precision, one._module_info
+        uses = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        if not precision.autocast or precision.float8 is not None:
+            return False
+        return all(name == "weight" and _runs_cast_layer(module) for module, name in uses)
+
+    def _init_dtypes(self, one: Any, own: Callable[[Any], None], policy: Any) -> None:
+        """Set the dtypes of a parameter of a unit that gathers some in half: gradients are reduced as elsewhere."""
+        own(policy)
+        if self._is_gathered_in_half(one):
+            one.param_dtype = self._context.config.precision.compute
+        one.reduce_dtype = policy.reduce_dtype or one.orig_dtype
 
     def _set_prefetch(self, count: int) -> None:
         blocks = [unit for unit in self._units if unit not in self._roots]
@@ -172,6 +208,16 @@ class ShardedUnits:
                 root.set_requires_gradient_sync(False)
                 root.set_is_last_backward(False)
                 root.set_reshard_after_backward(False)
+        with self.resetting():
+            yield
+        if backward and self._pipelined:
+            for root in self._roots:
+                self._reduce(root)
+        self.reshard()
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """A context for a forward or a backward, after whose failure another batch can follow."""
         try:
             yield
         except BaseException as error:
@@ -179,10 +225,6 @@ class ShardedUnits:
             if "mixed torch.Tensor and DTensor" in str(error):
                 error.add_note(UNCALLED)
             raise
-        if backward and self._pipelined:
-            for root in self._roots:
-                self._reduce(root)
-        self.reshard()
 
     def _reduce(self, root: Any) -> None:
         """Reduce the gradients that the backwards of a stage have added up, as torch's own pipeline stages do."""
@@ -206,8 +248,8 @@ class ShardedUnits:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
             root.set_reshard_after_backward(True)
-            if root._get_fsdp_state()._is_root and hasattr(root, "reset_iter_state"):  # torch 2.13
-                root.reset_iter_state()
+            if root._get_fsdp_state()._is_root:
+                _reset(root)
         for one in self._params():
             one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):
@@ -236,7 +278,8 @@ class ShardedUnits:
         for one in trained:
             if _gradient(one) is None:  # other ranks may have one, and all take part in the reduction
                 one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
-        if any(one.unsharded_accumulated_grad is not None for one in trained) or any(map(_is_partial, trained)):
+        mixed = len({_gradient(one).dtype for one in trained}) > 1
+        if mixed or any(one.unsharded_accumulated_grad is not None or _is_partial(one) for one in trained):
             for one in trained:
                 one.accumulate_unsharded_grad_if_needed()
                 one.to_accumulated_grad_if_needed()
@@ -252,6 +295,29 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """``output`` with tensors that are no views, but share their memory.
+
+    The caller may change it in place. Of a view, autograd would then call no hook that gathers for the backward.
+    """
+    return map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+
+
+class _NoView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _runs_cast_layer(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` is that of a layer whose weight autocast casts."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in CAST_LAYERS)
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
@@ -277,13 +343,30 @@ def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
 
 
-def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy outputs that are views: an operation in place would drop the hook that gathers the unit for its backward."""
+def _reset(root: Any) -> None:
+    """Set torch's records of the batch in ``root``, which failed, to those of none."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
-
-    return map_tensors(copied, output) if torch.is_grad_enabled() else None
+    state = root._get_fsdp_state()
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    shared, communication = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        for group in _groups_of(one):
+            work = group._all_gather_result and group._all_gather_result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
 
 
 def _groups(unit: Any) -> list[Any]:

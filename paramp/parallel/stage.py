@@ -104,6 +104,10 @@ class Stages(nn.Module):
         """A context for the forwards of a batch, and their backwards if ``backward``."""
         return nullcontext() if self._units is None else self._units.running(backward=backward)
 
+    def resetting(self) -> AbstractContextManager[None]:
+        """A context for a backward outside of :meth:`running`, after whose failure another batch can follow."""
+        return nullcontext() if self._units is None else self._units.resetting()
+
     def used_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor that modules compute with in a batch in place of ``parameter``, of which this rank has a shard."""
         return parameter if self._units is None else self._units.gathered(parameter)

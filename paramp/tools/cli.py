@@ -11,7 +11,7 @@ from .flags import Parser, formatter
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.
 
 LAYOUT_FLAGS = (
-    *("--tp", "--pp", "--dp", "--zero", "--sequence-parallel"),
+    *("--tp", "--pp", "--dp", "--fsdp", "--replicate", "--zero", "--sequence-parallel"),
     *("--schedule", "--stages-per-rank", "--microbatches", "--precision", "--seed"),
 )
 """The train script's flags that ``verify`` has too."""

@@ -153,8 +153,8 @@ def test_models_that_are_distributed_already_are_refused(world):
     expected = {
         in_ddp: r"it is a DistributedDataParallel, expected the plain model; remove DistributedDataParallel\(",
         compiled_ddp: "it is a DistributedDataParallel",
-        in_fsdp: r"it is a FullyShardedDataParallel, .*parallel\.zero=1",
-        fsdp2: r"'1' is sharded by fully_shard, .*remove fully_shard.*paramp\.DistributedGradScaler",
+        in_fsdp: r"it is a FullyShardedDataParallel, .*parallel\.data\.shard shards",
+        fsdp2: r"'1' is sharded by fully_shard, .*remove fully_shard.*data\.shard does.*DistributedGradScaler",
         dtensors: r"'0.up.weight' is a DTensor already, .*build a new model .*or remove parallelize_module",
     }
     for wrap, message in expected.items():

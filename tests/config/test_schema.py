@@ -210,6 +210,30 @@ def test_the_table_of_modes_has_the_documented_rows():
             {"parallel": {"pipeline": {"size": 4, "schedule": "interleaved-zero-bubble", "microbatches": 9}}},
             r"microbatches: got 9, expected a multiple of 2, such as 8",
         ),
+        (
+            {"parallel": {"data": {"shard": 2}, "zero": 1}},
+            r"parallel\.zero: got 1, expected 0, because data\.shard shards masters and optimizer state",
+        ),
+        *(
+            (
+                {"parallel": {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": name}}},
+                rf"parallel\.pipeline\.schedule: got '{name}', expected 1f1b, gpipe, interleaved-1f1b or looped-bfs, "
+                r"because data\.shard is 2, and fully_shard loses gradients of backwards that run in two halves",
+            )
+            for name in ("interleaved-zero-bubble", "zbv", "dualpipev")
+        ),
+        (
+            {"precision": "16-naive", "masters": "remainder", "parallel": {"data": {"shard": 2}}},
+            r"masters: got 'remainder', expected 'full', because parallel\.data\.shard is 2",
+        ),
+        (
+            {"precision": "16-naive", "grad_dtype": "fp32", "parallel": {"data": {"shard": 2}}},
+            r"grad_dtype: got torch\.float32, expected None, because parallel\.data\.shard is 2, .* in reduce_dtype",
+        ),
+        ({"parallel": {"data": {"shard": 0}}}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
+        ({"parallel": {"data": {"replicate": 0}}}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
+        ({"parallel": {"data": {"prefetch": -1}}}, r"prefetch: got -1, expected an integer of 0 or more"),
+        ({"parallel": {"data": {"shards": 2}}}, r"shards: no such key.*did you mean 'shard'"),
         ({"train": {"trace": 3}}, r"train\.trace: got 3, expected None, because there is no log_dir"),
         ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
         ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
@@ -372,6 +396,20 @@ def test_the_data_axis_fills_the_world():
     config = load({"parallel": {"tensor": 2, "data": 3}})
     with pytest.raises(paramp.ConfigError, match=r"x data 3 = 6, but the world has 4 ranks"):
         config.parallel.data_size(4)
+
+
+def test_shards_and_replicas_fill_the_world():
+    config = load({"parallel": {"tensor": 2, "data": {"shard": 2}}})
+    assert (config.parallel.shard, config.parallel.data_size(8), config.parallel.least_world_size) == (2, 4, 4)
+    assert load({"parallel": {"data": {"replicate": 3, "shard": 2}}}).parallel.data_size(6) == 6
+    assert load({"parallel": {"data": {"replicate": 2}}}).parallel.data_size(2) == 2  # plain replicas
+    with pytest.raises(paramp.ConfigError, match=r"x shard 2 = 4 does not divide the world of 6 ranks"):
+        config.parallel.data_size(6)
+    config = load({"parallel": {"data": {"replicate": 2, "shard": 2}}})
+    with pytest.raises(
+        paramp.ConfigError, match=r"replicate 2 = 4, but the world has 8 ranks.*parallel\.data\.replica"
+    ):
+        config.parallel.data_size(8)
 
 
 def test_flatten_gives_plain_values():

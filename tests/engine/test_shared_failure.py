@@ -273,6 +273,71 @@ def test_a_tensor_rank_of_a_pipeline_that_fails_alone(world):
         module.SECONDS_OF_GRACE = grace
 
 
+class Told:
+    """Makes the parts of a rank fail, one after the other."""
+
+    def __init__(self, engine, loss):
+        self.layers = [layer for layer in engine.module.modules() if isinstance(layer, Fragile)]
+        self.loss = loss
+
+    def fail(self, what):
+        last = self.layers[-1]
+        last.fails, self.loss.fails = what == "forward", what == "criterion"
+        last.refuses, last.good_backwards = "activation" * (what == "backward"), 0
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "own reset"])
+@on_ranks(2)
+def test_data_ranks_of_shards_that_fail_together_continue(world, reset):
+    """In calls of forward_backward, and in a loop; also with a torch that cannot drop what a failed batch left."""
+    from torch.distributed.fsdp import FSDPModule
+
+    removed = vars(FSDPModule).get("reset_iter_state")
+    if removed is not None and not reset:
+        del FSDPModule.reset_iter_state
+    try:
+        context, engine, loss = build({"data": {"shard": 2}, "pipeline": {"microbatches": 2}}, num_layers=3)
+        with context:
+            told, good = Told(engine, loss), []
+            for number, what in enumerate(("forward", "backward", "criterion", "backward in a loop")):
+                told.fail(what.split()[0])
+                x, y = my_part(context, *batch(1))
+                message = "the (layer|backward|loss) is broken"
+                if "loop" in what:
+                    value = engine.criterion(engine(x), y)
+                    with pytest.raises(ArithmeticError, match=message):
+                        engine.backward(value)
+                else:
+                    with pytest.raises(ArithmeticError, match=message):
+                        engine.forward_backward(x, y)
+                told.fail("")
+                engine.zero_grad()
+                good.append([batch(number)])
+                assert run_window(context, engine, number).stepped
+                check_weights(engine, reference(good, num_layers=3))
+    finally:
+        if removed is not None:
+            FSDPModule.reset_iter_state = removed
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(4)
+def test_a_sharded_stage_that_fails_on_all_its_ranks(world, stage):
+    context, engine, loss = build({"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}, num_layers=4)
+    with context:
+        told, good = Told(engine, loss), []
+        for number, what in enumerate(("forward", "backward", "criterion")):
+            if context.pp.rank == (1 if what == "criterion" else stage):
+                told.fail(what)
+            with pytest.raises((RuntimeError, ValueError), match=r"the (layer|backward|loss) is broken"):
+                engine.forward_backward(*my_part(context, *batch(1)))
+            told.fail("")
+            engine.zero_grad()
+            good.append([batch(number)])
+            assert run_window(context, engine, number).stepped
+            check_weights(engine, reference(good, num_layers=4))
+
+
 class Broken:
     """A loader's iterator that raises after so many batches."""
 

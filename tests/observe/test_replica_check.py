@@ -162,6 +162,42 @@ def test_a_changed_master_on_one_rank_is_found(world, masters, zero):
         assert engine.check_replicas() == []
 
 
+HSDP = {"data": {"replicate": 2, "shard": 2}}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("precision", ["32-true", "16-naive", "bf16-true"])
+def test_changes_on_one_replica_of_shards_are_found(world, precision):
+    """Ranks 1 and 3 have the same shards; in 16-naive the shards are the masters."""
+    with paramp.launch_from_torch({"precision": precision, "parallel": HSDP, **CONFIG}) as context:
+        engine = build(context)
+        for victim, same in ((3, 1), (1, 3), (2, 0)):
+            if world.rank == victim:
+                flip(local(parameter(engine, "mlp.up.weight")[1]))
+            assert_found(engine, "weight", "mlp.up.weight", (max(victim, same),), (min(victim, same),))
+            if world.rank == victim:
+                stepped = next(one for param, one, _ in engine._weights.pairs() if param.name.endswith("mlp.up.weight"))
+                flip(engine.optimizer.state[stepped]["exp_avg_sq"])
+            assert_found(engine, "optimizer state", "mlp.up.weight", (max(victim, same),), (min(victim, same),))
+        if engine.scaler.is_enabled():
+            if world.rank == 2:
+                flip(engine.scaler.tensors()[0])
+            assert_found(engine, "loss scale", "", (2,), (0, 1, 3))
+        train(engine, 2)
+        assert engine.check_replicas() == []
+
+
+@on_ranks(4)
+def test_pure_shards_have_no_replicas_but_over_tensor_ranks(world):
+    """Those of norms, which both tensor ranks hold."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}, "tensor": 2}, **CONFIG}) as context:
+        engine = build(context)
+        if world.rank == 2:
+            flip(local(parameter(engine, "mlp.up.weight")[1]))
+            flip(local(parameter(engine, "norm1.weight")[1]))
+        assert_found(engine, "weight", "norm1.weight", (3,), (2,))
+
+
 @on_ranks(2)
 def test_a_repaired_weight_is_rounded_from_its_master(world):
     """The lowest rank's weight is the wrong one, but its master is right."""
@@ -216,10 +252,11 @@ def test_training_stops_at_the_next_check(world):
 
 
 @on_ranks(4)
-def test_training_continues_after_a_repair(world):
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, HSDP], ids=["pp2-tp2", "hsdp2x2"])
+def test_training_continues_after_a_repair(world, parallel):
     """A whole weight is wrong, so that all that follows from it differs as well."""
     settings = {"check_replicas_every": 2, "repair_replicas": True}
-    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **settings, **CONFIG}) as context:
+    with paramp.launch_from_torch({"parallel": parallel, **settings, **CONFIG}) as context:
         engine = build(context)
         if world.rank == 1:
             with torch.no_grad():
@@ -244,6 +281,9 @@ def test_training_continues_after_a_repair(world):
         ("bf16-naive", {"data": 4}, {"masters": "remainder"}),
         ("O2", {"pipeline": 2}, {}),
         ("bf16-true", {"tensor": 4}, {}),
+        ("16-naive", {"data": {"shard": 2}}, {}),
+        ("16-mixed", {"data": {"shard": 2}, "tensor": 2}, {}),
+        ("16-mixed", {"data": {"shard": 2}, "pipeline": 2}, {}),
     ],
 )
 def test_no_difference_is_found_without_a_fault(world, precision, parallel, options):

@@ -89,7 +89,12 @@ MAKES = {
     "AdamW's own step": lambda model: adamw(model, foreach=True),
     "Muon": muon_and_nadam,
 }
-LAYOUTS = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
+LAYOUTS = {
+    "dp2": {},
+    "fsdp2": {"data": {"shard": 2}},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
+}
 
 
 def save(world, layout, make, path, **config):
@@ -111,9 +116,10 @@ def save(world, layout, make, path, **config):
 def set_gradients(engine, whole):
     """Set this rank's terms of the gradients ``whole``."""
     context = engine.context
+    terms = 1 if context.config.parallel.shard > 1 else context.dp.size  # shards hold sums over data ranks
     for name, value in engine.named_parameters():
         tied = context.pp.size > 1 and name in TIED  # and summed over both stages
-        gradient = whole[TIED[0] if tied else name].view(value.shape) / (context.dp.size * (1 + tied))
+        gradient = whole[TIED[0] if tied else name].view(value.shape) / (terms * (1 + tied))
         if is_dtensor(value):
             from torch.distributed.tensor import distribute_tensor
 
@@ -199,7 +205,11 @@ def test_a_run_goes_on_in_another_layout(world, make):
     expected = run({"tensor": 2}, make, 8, save=path)[3:]
     exact = run({"tensor": 2}, make, 5, load=path, first=3)
     assert exact == expected
-    for layout, config in (({"zero": 1}, {}), ({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"})):
+    for layout, config in (
+        ({"zero": 1}, {}),
+        ({"data": {"shard": 4}}, {}),
+        ({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"}),
+    ):
         assert run(layout, make, 5, load=path, first=3, **config) == pytest.approx(expected, rel=1e-5)
 
 

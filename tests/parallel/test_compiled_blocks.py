@@ -80,7 +80,7 @@ def train(counts, dropout=0.0, steps=4, **config):
         results = []
         for step in range(steps):
             for part in range(2):
-                results.append(engine.forward_backward(*batch(4 * step + 2 * part + context.dp.rank)).item())
+                results.append(engine.forward_backward(*batch(4 * step + 2 * part + context.batch_axis.rank)).item())
                 done = engine.step()
             results.append(float(done.grad_norm))
             if step == 2:
@@ -95,12 +95,14 @@ TWO_RANKS = {
     "tp2 + sp": {"parallel": {"tensor": 2, "sequence_parallel": True}, "precision": "bf16-mixed"},
     "pp2": {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "precision": "bf16-naive"},
     "zero1": {"parallel": {"data": 2, "zero": 1}, "precision": "bf16-naive"},
+    "fsdp2": {"parallel": {"data": {"shard": 2}}, "precision": "bf16-naive", "activation_checkpointing": "full"},
+    "fsdp2, selective": {"parallel": {"data": {"shard": 2}}, "activation_checkpointing": "selective"},
     "tp2, selective": {"parallel": {"tensor": 2}, "activation_checkpointing": "selective"},
 }
 
 
 @family
-@pytest.mark.parametrize("layout", chosen("compiled layouts", list(TWO_RANKS), ["tp2 + sp", "pp2"], 1))
+@pytest.mark.parametrize("layout", chosen("compiled layouts", list(TWO_RANKS), ["tp2 + sp", "pp2", "fsdp2"], 1))
 @on_ranks(2)
 def test_layouts_train_as_eagerly(world, layout):
     counts = counting()
@@ -108,6 +110,24 @@ def test_layouts_train_as_eagerly(world, layout):
     assert losses == pytest.approx(train(None, **TWO_RANKS[layout]), rel=1e-4)
     assert counts.calls >= NUM_BLOCKS * (4 * 2 + 1)  # a pipeline has half of the blocks, two microbatches
     assert counts.graphs <= 3  # in training, in evaluation, and when a pipeline looks for its shapes
+
+
+SHARDED = {
+    "fsdp2·tp2": {"parallel": {"data": {"shard": 2}, "tensor": 2}},
+    "fsdp2·pp2": {"parallel": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}},
+}
+
+
+@family
+@long
+@pytest.mark.parametrize("layout", SHARDED)
+@on_ranks(4)
+def test_sharded_blocks_train_as_eagerly(world, layout):
+    counts = counting()
+    losses = train(counts, **SHARDED[layout])
+    assert losses == pytest.approx(train(None, **SHARDED[layout]), rel=1e-5)
+    assert counts.calls >= NUM_BLOCKS * (4 * 2 + 1)
+    assert counts.graphs <= 3
 
 
 @pytest.mark.parametrize("how", ["none", "full", 2, "selective"])

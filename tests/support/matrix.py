@@ -21,6 +21,12 @@ LAYOUTS = {
     "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
     "dp2 + zero1": (2, {"data": 2, "zero": 1}),
     "pp2·dp2·tp2": (8, {"pipeline": 2, "data": 2, "tensor": 2}),
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
+    "fsdp2·tp2·pp2": (8, {"data": {"shard": 2}, "tensor": 2, "pipeline": 2}),
 }
 """Name -> ranks, and the configuration's ``parallel``."""
 
@@ -42,6 +48,14 @@ MANY_AXES = {
     "pp2·dp2": ("32-true", "64-true", "bf16-mixed", "O2", "transformer-engine-float16"),
     "pp2·dp2·tp2": ("16-mixed", "bf16-naive"),
 }
+SHARDED_AXES = {
+    "fsdp4": ("bf16-mixed",),
+    "hsdp2x2": ("bf16-true",),
+    "fsdp2·tp2": ("16-naive",),
+    "fsdp2·pp2": ("bf16-naive",),
+    "fsdp2·tp2·pp2": ("16-mixed",),
+}
+SHARDED = SHARDED_AXES | {"fsdp2": [mode for mode in MODES if (mode,) not in SHARDED_AXES.values()]}
 ONE_AXIS = {
     "1": MODES,
     "dp2": MODES,
@@ -50,8 +64,8 @@ ONE_AXIS = {
     "tp2": MODES[::2],
     "tp2 + sp": MODES[1::2],
 }
-PART = {(layout, mode) for layout, modes in (MANY_AXES | ONE_AXIS).items() for mode in modes}
-"""The cells of ``make test``: every mode on every axis alone, and on one layout of several axes."""
+PART = {(layout, mode) for layout, modes in (MANY_AXES | ONE_AXIS | SHARDED).items() for mode in modes}
+"""The cells of ``make test``: every mode on every axis alone, on one layout of several axes, and on a sharded one."""
 
 SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
 """In which every schedule of a pipeline is compared."""

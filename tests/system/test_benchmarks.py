@@ -274,6 +274,16 @@ def test_other_libraries_compute_the_same_on_data_and_tensor_ranks(world):
         assert list(result["cannot_run"]) == skipped
 
 
+@on_ranks(2)
+def test_sharded_parameters_compute_the_same_as_in_a_loop_on_fully_shard(world):
+    by_hand = benchmark("by_hand")
+    options = by_hand.parse(["--layers", "2", "--vocab-size", "128", "--rounds", "1", "--device", "cpu", "--sharded"])
+    result = by_hand.measure(by_hand.Layout(dp=2), options, "32-true", 64, 8)
+    assert [(row["candidate"], row["against"], row["limit"]) for row in result["rows"]] == [
+        ("paramp", "fully_shard", 1.02)
+    ]
+
+
 def test_a_library_that_computes_something_else_ends_the_comparison(monkeypatch):
     by_hand = benchmark("by_hand")
     options = by_hand.parse(["--layers", "2", "--rounds", "1", "--device", "cpu", "--against", "fsdp2"])

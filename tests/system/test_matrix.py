@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import WHOLE, family
 from families import cases as chosen
-from matrix import LAYOUTS, MODES, PART, README, from_small_scale, marks_of, replace_table, table
+from matrix import LAYOUTS, MODES, PART, README, SHARDED, from_small_scale, marks_of, replace_table, table
 from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, batches, rounding, small_gpt, train_engine
 
@@ -110,6 +110,7 @@ def green():
 
 def test_the_part_covers_every_layout_and_every_mode_on_every_axis():
     assert {layout for layout, _ in PART} == set(LAYOUTS)
+    assert {mode for modes in SHARDED.values() for mode in modes} == set(MODES)
     for axis in ("data", "tensor", "pipeline", "zero"):
         assert {mode for layout, mode in PART if LAYOUTS[layout][1].get(axis)} == set(MODES)
     assert {mode for layout, mode in PART if len(LAYOUTS[layout][1].keys() - {"zero", "sequence_parallel"}) > 1} == set(

@@ -121,6 +121,13 @@ IN_TURN = {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumer
 TOLERANCE_REJECTS = [("zbv", "16-naive"), ("interleaved-1f1b", "bf16-mixed")]
 CELLS = chosen("schedules", EVERYTHING, IN_TURN | {("zbv", "fp8-mixed"), *TOLERANCE_REJECTS}, 3)
 HALVED = [cell for cell in TOLERANCE_REJECTS if cell in CELLS]
+WHOLE_BACKWARD = [name for name, row in SCHEDULES.items() if not row.splits_backward]
+SHARDED = chosen(
+    "sharded schedules",
+    [(schedule, mode) for schedule in WHOLE_BACKWARD for mode in SCHEDULE_MODES],
+    {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumerate(WHOLE_BACKWARD)},
+    2,
+)
 STEPS = 4
 OVERFLOW_AT = 1
 
@@ -130,10 +137,13 @@ def build():
     return small_gpt(num_layers=2, init_std=0.2)
 
 
-def train_all(world, cells, halved=()):
-    """What each of ``cells``, pairs of a schedule (None: no pipeline) and a mode, comes to; one context serves all."""
+def train_all(world, cells, halved=(), axes=None):
+    """What each of ``cells``, pairs of a schedule (None: no pipeline) and a mode, comes to; one context serves all.
+
+    ``axes``: beside the pipeline.
+    """
     alone = world.size == 1
-    parallel = {} if alone else {"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2}
+    parallel = {} if alone else {"pipeline": {"size": 2, "microbatches": 4}} | axes
     results = {}
     with paramp.launch_from_torch({"parallel": parallel, "clip_grad_norm": 1.0}, device=world.device) as context:
         for schedule, mode in cells:
@@ -151,9 +161,19 @@ def train_all(world, cells, halved=()):
 
 
 @pytest.fixture(scope="module")
-def cells():
-    alone = train_all(World(0, 1, "cpu"), [(None, mode) for mode in dict.fromkeys(mode for _, mode in CELLS)])
-    return alone | run_on_ranks(4, __name__, "train_all", {"cells": CELLS, "halved": HALVED})[0]
+def alone():
+    return train_all(World(0, 1, "cpu"), [(None, mode) for mode in dict.fromkeys(mode for _, mode in CELLS + SHARDED)])
+
+
+@pytest.fixture(scope="module")
+def cells(alone):
+    return alone | run_on_ranks(4, __name__, "train_all", {"cells": CELLS, "halved": HALVED, "axes": {"tensor": 2}})[0]
+
+
+@pytest.fixture(scope="module")
+def sharded_cells(alone):
+    arguments = {"cells": SHARDED, "halved": SHARDED[:1], "axes": {"data": {"shard": 2}}}
+    return alone | run_on_ranks(4, __name__, "train_all", arguments)[0]
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +187,26 @@ def green():
 def test_a_schedule_on_pp2_tp2_follows_the_single_process(schedule, mode, cells, green):
     assert_follows(cells[schedule, mode], cells[None, mode], mode)
     green.add((schedule, mode))
+
+
+@family
+@pytest.mark.parametrize(("schedule", "mode"), SHARDED)
+def test_a_schedule_on_fsdp2_pp2_follows_the_single_process(schedule, mode, sharded_cells):
+    assert_follows(sharded_cells[schedule, mode], sharded_cells[None, mode], mode)
+
+
+@family
+@pytest.mark.parametrize(("schedule", "mode"), SHARDED[:1])
+def test_the_tolerance_rejects_one_shards_gradient_halved(schedule, mode, sharded_cells):
+    assert_strays(sharded_cells[schedule, mode, "halved"], sharded_cells[None, mode], mode)
+
+
+@on_ranks(4)
+def test_schedules_that_split_backwards_refuse_sharded_parameters(world):
+    for schedule in SCHEDULES.keys() - WHOLE_BACKWARD:
+        parallel = {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": schedule}}
+        with pytest.raises(paramp.ConfigError, match=f"got '{schedule}', expected 1f1b, gpipe"):
+            paramp.launch_from_torch({"parallel": parallel})
 
 
 def test_the_readmes_table_is_what_came_out(green, request):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, environment, python, torchrun
+from families import family, long
 
 import paramp
 from paramp.data.sampling import sample_offsets
@@ -365,6 +366,20 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once():
     result = python(
         "tests/support/scripts/one_rank_fails.py", "--tp", "2", "--pp", "2", *SMALL, timeout=90, CULPRIT=culprit
     )
+    assert result.returncode != 0
+    assert result.stderr.count("RuntimeError: disk on fire") == 1, result.stderr
+    assert result.stderr.count("Traceback") == 1, result.stderr
+    assert f"error: rank {culprit} failed" in result.stderr
+
+
+@family
+@long
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("other", [(), ("--tp", "2"), ("--pp", "2")], ids=["fsdp2", "fsdp2-tp2", "fsdp2-pp2"])
+def test_an_exception_on_one_rank_of_shards_ends_all_with_its_message_once(other):
+    """The others wait for it in a collective of the model."""
+    script, culprit = "tests/support/scripts/one_rank_fails.py", "1"
+    result = python(script, "--fsdp", "2", *other, *SMALL, timeout=90, CULPRIT=culprit)
     assert result.returncode != 0
     assert result.stderr.count("RuntimeError: disk on fire") == 1, result.stderr
     assert result.stderr.count("Traceback") == 1, result.stderr

@@ -54,13 +54,18 @@ def of_blocks(model="blocks", plan="RIGHT", layout=None, **options):
 LAYOUTS = {
     "pp2·tp2": {"tensor": 2, "pipeline": 2},
     "dp2·tp2": {"tensor": 2, "data": 2, "zero": 1, "sequence_parallel": True},
+    "replicate2·fsdp2": {"data": {"replicate": 2, "shard": 2}},
+    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
     "pp2·dp2": {"data": 2, "pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}},
 }
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
+    [
+        *[("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
+        *[("replicate2·fsdp2", "16-naive"), ("fsdp2·tp2", "16-mixed")],
+    ],
 )
 def test_a_correct_gpt_is_accepted(layout, precision):
     report = report_of("gpt", LAYOUTS[layout], precision)

@@ -4,9 +4,15 @@ Widen the gradient, unscale and clip it, step the master, round it to the weight
 once. What changes from step to step (learning rate, step count, scale) is in a tensor of coefficients, so that nothing
 is compiled again; what differs otherwise is a :class:`Variant`, each compiled once in a process.
 
-Inductor's loops for CPUs have two limits. They are not vectorised over int16. And a 16-bit element that is both read
-and written in place costs a failed store-to-load forwarding for each vector. So on a CPU a kernel reads and writes
-remainders in int32, and writes weights beside the old ones; its caller copies both while they are in the cache.
+Inductor's loops for CPUs have three limits:
+
+- They are not vectorised over int16. So a kernel reads and writes remainders in int32, and its caller converts them
+  while they are in the cache.
+- They go over as many elements at once as a vector has in fp32, unless each of the loops that are fused has 16-bit
+  elements (:func:`_store`).
+- Going over fp32 vectors, a 16-bit vector is written by a masked store of twice its width. The load of the next one has
+  to wait for it, if it is in the same tensor. So kernels with remainders, whose integers need the shorter loop, write
+  weights beside the old ones, and their caller copies them.
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from typing import Any
 import torch
 
 Options = Mapping[str, Any]
-Update = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,10 @@ class Family:
     order of :attr:`options`, one row for each range, and ``steps`` the number of the step; all float64."""
     options: Callable[[Options], tuple[float, ...]]
     """A group's options as numbers; the first is the learning rate, 0 if that is a tensor."""
-    update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Variant], Update]
-    """``(value, gradient, state, coefficients, variant)`` -> the new value and state, all in one dtype."""
+    state: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
+    """``(gradient, state, coefficients)`` -> the new state, all in one dtype."""
+    value: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Variant], torch.Tensor]
+    """``(value, gradient, new state, coefficients, variant)`` -> the new value."""
 
 
 def _rate(group: Options) -> float:
@@ -51,17 +58,17 @@ def _adam_coefficients(options: torch.Tensor, steps: torch.Tensor) -> Sequence[t
     return 1 - lr * decay, l2, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**steps), inverse_root, eps
 
 
-def _adam(
-    value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, variant: Variant
-) -> Update:
+def _adam_state(gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor) -> list[torch.Tensor]:
     exp_avg, exp_avg_sq, *largest = state
-    if variant.has_l2:
-        gradient = gradient + c[2] * value
     exp_avg = exp_avg + c[3] * (gradient - exp_avg)
     exp_avg_sq = c[4] * exp_avg_sq + c[5] * gradient * gradient
-    largest = [torch.maximum(one, exp_avg_sq) for one in largest]
-    root = (largest[0] if largest else exp_avg_sq).sqrt()
-    return c[1] * value - c[6] * exp_avg / (root * c[7] + c[8]), [exp_avg, exp_avg_sq, *largest]
+    return [exp_avg, exp_avg_sq, *(torch.maximum(one, exp_avg_sq) for one in largest)]
+
+
+def _adam_value(
+    value: torch.Tensor, _: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, __: Variant
+) -> torch.Tensor:
+    return c[1] * value - c[6] * state[0] / (state[-1].sqrt() * c[7] + c[8])
 
 
 def _sgd_options(group: Options) -> tuple[float, ...]:
@@ -72,20 +79,21 @@ def _sgd_coefficients(options: torch.Tensor, _: torch.Tensor) -> Sequence[torch.
     return options.unbind(1)
 
 
-def _sgd(
+def _sgd_state(gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor) -> list[torch.Tensor]:
+    return [c[3] * one + gradient for one in state]
+
+
+def _sgd_value(
     value: torch.Tensor, gradient: torch.Tensor, state: Sequence[torch.Tensor], c: torch.Tensor, variant: Variant
-) -> Update:
-    if variant.has_l2:
-        gradient = gradient + c[2] * value
-    momentum = [c[3] * one + gradient for one in state]
-    change = momentum[0] if momentum else gradient
+) -> torch.Tensor:
+    change = state[0] if state else gradient
     if variant.nesterov:
         change = gradient + c[3] * change
-    return value - c[1] * change, momentum
+    return value - c[1] * change
 
 
-ADAM = Family(_adam_coefficients, _adam_options, _adam)
-SGD = Family(_sgd_coefficients, _sgd_options, _sgd)
+ADAM = Family(_adam_coefficients, _adam_options, _adam_state, _adam_value)
+SGD = Family(_sgd_coefficients, _sgd_options, _sgd_state, _sgd_value)
 FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
@@ -118,7 +126,8 @@ def step_function(variant: Variant) -> Callable[..., None]:
     new value is written to the master, and rounded to ``rounded``, of the weight's dtype, or if that is None to the
     weight.
     """
-    update = variant.family.update
+    family = variant.family
+    store = _store if variant.device == "cpu" and not variant.has_remainder else _copy
 
     def step(
         weight: torch.Tensor,
@@ -133,16 +142,19 @@ def step_function(variant: Variant) -> Callable[..., None]:
         old = _exact(weight, master, remainder)
         dtype = old.dtype
         scaled = gradient.to(dtype) * coefficients[0]
-        new, states = update(old, scaled, [one.to(dtype) for one in state], coefficients, variant)
+        if variant.has_l2:
+            scaled = scaled + coefficients[2] * old
+        states = family.state(scaled, [one.to(dtype) for one in state], coefficients)
+        if skip is not None:
+            states = [torch.where(skip, one.to(dtype), other) for one, other in zip(state, states, strict=True)]
+        states = [store(one, other) for one, other in zip(state, states, strict=True)]
+        new = family.value(old, scaled, states, coefficients, variant)
         if skip is not None:
             new = torch.where(skip, old, new)
-            states = [torch.where(skip, one.to(dtype), other) for one, other in zip(state, states, strict=True)]
-        for one, other in zip(state, states, strict=True):
-            one.copy_(other)
         if master is not None:
-            master.copy_(new)
+            new = store(master, new)
         if remainder is not None:
-            remainder.copy_(left_over(new, new.to(weight.dtype)))
+            store(remainder, left_over(new, new.to(weight.dtype)))
         (weight if rounded is None else rounded).copy_(new)
 
     # torch.compile counts recompilations, of which it allows a few, by code object.
@@ -152,6 +164,30 @@ def step_function(variant: Variant) -> Callable[..., None]:
 
 
 _made: list[Variant] = []
+
+
+def inductor_options(compile_options: Options | None) -> tuple[tuple[str, Any], ...] | None:
+    """Inductor's own options among those for ``torch.compile``; None if nothing is compiled, or by another backend."""
+    if compile_options is None or compile_options.get("backend", "inductor") != "inductor":
+        return None
+    return tuple((compile_options.get("options") or {}).items())
+
+
+def _store(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Store ``value``; returns what to read in its place.
+
+    Inductor writes the result of a foreach operation to its target directly. After ``copy_``, or if ``value`` were used
+    further, a loop of its own would copy it, which has no 16-bit elements; and Inductor goes over a vector of 16-bit
+    elements at once only if all the loops that it fuses have some.
+    """
+    torch._foreach_copy_([target], [value])
+    return target if target.dtype is value.dtype else value
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As :func:`_store`, for a GPU, on which Inductor fuses no foreach operations with others, and for remainders."""
+    target.copy_(value)
+    return value
 
 
 @functools.cache
@@ -174,12 +210,12 @@ def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.T
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """:func:`~paramp.optim.master_residuals.join` without operations in place."""
+    """:func:`~paramp.precision.master_residuals.join` without operations in place."""
     wide = weight.float()
     bits = wide.view(torch.int32)
     if weight.dtype is torch.bfloat16:
         return (bits + remainder).view(torch.float32)
-    exponent = (bits & 0x7F800000).clamp(113 << 23, 142 << 23)
+    exponent = (bits & 0x7F800000).clamp(min=113 << 23)
     return wide - remainder.float() * (exponent - (26 << 23)).view(torch.float32)
 
 
@@ -191,7 +227,6 @@ def left_over(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.bfloat16:
         left, least = master.view(torch.int32) - bits, -(2**15)
     else:
-        scale = exponent.clamp(113 << 23, 142 << 23)
-        inverse = ((153 << 23) - scale + (127 << 23)).view(torch.float32)  # 1 / 2**(e - 26), exact
-        left, least = ((wide - master) * inverse).round().to(torch.int32), 1 - 2**15
+        inverse = ((24 << 23) - exponent.clamp(min=113 << 23)).view(torch.float32)  # -1 / 2**(e - 26), exact
+        left, least = ((master - wide) * inverse).round().to(torch.int32), 1 - 2**15
     return torch.where(exponent < 0x7F800000, left.clamp(least, 2**15 - 1), 0)

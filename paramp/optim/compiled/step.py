@@ -15,10 +15,10 @@ from ..flat_params import OptimizerWeights
 from ..fused_step import Block, FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
-from .kernels import FAMILIES, Family, Variant, compiled_step, joined, step_function
+from .kernels import FAMILIES, Family, Variant, compiled_step, inductor_options, joined, step_function
 
 BLOCK = 2**19
-"""Elements of a block on a CPU. A call costs some 25 us, and only one block of a result is read again."""
+"""Elements of a block with remainders on a CPU. A call costs some 35 us, and two results are read again."""
 TRIED = 256
 """Elements of the step with which each kernel is compared with its uncompiled function."""
 
@@ -28,28 +28,28 @@ def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer,
 
     Every rank has Inductor's compiler then (:func:`paramp.parallel.compiled_blocks.check_compiler`).
     """
-    options = context.config.compile_options
-    precision = context.config.precision
-    if precision.rounding == "stochastic" or precision.optimizer_state == "bf16":  # in torch's kernels only
+    settings, precision = inductor_options(context.config.compile_options), context.config.precision
+    in_kernels = precision.rounding == "stochastic" or precision.optimizer_state == "bf16"  # in torch's kernels only
+    if settings is None or in_kernels:
         return FusedStep
-    if options is None or options.get("backend", "inductor") != "inductor":
-        return FusedStep
-    return functools.partial(CompiledStep, settings=options.get("options") or {})
+    return functools.partial(CompiledStep, settings=settings)
 
 
 class CompiledStep(FusedStep):
     """AdamW, Adam and SGD in one loop over memory for each range.
 
-    On a CPU a range runs in blocks, whose results are copied to 16-bit weights and remainders while they are in the
-    cache (:mod:`paramp.optim.compiled.kernels`).
+    On a CPU a range with remainders runs in blocks, whose weights and remainders are copied while they are in the cache
+    (:mod:`paramp.optim.compiled.kernels`).
 
     Args:
         settings: options for Inductor.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, settings: tuple[tuple[str, Any], ...]
+    ) -> None:
         super().__init__(optimizer, weights)
-        self._settings = tuple(settings.items())
+        self._settings = settings
         self._family: Family = FAMILIES[type(optimizer)]
         self._on_cpu = weights.device.type == "cpu"
         self._options: tuple[tuple[tuple[float, ...], ...], torch.Tensor] | None = None
@@ -75,7 +75,8 @@ class CompiledStep(FusedStep):
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)
-            for block in self._in_blocks(step_range, BLOCK if self._on_cpu else step_range.length):
+            in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, ResidualMasters)
+            for block in self._in_blocks(step_range, BLOCK if in_blocks else step_range.length):
                 self._compiled_block(kernel, block, names, row, skip)
 
     def _compiled_block(
@@ -91,15 +92,14 @@ class CompiledStep(FusedStep):
         master = None if masters.stepped is weight else masters.stepped
         remainder = masters.remainders if isinstance(masters, ResidualMasters) else None
         state = [block.state[name] for name in names]
-        if not self._on_cpu or weight.dtype.itemsize > 2:
+        if not self._on_cpu or remainder is None:
             kernel(weight, master, remainder, gradient, state, row, skip, None)
             return
         rounded = self._scratch.like("rounded", weight, weight.dtype)
-        wide = None if remainder is None else self._widened("remainder", remainder, torch.int32)
+        wide = self._widened("remainder", remainder, torch.int32)
         kernel(weight, master, wide, gradient, state, row, skip, rounded)
         weight.copy_(rounded)
-        if remainder is not None and wide is not None:
-            remainder.copy_(wide)
+        remainder.copy_(wide)
 
     def _names(self, step_range: StepRange) -> tuple[str, ...]:
         return self._kernel.states(self._optimizer.param_groups[step_range.group])
@@ -162,7 +162,7 @@ def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) 
         master = exact.clone() if variant.has_master else None
         low = torch.arange(TRIED, device=device, dtype=torch.int32 if on_cpu else torch.int16)
         remainder = low if variant.has_remainder else None
-        rounded = torch.zeros_like(weight) if on_cpu and weight.itemsize == 2 else None
+        rounded = torch.zeros_like(weight) if on_cpu and variant.has_remainder else None
         states = [one.to(variant.state) for one in state]
         coefficients = torch.tensor([0.01, 0.99, 0.02, 0.1, 0.9, 0.1, 0.01, 1.0, 1e-8], device=device)
         row = coefficients.to(torch.promote_types(variant.state, torch.float32))

@@ -1,8 +1,9 @@
 """Whole matrices on one rank each, from the slices that ranks hold of them, and back.
 
 Each rank of a group holds a range of elements of its flattened shard of each matrix: all of it under tensor
-parallelism, a part under ZeRO. Each matrix has one owner in the group, so that the owners' work and memory are about
-equal. Owners get whole matrices by one all-to-all, and return slices by another (as in Dion, Ahn et al., 2025)::
+parallelism and FSDP2, a part under ZeRO. Each matrix has one owner in the group, so that the owners' work and memory
+are about equal. Owners get whole matrices by one all-to-all, and return slices by another (as in Dion, Ahn et al.,
+2025)::
 
     rank 0   A[:, :4]  B[:, :4]       all-to-all     A           step     A'     all-to-all    A'[:, :4]  B'[:, :4]
     rank 1   A[:, 4:]  B[:, 4:]       ---------->       B        --->        B'  ---------->   A'[:, 4:]  B'[:, 4:]

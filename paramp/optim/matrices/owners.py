@@ -1,4 +1,8 @@
-"""Which optimizers step whole matrices, each on the rank that owns it."""
+"""Which optimizers step whole matrices, each on the rank that owns it.
+
+Owners are among the ranks that together hold one replica of the shards, so nothing goes between replicas: they step the
+same matrices and get the same bits. Under ZeRO all data ranks have different parts, and owners are among all of them.
+"""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _num_packed(module: nn.Module) -> int:
         return 1
     from torch.distributed.tensor import Shard
 
-    placement = weight.placements[0]
+    placement = weight.placements[-1]  # those before are of data axes
     return weight.shape[placement.dim - 1] if isinstance(placement, Shard) else 1
 
 

@@ -64,7 +64,9 @@ def compare(
     tolerance = usual if tolerance is None else tolerance
     unit = rounding(precision)
     low = unit > torch.finfo(torch.float32).eps / 2
-    sizes = (("pp", parallel.pipeline.size), ("dp", parallel.data), ("tp", parallel.tensor.size))
+    data = parallel.data_axes
+    replicas = ("dp" if data.shard == 1 else "replicate", data.replicate)
+    sizes = (("pp", parallel.pipeline.size), replicas, ("fsdp", data.shard), ("tp", parallel.tensor.size))
     layout = "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
     limits = tolerance, UNITS_LOSS if low else tolerance, max(LATER / unit, tolerance)
     report = Report(layout, precision.name, unit, *limits, len(single.losses))

@@ -49,9 +49,7 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance: got {tolerance}, expected a finite number of 0 or more")
     config = configure(options, "sharded")
-    parallel = config.parallel
-    assert isinstance(parallel.data, int)
-    sizes = {"single": 1, "sharded": parallel.tensor.size * parallel.pipeline.size * parallel.data}
+    sizes = {"single": 1, "sharded": config.parallel.least_world_size}
     with tempfile.TemporaryDirectory(prefix="paramp-verify-") as name:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")

@@ -67,10 +67,12 @@ def configure(options: Options, run: str) -> Config:
     if (scaling := precision.scaling) is not None and scaling.min_scale != scaling.max_scale:
         first = max(min(INIT_SCALE, scaling.init_scale), scaling.min_scale or 0.0)
         precision = dataclasses.replace(precision, scaling=dataclasses.replace(scaling, init_scale=first))
-    data = 1 if config.parallel.data == "auto" else config.parallel.data
-    parallel = dataclasses.replace(config.parallel, data=data)
+    parallel = config.parallel
+    if parallel.data_axes.replicate == "auto":
+        data = 1 if parallel.shard == 1 else dataclasses.replace(parallel.data_axes, replicate=1)
+        parallel = dataclasses.replace(parallel, data=data)
     if run == "single":
-        chunks = data * config.parallel.pipeline.num_microbatches
+        chunks = parallel.data_size(parallel.least_world_size) * parallel.pipeline.num_microbatches
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
     return dataclasses.replace(
         config, parallel=parallel, precision=precision, masters=None, gradient_accumulation=1, train=TrainConfig()

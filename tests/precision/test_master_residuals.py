@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from reference import batches, small_gpt
 
 import paramp
-from paramp.optim.master_residuals import join, split
+from paramp.precision.master_residuals import join, split
 
 
 def every_weight(dtype):

@@ -1,0 +1,36 @@
+"""The sums of squares of the gradient norm, compiled by ``torch.compile`` for half-precision gradients on a CPU.
+
+torch's own norms read fp32 there, so half-precision gradients are widened into memory first. For fp32 gradients, and on
+GPUs, a compiled pass is no faster.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ...distributed.context import ParallelContext
+from ..grad_norm import Sums
+from .kernels import inductor_options
+
+
+def sums_for(context: ParallelContext) -> Sums | None:
+    """The compiled sums if the step is compiled (:func:`~paramp.optim.compiled.step.fused_step_for`); else None."""
+    options = inductor_options(context.config.compile_options)
+    if options is None or context.device.type != "cpu" or is_in_torch_dispatch_mode():
+        return None
+    return compiled_sums(options)
+
+
+def sums_of_squares(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row of ``rows``, 2-dim half precision; 1-dim fp32."""
+    return rows.float().square().sum(1)
+
+
+@functools.cache
+def compiled_sums(options: tuple[tuple[str, Any], ...]) -> Sums:
+    """:func:`sums_of_squares`, compiled with Inductor's ``options``; compiling takes seconds, in its first call."""
+    return torch.compile(sums_of_squares, dynamic=True, fullgraph=True, options=dict(options))
