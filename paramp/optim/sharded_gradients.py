@@ -93,6 +93,7 @@ class ShardedGradients(FlatGradients):
 
     def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
         """As in the base class, but reduced over data ranks."""
+        self._note_changes()
         for param in self._params:
             if param.parameter not in self._arrived and not bool(self._own_gradient(param).any()):
                 self._zeros[param] = param.version  # not counted
