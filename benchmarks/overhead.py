@@ -78,7 +78,7 @@ class Direct:
     """The training step, written directly on torch."""
 
     def __init__(self, model: GPT, context: paramp.ParallelContext, mode: str, num_microbatches: int) -> None:
-        self.device, self.dtype = context.device, AUTOCAST[mode]
+        self.device, self.dtype = context.device, AUTOCAST.get(mode)
         self.tp, self.pp, self.world_size = context.tp, context.pp, context.world_size
         module: nn.Module = model.to(self.device)
         if self.pp.size > 1:

@@ -83,7 +83,7 @@ class FullyShard(Direct):
         super().__init__(model, context, mode, 1)
 
     def _shard_data(self, module: nn.Module, context: ParallelContext, mode: str) -> None:
-        compute = AUTOCAST[mode]
+        compute = None if mode == "32-true" else torch.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
         self.dtype = None  # the policy casts
         mesh = context.mesh["dp" if context.config.parallel.shard == 1 else "dp_shard"]
