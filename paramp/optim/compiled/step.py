@@ -19,8 +19,9 @@ from .kernels import FAMILIES, Family, Variant, compiled_step, inductor_options,
 
 BLOCK = 2**19
 """Elements of a block with remainders on a CPU. A call costs some 35 us, and two results are read again."""
-TRIED = 256
-"""Elements of the step with which each kernel is compared with its uncompiled function."""
+TRIED = 2**16
+"""Elements of the step with which each kernel is compared with its uncompiled function. Inductor decides by this first
+call whether a kernel uses several threads: only if each has at least 512 elements."""
 
 
 def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer, OptimizerWeights], FusedStep]:
@@ -160,7 +161,7 @@ def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) 
         exact, gradient, *state = (one.to(device) for one in noise)
         weight = exact.to(variant.weight)
         master = exact.clone() if variant.has_master else None
-        low = torch.arange(TRIED, device=device, dtype=torch.int32 if on_cpu else torch.int16)
+        low = torch.arange(TRIED, device=device).remainder(256).to(torch.int32 if on_cpu else torch.int16)
         remainder = low if variant.has_remainder else None
         rounded = torch.zeros_like(weight) if on_cpu and variant.has_remainder else None
         states = [one.to(variant.state) for one in state]
