@@ -35,7 +35,8 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp import ShardedUnits, check_shardable, check_stages
+from ..parallel.fsdp.checks import check_shardable, check_stages
+from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages

@@ -21,6 +21,7 @@ from ..optim.fused_step import choose_step
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
+from ..optim.sharded_gradients import differing_orders, order_of_units
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from .loss_window import LossWindow
 from .state.weight_averages import WeightAverages
@@ -36,7 +37,7 @@ class StepDecision:
     skip: torch.Tensor
     """0-dim bool: the step is skipped on all ranks: an overflow, a total count of 0, or a failed rank."""
     num_failed: torch.Tensor
-    """0-dim float64: the number of ranks on which a batch failed."""
+    """0-dim float64: the number of ranks on which a batch failed; more, if ranks gathered different units of FSDP2."""
     divisor: torch.Tensor
     """0-dim float64: the divisor that unscales, averages and clips the gradients in one operation."""
     absent: list[FlatParam]
@@ -68,10 +69,15 @@ def decide_step(
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
     presence = [gradients.presence(first_names)] if differ else []
-    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
+    order = order_of_units(gradients, context)
+    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *order, *presence])
     if context.world_size > 1:
         all_reduce_(control)
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = control[:8].unbind()
+    rest = control[8:]
+    for own in order:
+        num_failed = num_failed + differing_orders(rest[: len(own)], context)
+        rest = rest[len(own) :]
     scale = scale.double()
     overflow = (found_any > 0) | ~squares.isfinite()
     uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
@@ -86,7 +92,7 @@ def decide_step(
         skip,
         num_failed,
         divisor=scale / torch.where(overflow, 1.0, factor),
-        absent=_absent(gradients, first_names, control[8:] if differ else None),
+        absent=_absent(gradients, first_names, rest if differ else None),
         values=torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight]),
     )
 

@@ -33,7 +33,7 @@ from ..base.module_surgery import PassThrough
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
-from .fsdp import is_unit
+from .fsdp.checks import is_unit
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEFAULT = "inductor"

@@ -27,7 +27,7 @@ from ..distributed.collectives import broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
-from .fsdp import ShardedUnits
+from .fsdp.units import ShardedUnits
 from .stage_io import StageOutput
 
 

@@ -17,3 +17,36 @@ def test_a_parameter_in_two_stages_of_one_rank_is_refused(world):
         found = "'0.weight' and '2.weight' are one parameter, in two stages of pipeline rank 0, expected one stage"
         with pytest.raises(paramp.ConfigError, match=found):
             paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+
+
+class SomeBlocks(nn.Module):
+    """Runs the first block, and one of the two others."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.chosen = 1
+
+    def forward(self, x):
+        return self.blocks[self.chosen](self.blocks[0](x))
+
+
+@on_ranks(2)
+def test_data_ranks_that_run_different_blocks_raise_at_the_step(world):
+    """The blocks have equal shapes, so that the collectives match: each rank computes with halves of two blocks."""
+    torch.manual_seed(0)
+    model = SomeBlocks()
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}):
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for chosen in (1, 2):  # the same on both ranks
+            engine.module.chosen = chosen
+            engine.evaluate(torch.ones(2, 4), torch.zeros(2, 4))
+            engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+            assert engine.step().stepped
+        before = engine.full_state_dict()
+        engine.module.chosen = 1 + world.rank
+        engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4), return_loss=False)
+        with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model"):
+            engine.step()
+        after = engine.full_state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -21,22 +21,19 @@ ranks may have one; and what a failed batch left is dropped.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..base.dtensor import is_dtensor
-from ..base.errors import ConfigError
-from ..base.module_surgery import BATCH_NORMS, PassThrough, num_hooks
-from ..base.trees import map_tensors
-from ..distributed.context import ParallelContext
-from ..precision.policy import Precision
+from ...base.module_surgery import BATCH_NORMS, PassThrough
+from ...base.trees import map_tensors
+from ...distributed.context import ParallelContext
+from ...precision.policy import Precision
+from .records import gradient_of, groups, groups_of, has_been_gathered, held, is_partial, reset
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -44,52 +41,10 @@ CAST_LAYERS = (
 )
 """Autocast casts their weights; those of derived classes too, unless their forward is another."""
 
-
 UNCALLED = (
     "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
     "compute with them in its forward, or keep what others compute with in a module outside of the block"
 )
-
-
-def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
-    if context.config.parallel.shard == 1:
-        return
-    for parameter, names in names_of.items():
-        if not parameter.ndim and parameter.requires_grad:
-            raise ConfigError(
-                f"model: {names[0]!r} has no dims, expected at least one, because parallel.data.shard is "
-                f"{context.config.parallel.shard}; give it the shape (1,), or freeze it"
-            )
-        if num_hooks(parameter):
-            raise ConfigError(
-                f"model: {names[0]!r} has a hook on its gradient, expected none, because parallel.data.shard is "
-                f"{context.config.parallel.shard} and fully_shard calls no hooks of parameters; change the gradient in "
-                "engine.before_step instead"
-            )
-
-
-def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
-    """Raise a ConfigError if two of the model's ``stages`` on one rank share a parameter: a unit is in one stage."""
-    pipeline = context.config.parallel.pipeline
-    for rank in range(pipeline.size if context.config.parallel.shard > 1 else 0):
-        held: dict[nn.Parameter, str] = {}
-        for index in pipeline.stages_of(rank):
-            own = {parameter: name for name, parameter in stages[index].named_parameters()}
-            if both := held.keys() & own.keys():
-                name, other = min((held[one], own[one]) for one in both)
-                raise ConfigError(
-                    f"model: {name!r} and {other!r} are one parameter, in two stages of pipeline rank {rank}, expected "
-                    f"one stage, because parallel.data.shard is {context.config.parallel.shard}; choose a schedule "
-                    "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
-                )
-            held |= own
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether ``module`` is a unit of FSDP2."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
 
 
 class ShardedUnits:
@@ -102,6 +57,7 @@ class ShardedUnits:
         self._roots: list[Any] = []
         self._units: list[Any] = []
         self._listeners: list[Callable[[torch.Tensor], None]] = []
+        self._order = 0
         names = list(blocks)
         sharded: set[nn.Parameter] = set()
         for stage in stages:
@@ -135,6 +91,7 @@ class ShardedUnits:
 
         context = self._context
         module.register_forward_hook(_without_views)  # before that of fully_shard
+        number = len(self._units) + 1
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(
@@ -146,10 +103,11 @@ class ShardedUnits:
         )
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
+        module.register_forward_pre_hook(_RecordsGathering(self, unit, number), prepend=True)
         self._units.append(unit)
         if is_root:
             self._roots.append(unit)
-        for group in _groups(unit):
+        for group in groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
             if any(map(self._is_gathered_in_half, group.fsdp_params)):
@@ -179,23 +137,23 @@ class ShardedUnits:
 
     def padded_sizes(self) -> dict[nn.Parameter, int]:
         """The elements that each rank's shard of a parameter takes in an all-gather."""
-        return {_held(one): one.padded_sharded_param_size.numel() for one in self._params()}
+        return {held(one): one.padded_sharded_param_size.numel() for one in self._params()}
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
-            one.sharded_param = _held(one)
+            one.sharded_param = held(one)
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
-        found = (one for one in self._params() if _held(one) is parameter and _has_been_gathered(one))
+        found = (one for one in self._params() if held(one) is parameter and has_been_gathered(one))
         return next((one._unsharded_param for one in found), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""
-        return (one for unit in self._units for group in _groups(unit) for one in group.fsdp_params)
+        return (one for unit in self._units for group in groups(unit) for one in group.fsdp_params)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -233,7 +191,7 @@ class ShardedUnits:
         root.set_requires_gradient_sync(True)
         state = root._get_fsdp_state()
         for one in state._state_ctx.all_states:
-            for group in _groups_of(one):
+            for group in groups_of(one):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
@@ -249,12 +207,21 @@ class ShardedUnits:
             root.set_is_last_backward(True)
             root.set_reshard_after_backward(True)
             if root._get_fsdp_state()._is_root:
-                _reset(root)
+                reset(root)
         for one in self._params():
             one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):
                 one._unsharded_param.grad = None
         self.reshard()
+
+    def add_gathered(self, number: int) -> None:
+        """Record that a unit is gathered for a forward."""
+        self._order = (self._order * 31 + number) % 2**12
+
+    def take_order(self) -> int:
+        """A number below 2**12 for the order in which units were gathered since the last call."""
+        order, self._order = self._order, 0
+        return order
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
@@ -265,9 +232,9 @@ class ShardedUnits:
 
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
-        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and _has_been_gathered(one)]
+        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and has_been_gathered(one)]
         for one in trained:
-            for call in self._listeners if _gradient(one) is not None else ():
+            for call in self._listeners if gradient_of(one) is not None else ():
                 call(one.sharded_param)
         if group.reduce_grads and trained:
             self._complete(trained)
@@ -276,18 +243,18 @@ class ShardedUnits:
     def _complete(self, trained: Sequence[Any]) -> None:
         """Give each parameter a gradient, all in one dtype and with the parameters' placements."""
         for one in trained:
-            if _gradient(one) is None:  # other ranks may have one, and all take part in the reduction
+            if gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
                 one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
-        mixed = len({_gradient(one).dtype for one in trained}) > 1
-        if mixed or any(one.unsharded_accumulated_grad is not None or _is_partial(one) for one in trained):
+        mixed = len({gradient_of(one).dtype for one in trained}) > 1
+        if mixed or any(one.unsharded_accumulated_grad is not None or is_partial(one) for one in trained):
             for one in trained:
                 one.accumulate_unsharded_grad_if_needed()
                 one.to_accumulated_grad_if_needed()
-        for one in filter(_is_partial, trained):
+        for one in filter(is_partial, trained):
             self._sum_over_tensor_ranks(one)
 
     def _sum_over_tensor_ranks(self, one: Any) -> None:
-        gradient = _gradient(one)
+        gradient = gradient_of(one)
         dtype = self._context.config.precision.reduce_dtypes.tp
         wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
         summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
@@ -295,6 +262,17 @@ class ShardedUnits:
             one.unsharded_accumulated_grad = summed
         else:
             one._unsharded_param.grad = summed
+
+
+class _RecordsGathering:
+    """The hook before the forward of a unit, which records that its parameters are about to be gathered."""
+
+    def __init__(self, units: ShardedUnits, unit: Any, number: int) -> None:
+        self._units, self._unit, self._number = units, unit, number
+
+    def __call__(self, *_: Any) -> None:
+        if any(group.is_sharded for group in groups(self._unit)):
+            self._units.add_gathered(self._number)
 
 
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
@@ -341,61 +319,3 @@ def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
     everywhere = [id(parameter) for parameter in parameters.values()]
     return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
-
-
-def _reset(root: Any) -> None:
-    """Set torch's records of the batch in ``root``, which failed, to those of none."""
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
-        root.reset_iter_state()
-        return
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    state = root._get_fsdp_state()
-    if state._device.type == "cuda":
-        torch.cuda.synchronize(state._device)
-    shared, communication = state._state_ctx, state._comm_ctx
-    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
-    communication.all_gather_state = communication.reduce_scatter_state = None
-    communication.post_forward_order.clear()
-    for one in shared.all_states:
-        one._training_state = TrainingState.IDLE
-        for group in _groups_of(one):
-            work = group._all_gather_result and group._all_gather_result.all_gather_work
-            if isinstance(work, dist.Work):
-                work.wait()
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._reshard_after_forward_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-
-
-def _groups(unit: Any) -> list[Any]:
-    return _groups_of(unit._get_fsdp_state())
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """torch's groups of parameters that are gathered together."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
-
-
-def _held(one: Any) -> Any:
-    """The parameter that the module of torch's record ``one`` has now."""
-    return one._module_info.module._parameters[one._module_info.param_name]
-
-
-def _has_been_gathered(one: Any) -> bool:
-    return hasattr(one, "_unsharded_param")
-
-
-def _gradient(one: Any) -> Any:
-    """The gradient of a gathered parameter that is not reduced over data ranks yet; None if there is none."""
-    accumulated = one.unsharded_accumulated_grad
-    return one._unsharded_param.grad if accumulated is None else accumulated
-
-
-def _is_partial(one: Any) -> bool:
-    """Whether the gradient has other placements on the tensor axis than the parameter."""
-    gradient = _gradient(one)
-    return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements

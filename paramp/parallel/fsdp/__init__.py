@@ -1,0 +1,1 @@
+"""Parameters sharded over data ranks by torch's FSDP2."""

@@ -1,0 +1,53 @@
+"""What FSDP2 cannot shard, as errors before it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...base.module_surgery import num_hooks
+from ...distributed.context import ParallelContext
+
+
+def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
+    """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
+    if context.config.parallel.shard == 1:
+        return
+    for parameter, names in names_of.items():
+        if not parameter.ndim and parameter.requires_grad:
+            raise ConfigError(
+                f"model: {names[0]!r} has no dims, expected at least one, because parallel.data.shard is "
+                f"{context.config.parallel.shard}; give it the shape (1,), or freeze it"
+            )
+        if num_hooks(parameter):
+            raise ConfigError(
+                f"model: {names[0]!r} has a hook on its gradient, expected none, because parallel.data.shard is "
+                f"{context.config.parallel.shard} and fully_shard calls no hooks of parameters; change the gradient in "
+                "engine.before_step instead"
+            )
+
+
+def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
+    """Raise a ConfigError if two of the model's ``stages`` on one rank share a parameter: a unit is in one stage."""
+    pipeline = context.config.parallel.pipeline
+    for rank in range(pipeline.size if context.config.parallel.shard > 1 else 0):
+        held: dict[nn.Parameter, str] = {}
+        for index in pipeline.stages_of(rank):
+            own = {parameter: name for name, parameter in stages[index].named_parameters()}
+            if both := held.keys() & own.keys():
+                name, other = min((held[one], own[one]) for one in both)
+                raise ConfigError(
+                    f"model: {name!r} and {other!r} are one parameter, in two stages of pipeline rank {rank}, expected "
+                    f"one stage, because parallel.data.shard is {context.config.parallel.shard}; choose a schedule "
+                    "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
+                )
+            held |= own
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)

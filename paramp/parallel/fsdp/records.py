@@ -1,0 +1,70 @@
+"""torch's records of the parameters that FSDP2 shards: private attributes, which are the same from torch 2.11 on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...base.dtensor import is_dtensor
+
+
+def reset(root: Any) -> None:
+    """Set torch's records of the batch in ``root``, which failed, to those of none."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = root._get_fsdp_state()
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    shared, communication = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        for group in groups_of(one):
+            work = group._all_gather_result and group._all_gather_result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+
+
+def groups(unit: Any) -> list[Any]:
+    """torch's groups of parameters of a unit."""
+    return groups_of(unit._get_fsdp_state())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """torch's groups of parameters that are gathered together."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def held(one: Any) -> Any:
+    """The parameter that the module of torch's record ``one`` has now."""
+    return one._module_info.module._parameters[one._module_info.param_name]
+
+
+def has_been_gathered(one: Any) -> bool:
+    """Whether torch has made the gathered parameter of its record ``one``."""
+    return hasattr(one, "_unsharded_param")
+
+
+def gradient_of(one: Any) -> Any:
+    """The gradient of a gathered parameter that is not reduced over data ranks yet; None if there is none."""
+    accumulated = one.unsharded_accumulated_grad
+    return one._unsharded_param.grad if accumulated is None else accumulated
+
+
+def is_partial(one: Any) -> bool:
+    """Whether the gradient has other placements on the tensor axis than the parameter."""
+    gradient = gradient_of(one)
+    return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
