@@ -2,7 +2,7 @@
 
 After each step that was made, ``average += (1 - decay) * (weight - average)``, for the master if the weight has one.
 Each rank averages what it steps, so averages are sharded as masters are: over tensor ranks, over stages, and with
-ZeRO-1 over data ranks.
+ZeRO-1 or FSDP2 over data ranks.
 """
 
 from __future__ import annotations
