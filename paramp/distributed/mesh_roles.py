@@ -223,7 +223,7 @@ def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
         tensor, pipeline = given.tensor, given.pipeline
         tensor = replace(tensor, size=wanted["tensor"]["size"]) if tensor.size == 1 else tensor
         pipeline = replace(pipeline, size=wanted["pipeline"]["size"]) if pipeline.size == 1 else pipeline
-        data = _plain_data(wanted["data"]) if given.data == "auto" else given.data
+        data = _with_data_sizes(given.data, wanted["data"])
         return replace(source, parallel=replace(given, tensor=tensor, pipeline=pipeline, data=data))
     tree = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
     tables = tree.get("parallel") if isinstance(tree, Mapping) else tree
@@ -232,11 +232,21 @@ def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
     filled: dict[str, Any] = {}
     for name, sizes in wanted.items():
         table = (tables or {}).get(name)
-        if isinstance(table, Mapping):
+        if isinstance(table, DataConfig):
+            filled[name] = _with_data_sizes(table, sizes)
+        elif isinstance(table, Mapping):
             filled[name] = {key: size for key, size in sizes.items() if table.get(key, "auto") == "auto"}
         elif table in (None, "auto"):
             filled[name] = _plain_data(sizes) if name == "data" else sizes
     return load(tree, {"parallel": filled})
+
+
+def _with_data_sizes(data: int | str | DataConfig, sizes: Mapping[str, int]) -> Any:
+    """The value ``data`` of ``parallel.data`` with ``sizes`` where it gives none."""
+    if isinstance(data, DataConfig):
+        replicate = sizes["replicate"] if data.replicate == "auto" else data.replicate
+        return replace(data, replicate=replicate, shard=sizes["shard"] if data.shard == 1 else data.shard)
+    return _plain_data(sizes) if data == "auto" else data
 
 
 def _plain_data(sizes: Mapping[str, int]) -> int | DataConfig:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ..base.errors import ConfigError
 from ..distributed.collectives import all_reduce_
 from ..distributed.context import ParallelContext
 from ..optim.compiled.norm import sums_for
 from ..optim.compiled.step import fused_step_for
 from ..optim.flat_gradients import FlatGradients
 from ..optim.flat_params import FlatWeights
-from ..optim.fused_step import choose_step
+from ..optim.fused_step import Step, choose_step
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
@@ -144,7 +145,13 @@ class OptimizerStep:
         self._counters = counters
         self._averages = averages
         self._context = context
-        self.updates = [choose_step(one, fused_step_for(context)) for one in weights.by_optimizer]
+        self.updates: list[Step] = []
+        problem = None
+        try:
+            self.updates += [choose_step(one, fused_step_for(context)) for one in weights.by_optimizer]
+        except ConfigError as error:  # on some ranks only: others may step no parameter of that optimizer
+            problem = error
+        losses.failure.agree(problem)
         # After choose_step, which looks for the user's hooks.
         self._guards = [StepGuard(optimizer, ONLY_THE_ENGINE_STEPS) for optimizer in self._optimizers]
         for optimizer in self._optimizers:

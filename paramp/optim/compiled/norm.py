@@ -18,7 +18,7 @@ from .kernels import inductor_options
 
 
 def sums_for(context: ParallelContext) -> Sums | None:
-    """The compiled sums if the step is compiled (:func:`~paramp.optim.compiled.step.fused_step_for`); else None."""
+    """The compiled sums, with ``compile`` in the configuration, on a CPU; else None."""
     options = inductor_options(context.config.compile_options)
     if options is None or context.device.type != "cpu" or is_in_torch_dispatch_mode():
         return None

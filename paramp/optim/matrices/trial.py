@@ -52,6 +52,7 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
 
 def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int, device: torch.device) -> bool:
     """As :func:`needs_whole_matrices`, with the options of one group and a tensor of ``ndim`` dims."""
+    ndim = min(ndim, 8)  # 320 columns have no more than six dims of 2
     shape = (SHAPE[0], -1, *[2] * (ndim - 2)) if ndim > 1 else (-1,)
     for dtype in (torch.float64, torch.float32):  # some kernels are for float32 only
         weight, other, *gradients = (one.view(shape) for one in _matrices(dtype, device))

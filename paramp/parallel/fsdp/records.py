@@ -48,6 +48,17 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
+def drop_prefetched(group: Any) -> None:
+    """Drop an all-gather that no forward or backward has used, whose values may be old at the next one."""
+    result = group._all_gather_result
+    if result is not None:
+        if isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+        if result.all_gather_event is not None:
+            torch.accelerator.current_stream().wait_event(result.all_gather_event)
+        group._all_gather_result = None
+
+
 def held(one: Any) -> Any:
     """The parameter that the module of torch's record ``one`` has now."""
     return one._module_info.module._parameters[one._module_info.param_name]
@@ -64,7 +75,7 @@ def gradient_of(one: Any) -> Any:
     return one._unsharded_param.grad if accumulated is None else accumulated
 
 
-def is_partial(one: Any) -> bool:
+def is_mismatched(one: Any) -> bool:
     """Whether the gradient has other placements on the tensor axis than the parameter."""
     gradient = gradient_of(one)
     return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements

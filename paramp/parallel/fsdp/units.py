@@ -33,7 +33,7 @@ from ...base.module_surgery import BATCH_NORMS, PassThrough
 from ...base.trees import map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
-from .records import gradient_of, groups, groups_of, has_been_gathered, held, is_partial, reset
+from .records import drop_prefetched, gradient_of, groups, groups_of, has_been_gathered, held, is_mismatched, reset
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -41,10 +41,17 @@ CAST_LAYERS = (
 )
 """Autocast casts their weights; those of derived classes too, unless their forward is another."""
 
-UNCALLED = (
-    "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while that block is called; "
-    "compute with them in its forward, or keep what others compute with in a module outside of the block"
-)
+ERRORS = {
+    "mixed torch.Tensor and DTensor": (
+        "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while it is called; "
+        "compute with them in its forward, or keep what others compute with in a module outside of the block"
+    ),
+    "must have the same dtype": (
+        "paramp: under parallel.data.shard, mixed modes gather the weights of linear and convolution layers in half "
+        "precision, also where autocast is off; give a layer that computes in fp32 a class with a forward of its own"
+    ),
+}
+"""Parts of the messages of torch's errors, and what they mean here."""
 
 
 class ShardedUnits:
@@ -63,7 +70,6 @@ class ShardedUnits:
         for stage in stages:
             self._shard_stage(stage, names, sharded)
             sharded.update(stage.parameters())
-        self._set_prefetch(context.config.parallel.data_axes.prefetch)
 
     # ------------------------------------------------------------------------------------------------------ sharding
 
@@ -76,9 +82,12 @@ class ShardedUnits:
             for module in modules.values():
                 if isinstance(module, BATCH_NORMS) and next(module.parameters(recurse=False), None) is not None:
                     self._fully_shard(module, None, done)
+        units: list[Any] = []
         for block in map(modules.get, blocks):
             if block is not None and not isinstance(block, PassThrough) and _is_alone(block, before):
                 self._fully_shard(block, _gathered_dtype(precision), done)
+                units.append(block)
+        _set_prefetch(units, self._context.config.parallel.data_axes.prefetch)
         self._fully_shard(stage, _gathered_dtype(precision), done, is_root=True)
         for name, new in stage.named_parameters(remove_duplicate=False):
             if before[name] is not new:
@@ -129,12 +138,6 @@ class ShardedUnits:
             one.param_dtype = self._context.config.precision.compute
         one.reduce_dtype = policy.reduce_dtype or one.orig_dtype
 
-    def _set_prefetch(self, count: int) -> None:
-        blocks = [unit for unit in self._units if unit not in self._roots]
-        for index, unit in enumerate(blocks if count else []):
-            unit.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
-            unit.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])
-
     def padded_sizes(self) -> dict[nn.Parameter, int]:
         """The elements that each rank's shard of a parameter takes in an all-gather."""
         return {held(one): one.padded_sharded_param_size.numel() for one in self._params()}
@@ -180,8 +183,9 @@ class ShardedUnits:
             yield
         except BaseException as error:
             self.reset()
-            if "mixed torch.Tensor and DTensor" in str(error):
-                error.add_note(UNCALLED)
+            for text, note in ERRORS.items():
+                if text in str(error):
+                    error.add_note(note)
             raise
 
     def _reduce(self, root: Any) -> None:
@@ -198,7 +202,14 @@ class ShardedUnits:
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers what a step or a load has written."""
         for unit in self._units:
+            for group in groups(unit):
+                drop_prefetched(group)
             unit.reshard()
+
+    def follow_freezing(self) -> None:
+        """Let gathered parameters require gradients where the sharded ones do, as torch does when it gathers them."""
+        for one in filter(has_been_gathered, self._params()):
+            one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
 
     def reset(self) -> None:
         """Drop what a failed batch left: gathered parameters and gradients that are not reduced yet."""
@@ -210,9 +221,10 @@ class ShardedUnits:
                 reset(root)
         for one in self._params():
             one.unsharded_accumulated_grad = None
-            if hasattr(one, "_unsharded_param"):
+            if has_been_gathered(one):
                 one._unsharded_param.grad = None
         self.reshard()
+        self._order = 0
 
     def add_gathered(self, number: int) -> None:
         """Record that a unit is gathered for a forward."""
@@ -232,6 +244,8 @@ class ShardedUnits:
 
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
+        if not any(map(has_been_gathered, group.fsdp_params)):
+            return  # the unit has not run yet, as in a pipeline's first microbatch
         trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and has_been_gathered(one)]
         for one in trained:
             for call in self._listeners if gradient_of(one) is not None else ():
@@ -246,11 +260,11 @@ class ShardedUnits:
             if gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
                 one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
         mixed = len({gradient_of(one).dtype for one in trained}) > 1
-        if mixed or any(one.unsharded_accumulated_grad is not None or is_partial(one) for one in trained):
+        if mixed or any(one.unsharded_accumulated_grad is not None or is_mismatched(one) for one in trained):
             for one in trained:
                 one.accumulate_unsharded_grad_if_needed()
                 one.to_accumulated_grad_if_needed()
-        for one in filter(is_partial, trained):
+        for one in filter(is_mismatched, trained):
             self._sum_over_tensor_ranks(one)
 
     def _sum_over_tensor_ranks(self, one: Any) -> None:
@@ -273,6 +287,13 @@ class _RecordsGathering:
     def __call__(self, *_: Any) -> None:
         if any(group.is_sharded for group in groups(self._unit)):
             self._units.add_gathered(self._number)
+
+
+def _set_prefetch(blocks: Sequence[Any], count: int) -> None:
+    """Let each of a stage's ``blocks`` begin to gather the next ``count``."""
+    for index, unit in enumerate(blocks if count else []):
+        unit.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + count]))
+        unit.set_modules_to_backward_prefetch(list(blocks[max(0, index - count) : index][::-1]))
 
 
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
