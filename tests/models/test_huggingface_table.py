@@ -49,7 +49,6 @@ PART = {
     ("LLaVA", "pp2", "16-mixed"),
     ("Qwen3", "tp2·pp2", "16-mixed"),
     ("Qwen2", "fsdp2", "16-mixed"),
-    ("T5", "fsdp2·tp2", "16-naive"),
     ("GPT-2", "fsdp2·pp2", "16-naive"),
 }
 CELLS = chosen("huggingface", EVERYTHING, PART, 6)

@@ -50,3 +50,55 @@ def test_data_ranks_that_run_different_blocks_raise_at_the_step(world):
             engine.step()
         after = engine.full_state_dict()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@on_ranks(2)
+def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
+    """The forward of the first block begins to gather the second, which the evaluation leaves out."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "prefetch": 1}}}):
+        model = SomeBlocks()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        x, y = torch.ones(2, 4), torch.zeros(2, 4)
+        engine.module.chosen = 2
+        engine.evaluate(x, y)
+        with torch.no_grad():
+            for parameter in engine.parameters():
+                parameter.to_local().mul_(2.0)
+        engine.module.chosen = 1
+        plain = SomeBlocks()
+        plain.load_state_dict(engine.full_state_dict())
+        torch.testing.assert_close(engine.evaluate(x, y), nn.functional.mse_loss(plain(x), y).detach())
+
+
+@on_ranks(4)
+def test_prefetch_with_several_stages_on_a_rank(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))
+    x, y = torch.randn(2, 8, 4)
+    expected = nn.functional.mse_loss(model(x), y).detach()
+    pipeline = {"size": 2, "schedule": "interleaved-1f1b"}
+    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline, "data": {"shard": 2, "prefetch": 1}}}) as context:
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        own = slice(4 * context.dp.rank, 4 * context.dp.rank + 4)
+        torch.testing.assert_close(engine.forward_backward(x[own], y[own]), expected)
+        assert engine.step().stepped
+
+
+@on_ranks(4)
+def test_parameters_frozen_for_a_while_under_a_pipeline(world):
+    """A pipeline's first batch of a kind tries each stage with all parameters, whose gathering lasts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, y = torch.randn(2, 4, 4)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(model.state_dict())
+    plain[1].weight.requires_grad_(False)
+    nn.functional.mse_loss(plain(x), y).backward()
+    norm = sum(one.grad.square().sum() for one in plain.parameters() if one.grad is not None).sqrt()
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": {"shard": 2}}}) as context:
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for name, parameter in engine.named_parameters():
+            parameter.requires_grad_(name != "1.weight")
+        own = slice(2 * context.dp.rank, 2 * context.dp.rank + 2)
+        engine.forward_backward(x[own], y[own])
+        assert engine.step().grad_norm == pytest.approx(float(norm), rel=1e-5)

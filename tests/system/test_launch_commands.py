@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start
+from families import family, long
 from hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -79,6 +80,8 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
+@family
+@long
 def test_two_agents_that_start_their_ranks_again(tmp_path):
     """Their store outlives the ranks, and each agent counts its restarts for itself."""
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
@@ -99,6 +102,8 @@ def test_two_agents_that_start_their_ranks_again(tmp_path):
 # ------------------------------------------------------------------------------------------------------- two hosts
 
 
+@family
+@long
 @pytest.mark.parametrize("mpi", ["mpich"])
 def test_mpirun_on_two_hosts(mpi, hosts, tmp_path, expected):
     """With the example's hostfile, whose two hosts have these names."""

@@ -57,7 +57,7 @@ def everything(engine):
 @family
 @pytest.mark.parametrize(
     ("layout", "mode", "chosen"),
-    [(*case, offset("sharded overflow", number, 7)) for number, case in enumerate(CASES)],
+    [(*case, offset("sharded overflow", number, 11)) for number, case in enumerate(CASES)],
     ids=map("-".join, CASES),
 )
 @on_ranks(4, cuda=True)

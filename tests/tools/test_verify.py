@@ -15,6 +15,7 @@ import torch
 from assistant import PLAN as ASSISTANT_PLAN
 from assistant import dialogue
 from commands import ROOT, python
+from families import family, long
 from pool import World, run_on_ranks
 from pretrained import build
 from torch import nn
@@ -64,7 +65,7 @@ LAYOUTS = {
     ("layout", "precision"),
     [
         *[("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
-        *[("replicate2·fsdp2", "16-naive"), ("fsdp2·tp2", "16-mixed")],
+        *[("replicate2·fsdp2", "16-naive"), pytest.param("fsdp2·tp2", "16-mixed", marks=[family, long])],
     ],
 )
 def test_a_correct_gpt_is_accepted(layout, precision):
