@@ -236,7 +236,6 @@ class Pipeline:
             if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = self._new_schedule(microbatch, backward)
-            self._stages.follow_freezing()
         ready = self._schedules[key]
         for linked, received, sent in zip(self._linked, ready.received, ready.sent, strict=True):
             linked.received, linked.sent = received, sent

@@ -108,11 +108,6 @@ class Stages(nn.Module):
         """A context for a backward outside of :meth:`running`, after whose failure another batch can follow."""
         return nullcontext() if self._units is None else self._units.resetting()
 
-    def follow_freezing(self) -> None:
-        """Call it where parameters were frozen or unfrozen within a batch."""
-        if self._units is not None:
-            self._units.follow_freezing()
-
     def used_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor that modules compute with in a batch in place of ``parameter``, of which this rank has a shard."""
         return parameter if self._units is None else self._units.gathered(parameter)

@@ -82,23 +82,3 @@ def test_prefetch_with_several_stages_on_a_rank(world):
         own = slice(4 * context.dp.rank, 4 * context.dp.rank + 4)
         torch.testing.assert_close(engine.forward_backward(x[own], y[own]), expected)
         assert engine.step().stepped
-
-
-@on_ranks(4)
-def test_parameters_frozen_for_a_while_under_a_pipeline(world):
-    """A pipeline's first batch of a kind tries each stage with all parameters, whose gathering lasts."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x, y = torch.randn(2, 4, 4)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    plain.load_state_dict(model.state_dict())
-    plain[1].weight.requires_grad_(False)
-    nn.functional.mse_loss(plain(x), y).backward()
-    norm = sum(one.grad.square().sum() for one in plain.parameters() if one.grad is not None).sqrt()
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": {"shard": 2}}}) as context:
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        for name, parameter in engine.named_parameters():
-            parameter.requires_grad_(name != "1.weight")
-        own = slice(2 * context.dp.rank, 2 * context.dp.rank + 2)
-        engine.forward_backward(x[own], y[own])
-        assert engine.step().grad_norm == pytest.approx(float(norm), rel=1e-5)

@@ -206,11 +206,6 @@ class ShardedUnits:
                 drop_prefetched(group)
             unit.reshard()
 
-    def follow_freezing(self) -> None:
-        """Let gathered parameters require gradients where the sharded ones do, as torch does when it gathers them."""
-        for one in filter(has_been_gathered, self._params()):
-            one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
-
     def reset(self) -> None:
         """Drop what a failed batch left: gathered parameters and gradients that are not reduced yet."""
         for root in self._roots:
