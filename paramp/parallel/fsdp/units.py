@@ -183,9 +183,9 @@ class ShardedUnits:
             yield
         except BaseException as error:
             self.reset()
-            for text, note in ERRORS.items():
+            for text, advice in ERRORS.items():
                 if text in str(error):
-                    error.add_note(note)
+                    error.add_note(advice)
             raise
 
     def _reduce(self, root: Any) -> None:
