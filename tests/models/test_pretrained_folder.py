@@ -15,7 +15,12 @@ pytest.importorskip("transformers")
 from pretrained import batches, build
 
 PIPELINE = {"size": 2, "microbatches": 2}
-LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": PIPELINE}, "zero": {"data": 2, "zero": 1}}
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": PIPELINE},
+    "zero": {"data": 2, "zero": 1},
+    "fsdp2": {"data": {"shard": 2}},
+}
 
 
 def sgd(parameters):
@@ -30,7 +35,10 @@ def reloaded(name, folder):
 
 @pytest.mark.parametrize(
     ("name", "layout", "mode"),
-    [("Mixtral", "tp2", "16-naive"), ("T5", "pp2", "32-true"), ("Qwen2", "zero", "16-naive")],
+    [
+        *[("Mixtral", "tp2", "16-naive"), ("T5", "pp2", "32-true"), ("Qwen2", "zero", "16-naive")],
+        ("T5", "fsdp2", "16-naive"),
+    ],
 )
 @on_ranks(2)
 def test_logits_after_reload_are_the_engines(world, name, layout, mode):

@@ -130,7 +130,8 @@ def test_sharded_blocks_train_as_eagerly(world, layout):
     assert counts.graphs <= 3
 
 
-@pytest.mark.parametrize("how", ["none", "full", 2, "selective"])
+@family
+@pytest.mark.parametrize("how", chosen("compiled dropout", ["none", "full", 2, "selective"], ["full", "selective"], 1))
 def test_dropout_and_checkpointing_in_one_process(how):
     config = {"activation_checkpointing": how, "dropout": 0.1}
     counts = counting()

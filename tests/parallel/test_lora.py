@@ -19,6 +19,7 @@ LAYOUTS = {
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
     "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
+    "fsdp2": {"data": {"shard": 2}},
 }
 # Colwise and rowwise layers, and layers that are trained whole.
 TARGETS = {
@@ -95,10 +96,10 @@ def follows(name, layout):
         optimizer.zero_grad()
         loss(plain(x), y).backward()
         optimizer.step()
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = initialize(name, adapted(name))
-        for x, y in batches(5):
-            engine.forward_backward(x, y)
+        for batch in batches(5):
+            engine.forward_backward(*(one.chunk(context.dp.size)[context.dp.rank] for one in batch))
             assert engine.step().stepped
             engine.zero_grad()
         actual = engine.full_state_dict()
@@ -109,7 +110,7 @@ def follows(name, layout):
         assert torch.equal(actual[key], start[key]) == (key not in trained), key
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 @on_ranks(2)
 def test_fp32_follows_plain_torch(world, layout):
     for name in ("llama", "gpt2", "own", *(["llama-embedding"] if layout == "tp2" else [])):
@@ -141,7 +142,7 @@ def test_half_precision_follows_its_single_process_run():
         run_on_ranks(2, __name__, "half", {"layout": layout, "expected": expected})
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 @on_ranks(2)
 def test_adapters_are_saved_as_peft_reads_them(world, layout, tmp_path):
     import peft

@@ -172,7 +172,7 @@ def test_weights_of_a_block_that_is_not_called_are_an_error(world):
         x = batches(6, 1)[0]
         with pytest.raises(RuntimeError, match="DTensor") as raised:
             engine.forward_backward(x, x)
-        assert "gathered while that block is called" in raised.value.__notes__[0]
+        assert "gathered while it is called" in raised.value.__notes__[0]
 
 
 def small_resnet():
