@@ -147,8 +147,8 @@ class ParallelConfig:
     """Shard the sequence over the tensor axis in the norms and dropout between tensor-parallel layers."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.data, int)
-        require(not whole or self.data >= 1, "data", self.data, "'auto' or an integer of 1 or more")  # type: ignore[operator]
+        positive = not isinstance(self.data, int) or self.data >= 1
+        require(positive, "data", self.data, "'auto' or an integer of 1 or more")
         require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
         if self.shard > 1:
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"

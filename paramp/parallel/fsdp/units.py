@@ -166,9 +166,7 @@ class ShardedUnits:
         self.reshard()
         if backward and self._pipelined:
             for root in self._roots:
-                root.set_requires_gradient_sync(False)
-                root.set_is_last_backward(False)
-                root.set_reshard_after_backward(False)
+                _set_reducing(root, False)
         with self.resetting():
             yield
         if backward and self._pipelined:
@@ -190,9 +188,7 @@ class ShardedUnits:
 
     def _reduce(self, root: Any) -> None:
         """Reduce the gradients that the backwards of a stage have added up, as torch's own pipeline stages do."""
-        root.set_is_last_backward(True)
-        root.set_reshard_after_backward(True)
-        root.set_requires_gradient_sync(True)
+        _set_reducing(root, True)
         state = root._get_fsdp_state()
         for one in state._state_ctx.all_states:
             for group in groups_of(one):
@@ -209,9 +205,7 @@ class ShardedUnits:
     def reset(self) -> None:
         """Drop what a failed batch left: gathered parameters and gradients that are not reduced yet."""
         for root in self._roots:
-            root.set_requires_gradient_sync(True)
-            root.set_is_last_backward(True)
-            root.set_reshard_after_backward(True)
+            _set_reducing(root, True)
             if root._get_fsdp_state()._is_root:
                 reset(root)
         for one in self._params():
@@ -282,6 +276,13 @@ class _RecordsGathering:
     def __call__(self, *_: Any) -> None:
         if any(group.is_sharded for group in groups(self._unit)):
             self._units.add_gathered(self._number)
+
+
+def _set_reducing(root: Any, reducing: bool) -> None:
+    """Let the backwards of a stage reduce its gradients and free its parameters, or keep both for a later one."""
+    root.set_requires_gradient_sync(reducing)
+    root.set_is_last_backward(reducing)
+    root.set_reshard_after_backward(reducing)
 
 
 def _set_prefetch(blocks: Sequence[Any], count: int) -> None:
