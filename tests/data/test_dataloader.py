@@ -1,5 +1,6 @@
 """The user's own loaders over the data axis: every sample once, the same in a model group, as many batches on all."""
 
+import multiprocessing
 import random
 
 import pytest
@@ -24,12 +25,14 @@ import paramp
 from paramp import ConfigError
 from paramp.data.dataloader import shard_loader
 
-FORKS = "ignore:This process .* is multi-threaded, use of fork"  # Python 3.12 and newer say so of every worker
+# Workers are not forked from the test process: it has threads by then, whose locks a fork may copy while they are held.
+multiprocessing.set_forkserver_preload(["pytest", "torch.distributed.tensor", "paramp.data.dataloader"])
+WORKERS = {"multiprocessing_context": "forkserver"}
 
 
 def few_cores(test):
     """For tests with workers, on machines with fewer cores than those."""
-    return pytest.mark.filterwarnings("ignore:This DataLoader will create", FORKS)(test)
+    return pytest.mark.filterwarnings("ignore:This DataLoader will create")(test)
 
 
 class Numbers(Dataset):
@@ -230,7 +233,7 @@ def test_the_users_loader_is_not_changed_and_the_copy_keeps_its_class():
 @pytest.mark.parametrize("persistent", [False, True])
 def test_worker_seeds_are_equal_in_a_model_group_and_differ_between_data_ranks(persistent):
     def make():
-        return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent)
+        return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent, **WORKERS)
 
     torch.manual_seed(1)
     first = shard_loader(make(), 0, 2, 5)
@@ -270,9 +273,7 @@ def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
 
 @few_cores
 def test_iterable_datasets_with_workers_are_sharded_by_batch():
-    # Not forked: the test process has threads by then, whose locks a fork may copy while they are held.
-    options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"}
-    loaders = on_all(lambda: DataLoader(Stream(24), 3, **options), 2)
+    loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True, **WORKERS), 2)
     for _ in range(2):
         found = [epoch(loader) for loader in loaders]
         assert sorted(flat(found[0]) + flat(found[1])) == list(range(24))
@@ -377,7 +378,7 @@ def _numbers(batch):
 RESUMED = {
     "shuffled": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True),
     "a sampler of the user's": lambda: DataLoader(Numbers(20), batch_size=2, sampler=Shuffled()),
-    "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1),
+    "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1, **WORKERS),
     "a stream": lambda: DataLoader(Stream(24), batch_size=2),
     "a sampler that shards by itself": lambda: DataLoader(
         Numbers(24), batch_size=2, sampler=DistributedSampler(Numbers(24), 1, 0, shuffle=False)
