@@ -128,8 +128,8 @@ SAME = [
 ]
 
 
-REPEATED = [SAME[1], SAME[5], SAME[6], SAME[-3], SAME[-1]]
-"""Whose layout and whose options other cases have, too; ``saved`` has a run like the first of them."""
+REPEATED = [SAME[1], SAME[3], SAME[5], SAME[6], SAME[-3], SAME[-1]]
+"""Whose layout and whose options other tests have, too; ``saved`` has a run like the first of them."""
 
 
 @family

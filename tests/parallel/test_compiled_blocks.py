@@ -131,7 +131,7 @@ def test_sharded_blocks_train_as_eagerly(world, layout):
 
 
 @family
-@pytest.mark.parametrize("how", chosen("compiled dropout", ["none", "full", 2, "selective"], ["full", "selective"], 1))
+@pytest.mark.parametrize("how", chosen("compiled dropout", ["none", "full", 2, "selective"], ["full"], 1))
 def test_dropout_and_checkpointing_in_one_process(how):
     config = {"activation_checkpointing": how, "dropout": 0.1}
     counts = counting()
@@ -139,6 +139,8 @@ def test_dropout_and_checkpointing_in_one_process(how):
     assert counts.calls == NUM_BLOCKS * (4 * 2 + 1)
 
 
+@family
+@long
 @on_ranks(2)
 def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     """Its random numbers differ between ranks inside attention, and are equal outside."""
@@ -169,13 +171,16 @@ def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_s
     assert all("a Dropout, draws differently on tensor ranks" in one for one in said)
 
 
-@pytest.mark.parametrize("mode", ["fp8-mixed", "64-true", "bf16-true"])
+@family
+@pytest.mark.parametrize("mode", chosen("compiled modes", ["fp8-mixed", "64-true", "bf16-true"], ["bf16-true"], 1))
 def test_other_modes_train_as_eagerly(mode, capsys):
     counts = counting()
     assert train(counts, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
     assert counts.calls == NUM_BLOCKS * (4 * 2 + 1)
 
 
+@family
+@long
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
     counting()
@@ -203,6 +208,8 @@ def test_hooks_that_come_later_run_and_the_block_eagerly():
         assert (len(seen), counts.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1) + NUM_BLOCKS)
 
 
+@family
+@long
 def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
     model, seen = gpt(), []
     handle = model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from families import cases, family, number
+from families import cases, family, long, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, rank_slice, train_mode
 from torch.distributed.tensor import DTensor
@@ -133,7 +133,9 @@ def follow(world, name, precision, expected):
     assert_strays(train_pretrained(name, precision, LAYOUTS["pp2-tp2"], halve_on_rank=3), expected, precision)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("llama", "16-mixed"), ("gpt2", "16-naive")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("llama", "16-mixed"), pytest.param("gpt2", "16-naive", marks=[family, long])]
+)
 def test_half_precision_follows_its_single_process_run(name, precision):
     expected = train_pretrained(name, precision, {})
     run_on_ranks(4, __name__, "follow", {"name": name, "precision": precision, "expected": expected})

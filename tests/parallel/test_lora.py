@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from families import family, long
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, batches, train_mode
 from test_huggingface import build, loss_of
@@ -117,6 +118,8 @@ def test_fp32_follows_plain_torch(world, layout):
         follows(name, layout)
 
 
+@family
+@long
 @on_ranks(4)
 def test_fp32_follows_plain_torch_on_tensor_and_pipeline_ranks(world):
     follows("llama", "pp2-tp2")
@@ -136,6 +139,8 @@ def half(world, layout, expected):
     assert_follows(train_half(LAYOUTS[layout]), expected, "16-mixed")
 
 
+@family
+@long
 def test_half_precision_follows_its_single_process_run():
     expected = train_half({})
     for layout in ("tp2", "pp2"):

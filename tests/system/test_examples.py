@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from commands import ROOT, python, torchrun
-from families import WHOLE
+from families import WHOLE, family, long
 from pool import run_on_ranks
 from test_corpus import save_tokenizer
 from test_dataloader import few_cores
@@ -35,6 +35,8 @@ def test_an_example_is_the_same_on_one_rank_and_on_four():
     assert losses(spread.stdout) == pytest.approx(losses(alone.stdout), abs=2e-3)
 
 
+@family
+@long
 def test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four():
     pytest.importorskip("transformers")
     alone = losses(run_example("huggingface_llama"))
@@ -171,7 +173,7 @@ def example_on_four_ranks(world, name, arguments):
     [
         ("gpt", ["--data", "TEXT", "--seq-len", "32"], math.log(256)),
         ("vision", ["--images", "CIFAR"], math.log(10)),
-        ("vision", ["--images", "CIFAR", "--model", "vit"], math.log(10)),
+        pytest.param("vision", ["--images", "CIFAR", "--model", "vit"], math.log(10), marks=[family, long]),
     ],
     ids=["gpt", "resnet", "vit"],
 )
