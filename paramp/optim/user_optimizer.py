@@ -13,7 +13,7 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import round_state
-from .matrices.trial import needs_whole_matrices
+from .matrices.trial import copies_weights, needs_whole_matrices
 
 
 class NamedWeights(Protocol):
@@ -128,6 +128,8 @@ def check_narrow_state(
         problem = f"{kind} with centered=True subtracts states from each other"
     elif type(optimizer) is not torch.optim.Muon and needs_whole_matrices(optimizer, device):
         problem = f"{kind} needs whole matrices, so that its state may not be elementwise"
+    elif copies_weights(optimizer, device):
+        problem = f"{kind} keeps weights in its state, whose small changes bf16 would lose in noise"
     if problem:
         raise ConfigError(f"optimizer_state: got 'bf16', expected 'full', because {problem}")
 

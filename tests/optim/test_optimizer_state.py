@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import cases, family
+from lamb import Elementwise
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, local, rank_slice, small_gpt
 from torch import nn
@@ -250,7 +251,19 @@ def test_state_that_the_user_loads_is_stored_in_bf16(make):
                 assert {value.dtype for value in state.values() if value.ndim} == {torch.bfloat16}
 
 
+class ScheduleFree(Elementwise):
+    """Steps a copy of the weights, which follow its average (Defazio et al., 2024)."""
+
+    def step_one(self, parameter, group, state):
+        state.setdefault("stepped", parameter.clone())
+        state["count"] = state.get("count", 0) + 1
+        state["stepped"].sub_(parameter.grad, alpha=group["lr"])
+        parameter.lerp_(state["stepped"], 1 / state["count"])
+
+
 REFUSED = (
+    ("32-true", torch.optim.ASGD, "ASGD keeps weights in its state"),
+    ("bf16-naive", ScheduleFree, "ScheduleFree keeps weights in its state"),
     ("32-true", lambda parameters: torch.optim.RMSprop(parameters, centered=True), "subtracts states"),
     ("32-true", torch.optim.Adafactor, "Adafactor needs whole matrices"),
     ("bf16-true", lambda parameters: torch.optim.AdamW(parameters, eps=1e-4, foreach=True), "foreach=True is set"),

@@ -2,6 +2,7 @@
 
 An optimizer is elementwise if each element's update depends on that element's weight, gradient and state alone. Then
 ranks can step shards. Muon, Adafactor and LAMB are not; nothing in a class tells, so each that is not known is tried.
+Nor does it tell whether the state has copies of weights, which are not to be rounded as moments are.
 """
 
 from __future__ import annotations
@@ -50,16 +51,41 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
     return any(found)
 
 
+def copies_weights(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether ``optimizer`` keeps a copy or an average of a matrix in its state, as schedule-free ones and ASGD do.
+
+    A copy is tried, as in :func:`needs_whole_matrices`, on a weight that is large beside its gradients and updates.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return any(_keeps(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer))
+
+
+def _keeps(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int, device: torch.device) -> bool:
+    weight, _, *gradients = (one.view(_shape(ndim)) for one in _matrices(torch.float32, device))
+    start = 1e6 * weight
+    try:
+        (after,), tried = _stepped(optimizer, options, [start], [[one] for one in gradients])
+    except Exception:  # such as of one that takes 2-dim matrices only
+        return False
+    tensors = [value for value in tried.state[tried.param_groups[0]["params"][0]].values() if torch.is_tensor(value)]
+    elementwise = [value.float() for value in tensors if value.shape == start.shape]
+    return any(bool((value - after).norm() < 0.1 * after.norm()) for value in elementwise)
+
+
+def _shape(ndim: int) -> tuple[int, ...]:
+    ndim = min(ndim, 8)  # 320 columns have no more than six dims of 2
+    return (SHAPE[0], -1, *[2] * (ndim - 2)) if ndim > 1 else (-1,)
+
+
 def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int, device: torch.device) -> bool:
     """As :func:`needs_whole_matrices`, with the options of one group and a tensor of ``ndim`` dims."""
-    ndim = min(ndim, 8)  # 320 columns have no more than six dims of 2
-    shape = (SHAPE[0], -1, *[2] * (ndim - 2)) if ndim > 1 else (-1,)
+    shape = _shape(ndim)
     for dtype in (torch.float64, torch.float32):  # some kernels are for float32 only
         weight, other, *gradients = (one.view(shape) for one in _matrices(dtype, device))
         try:
-            whole = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
-            again = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0]
-            both = _stepped(optimizer, options, [weight, other], [[one, one.flip(0)] for one in gradients])[0]
+            whole = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0][0]
+            again = _stepped(optimizer, options, [weight], [[one] for one in gradients])[0][0]
+            both = _stepped(optimizer, options, [weight, other], [[one, one.flip(0)] for one in gradients])[0][0]
         except Exception:
             continue
         if torch.equal(whole, weight) or not whole.isfinite().all():
@@ -105,7 +131,7 @@ def _same_in_halves(
     parts = [halved(weight), halved(whole), *(halved(one) for one in gradients)]
     for half, expected, *own in zip(*parts, strict=True):
         try:
-            (stepped,) = _stepped(optimizer, options, [half], [[one] for one in own])
+            (stepped,), _ = _stepped(optimizer, options, [half], [[one] for one in own])
         except Exception:  # such as Muon's, which takes 2-dim matrices only
             return False
         if not _agree(stepped, expected, half):
@@ -143,15 +169,15 @@ def _distinct_options(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, 
 
 def _stepped(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], weights: Matrices, gradients: Sequence[Matrices]
-) -> list[torch.Tensor]:
-    """``weights`` after steps of a copy of ``optimizer``, with one element of ``gradients`` a step."""
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """``weights`` after steps of a copy of ``optimizer``, with one element of ``gradients`` a step; and the copy."""
     parameters = [nn.Parameter(one.clone(memory_format=torch.contiguous_format)) for one in weights]
     tried = _copied(optimizer, {**copy.deepcopy(options), "params": parameters})
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         tried.step()
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach() for parameter in parameters], tried
 
 
 def _copied(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
