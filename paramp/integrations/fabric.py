@@ -148,9 +148,9 @@ class FabricPrecision:
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss ``tensor``, 0-dim, and run its backward."""
-        self._scale.update()
+        scaled = self._scale.scale(tensor)
         with self._computing(autocast=False):
-            self.scaler.scale(tensor).backward(*args, **kwargs)
+            scaled.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step ``optimizer``, on every rank or on none. A ``closure`` is called once, before.
@@ -176,7 +176,8 @@ class FabricPrecision:
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The parameters that ``fabric.clip_gradients`` clips: one, whose gradient represents the whole model's."""
-        yield logical_parameter(optimizer, device_types(self._models)[0])
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        yield logical_parameter(parameters, device_types(self._models)[0])
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without loss scaling. Save it as ``{"precision": plugin}``."""

@@ -5,27 +5,28 @@ These do not support a mix of plain tensors and DTensors, or several meshes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..base.dtensor import is_dtensor, local
-from ..optim.grad_norm import total_norm
+from ..base.dtensor import is_dtensor
+from ..optim.grad_norm import dense_gradients, total_norm
 from ..optim.grad_reduce import align_gradients
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""
 
 
-def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> torch.Tensor:
-    """A 0-dim parameter whose gradient represents all gradients of ``optimizer``, over all ranks.
+def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> torch.Tensor:
+    """A 0-dim parameter whose gradient represents the gradients of ``parameters``, over all ranks.
 
-    It is on ``device_type`` if this rank has no gradient.
+    Plain ``parameters`` are the same on every rank. It is on ``device_type`` if this rank has no gradient.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(parameters)
     align_gradients(parameters)
-    with_gradient = [(local(parameter.grad), parameter) for parameter in parameters if parameter.grad is not None]
+    with_gradient = [(part, parameter) for parameter in parameters for part in dense_gradients([parameter])]
     parts = [part for part, _ in with_gradient]
     device = parts[0].device if parts else torch.device(device_type)
     logical = torch.zeros((), device=device).as_subclass(LogicalGradient)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ..base.dtensor import local
+from ..optim.grad_norm import dense_gradients
 from ..optim.loss_scaler import DistributedGradScaler
 from ..precision.policy import LossScaling, Precision
 
@@ -35,13 +35,26 @@ class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
     So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` may
-    grow after construction; the ranks of ``group`` decide together whether to step.
+    grow after construction; the ranks of ``group`` decide together whether to step. ``device``: of the scale; None:
+    that of the models.
+
+    A step for which no loss was scaled does not count, such as those with which torch's ``get_optimizer_state_dict``
+    creates the state of an optimizer.
     """
 
-    def __init__(self, mode: Precision, models: Collection[nn.Module], group: dist.ProcessGroup | None) -> None:
-        self._mode = mode
-        self._models = models
+    def __init__(
+        self,
+        mode: Precision,
+        models: Collection[nn.Module],
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.mode = mode
+        self.models = models
+        """Their gradients follow the scale."""
         self._group = group
+        self._device = device
+        self._scaled = False  # whether a loss was, since the last update of the scale
         self._scaler: DistributedGradScaler | None = None
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
@@ -52,60 +65,89 @@ class SharedScale:
     def scaler(self) -> DistributedGradScaler:
         """The scaler, made at the first use, when the models' device is known. Without loss scaling its scale is 1."""
         if self._scaler is None:
-            kind = _FiniteCheck if self._mode.scaling is None else DistributedGradScaler
-            scaling = self._mode.scaling or LossScaling.static(1.0)
-            device = torch.device(device_types(self._models)[0])
+            kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
+            scaling = self.mode.scaling or LossScaling.static(1.0)
+            device = self._device or torch.device(device_types(self.models)[0])
             self._scaler = kind(device, **asdict(scaling), group=self._group)
         return self._scaler
+
+    def scale(self, losses: Any) -> Any:
+        """``losses``, a tensor or an iterable of tensors, times the scale, to which all gradients are brought first.
+
+        Gradients may be there if an optimizer steps less often than others, or was unscaled without a step.
+        """
+        self.update()
+        if self.mode.scaling is not None:
+            _multiply(self._gradients(scaled=False), self.scaler.scale_tensor())
+        self.scaler._per_optimizer_states.clear()
+        self._unscaled.clear()
+        self._scaled = True
+        return self.scaler.scale(losses)
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer`` with ``kwargs``, on every rank or on none; returns the result of its ``step``."""
         if id(optimizer) in self._stepped:
             self.update()
+        elif self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            del self.scaler._per_optimizer_states[id(optimizer)]
         result = self.scaler.step(optimizer, **kwargs)
-        self._stepped[id(optimizer)] = self._unscaled[id(optimizer)] = optimizer
-        self.num_skipped += self.scaler.has_overflowed(optimizer)
+        if self._scaled or self.mode.scaling is None:
+            self._stepped[id(optimizer)] = optimizer
+        self._unscaled[id(optimizer)] = optimizer
+        self.num_skipped += self.skipped(optimizer)
         return result
 
+    def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last step of ``optimizer`` was skipped; to be asked before the next backward."""
+        return self.scaler.has_overflowed(optimizer)
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
-        if id(optimizer) in self._stepped:
-            self.update()
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
+        if id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
-        self._unscaled[id(optimizer)] = optimizer
+            self._unscaled[id(optimizer)] = optimizer
 
     def update(self) -> None:
-        """Update the scale after the steps since the last backward, if there were any.
-
-        Gradients that are still accumulating, for an optimizer that steps less often, are rescaled to the new scale.
-        """
+        """Update the scale after the steps since the last backward, if there were any."""
         if not self._stepped:
             return
-        before = self.scaler.scale_tensor()
+        before, states = self.scaler.scale_tensor(), self.scaler._per_optimizer_states
+        unscaled = {one: states[one] for one in self._unscaled if one not in self._stepped}  # they step later
         self.scaler.update()
-        if self._mode.scaling is not None:
-            ratio = self.scaler.scale_tensor() / before
-            for gradient in self._scaled_gradients():
-                gradient.mul_(ratio.to(gradient.device))
+        states.update(unscaled)
+        if self.mode.scaling is not None:
+            _multiply(self._gradients(scaled=True), self.scaler.scale_tensor() / before)
+        self._scaled = False
         self._stepped.clear()
-        self._unscaled.clear()
 
-    def _scaled_gradients(self) -> list[torch.Tensor]:
-        """The gradients, plain and local, that no optimizer has unscaled since the last update of the scale."""
+    def _gradients(self, *, scaled: bool) -> list[torch.Tensor]:
+        """The gradients, plain and local, that were unscaled since the last backward, or the others of the models."""
         groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)
-        unscaled = {id(parameter) for group in groups for parameter in group["params"]}
-        parameters = {parameter for model in self._models for parameter in model.parameters()}
-        return [local(one.grad) for one in parameters if one.grad is not None and id(one) not in unscaled]
+        parameters = {parameter for group in groups for parameter in group["params"]}
+        if scaled:
+            parameters = {parameter for model in self.models for parameter in model.parameters()} - parameters
+        return dense_gradients(parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.update()
+        return vars(self) | {"models": set(), "_group": None, "_stepped": {}, "_unscaled": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty in modes that do not scale."""
         self.update()
-        return self.scaler.state_dict() if self._mode.scaling is not None else {}
+        return self.scaler.state_dict() if self.mode.scaling is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
-        if self._mode.scaling is not None:
+        if self.mode.scaling is not None:
+            self._scaled = False
             self._stepped.clear()
             self._unscaled.clear()
+            self.scaler._per_optimizer_states.clear()
             self.scaler.load_state_dict(state_dict)
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``gradients`` by ``factor``, 0-dim, in place and without a synchronisation of the host."""
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

@@ -29,7 +29,7 @@ ALLOWED = {
 CORE = {"torch", "numpy", "safetensors"}
 EXTRAS = {
     *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
-    *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn", "peft"),
+    *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn", "peft", "accelerate"),
 }
 """What may be missing, so that only functions import it."""
 

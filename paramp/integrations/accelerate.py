@@ -1,0 +1,344 @@
+"""paramp inside Hugging Face Accelerate: ``accelerator = adopt(Accelerator(mixed_precision="fp16"))``.
+
+Accelerate's loop stays. What differs after :func:`adopt`:
+
+- One :class:`~paramp.DistributedGradScaler` that all ranks share takes the place of torch's, which decides from the
+  gradients of one rank. Several optimizers share its scale, which changes when the next backward begins. Without loss
+  scaling (``"bf16"``, ``"no"``) a gradient that is not finite skips the step on every rank too.
+- ``clip_grad_norm_`` clips by the norm of the whole model, for any mix of plain tensors and DTensors.
+- ``"fp16"`` works on CPUs, which Accelerate ignores without a word, with the same norms and softmax as on CUDA.
+- ``save_state`` and ``load_state`` leave the scale as it is.
+
+The accelerator stays the same object. It becomes an instance of a subclass of its own class, as do its optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..base.errors import ConfigError, shown
+from ..engine.compute_context import ComputeContext
+from ..precision.policy import LossScaling, Precision
+from .logical_gradient import logical_parameter
+from .shared_grad_scaler import SharedGradScaler, plain_optimizer
+from .shared_scale import SharedScale
+
+log = logging.getLogger(__name__)
+OLDEST = (1, 10)
+"""The first version of Accelerate that is supported."""
+MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed", "no": "32-true"}
+"""The mode of each ``mixed_precision``."""
+
+
+def adopt(accelerator: Any) -> Any:
+    """Make the loss scale, clipping, skipped steps and checkpointed scale of ``accelerator`` paramp's.
+
+    Every rank calls it, before or after ``accelerator.prepare``; a second call has no effect. It supports one process,
+    DDP, FSDP2, tensor parallelism and their products, on CPUs and CUDA. The loss scale follows ``GradScalerKwargs``.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` with ``mixed_precision`` ``"fp16"``, ``"bf16"`` or ``"no"``.
+
+    Returns:
+        ``accelerator`` itself, with two more properties: ``loss_scale`` and ``num_skipped``.
+
+    Raises:
+        ConfigError: accelerate is not installed or too old, ``accelerator`` is no ``Accelerator``, or it uses what
+            steps or scales by itself: DeepSpeed, Megatron-LM, FSDP1, XLA, fp8, LBFGS or LOMO; or another device.
+    """
+    _check_installed()
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    if isinstance(accelerator, AdoptedAccelerator):
+        return accelerator
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(f"accelerator: got {shown(accelerator)}, expected an accelerate.Accelerator")
+    _check_supported(accelerator)
+    for optimizer in accelerator._optimizers:
+        _check_optimizer(optimizer.optimizer)
+    mode = _mode(accelerator)
+    accelerator.__class__ = _combined(AdoptedAccelerator, accelerator.__class__)
+    accelerator._take_over(mode)
+    return accelerator
+
+
+class _Adopted:
+    """Of a class that :func:`_combined` has made."""
+
+    host: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the two classes, because no module holds the combined one."""
+        return _blank, (type(self).__mro__[1], self.host), self.__getstate__()
+
+
+class AdoptedAccelerator(_Adopted):
+    """What :func:`adopt` adds to the class of an accelerator."""
+
+    _shared: SharedScale
+    _compute: ComputeContext
+
+    def _take_over(self: Any, mode: Precision) -> None:
+        self._compute = ComputeContext(mode, self.device)
+        self._shared = SharedScale(mode, WeakSet(), device=self.device)
+        fp16 = self.mixed_precision == "fp16"
+        if fp16 and not self.native_amp and self.is_main_process:
+            _report_cpu(self._compute.emulate)
+        self.native_amp = self.native_amp or fp16
+        self.scaler = SharedGradScaler(self._shared) if fp16 else None
+        for model in self._models:
+            self._take_model(model)
+        for optimizer in self._optimizers:
+            self._take_optimizer(optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor for the next loss; reading it synchronises with the device."""
+        self._shared.update()
+        return self._shared.scaler.get_scale()
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of steps that were skipped because a gradient was not finite on some rank."""
+        return self._shared.num_skipped
+
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's."""
+        prepared = super().prepare(*args, **kwargs)  # type: ignore[misc]
+        for model in self._models:  # with FSDP2 none passes through prepare_model
+            self._take_model(model)
+        return prepared
+
+    def prepare_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's."""
+        model = super().prepare_model(*args, **kwargs)  # type: ignore[misc]
+        self._take_model(model)
+        return model
+
+    def prepare_optimizer(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Raises ConfigError for an optimizer that cannot skip a step."""
+        _check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)  # type: ignore[misc]
+        self._take_optimizer(prepared)
+        return prepared
+
+    def _prepare_tp(self: Any, *args: Any) -> Any:
+        """Under FSDP2, leave parameters without a tensor plan plain until FSDP2 shards them.
+
+        Accelerate replicates them over the tensor axis, because torch's clipping needs one mesh for all, with a class
+        that transformers 5 does not have any more.
+        """
+        return args if self.is_fsdp2 else super()._prepare_tp(*args)  # type: ignore[misc]
+
+    def _take_model(self: Any, model: nn.Module) -> None:
+        if model in self._shared.models:
+            return
+        self._shared.models.add(model)
+        if self.is_fsdp2:
+            _widen_outputs(model)
+        elif self.native_amp:
+            self._autocast_forward(model)
+        if self._compute.precision.autocast and self.device.type == "cpu":
+            while isinstance(model, DistributedDataParallel):
+                model = model.module
+            model.forward = self._computing_forward(model.forward)
+
+    def _autocast_forward(self: Any, model: nn.Module) -> None:
+        """Do what ``prepare_model`` does in mixed precision, for a model that went through it before :func:`adopt`."""
+        from accelerate import utils
+
+        inner: Any = utils.extract_model_from_parallel(model, keep_torch_compile=False)
+        if "_original_forward" not in vars(inner):
+            inner._original_forward = inner.forward
+            autocast = utils.get_mixed_precision_context_manager(True, self.autocast_handler)
+            function = getattr(inner.forward, "__func__", inner.forward)
+            wrapped = utils.convert_outputs_to_fp32(autocast(function))
+            inner.forward = wrapped if function is inner.forward else MethodType(wrapped, inner)
+
+    def _computing_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with self._compute.enter():
+                return forward(*args, **kwargs)
+
+        return compute
+
+    def _take_optimizer(self, optimizer: Any) -> None:
+        optimizer.scaler = SharedGradScaler(self._shared)
+        if not isinstance(optimizer, AdoptedOptimizer):
+            optimizer.__class__ = _combined(AdoptedOptimizer, optimizer.__class__)
+
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Raises ConfigError for tensor parallelism alone, of which that saves one rank's."""
+        if self.parallelism_config is not None and self.parallelism_config.tp_enabled and not self.is_fsdp2:
+            raise ConfigError(
+                "save_state: with tensor parallelism alone Accelerate saves the shards of one rank for all; save the "
+                "model and the optimizer with torch.distributed.checkpoint, and accelerator.scaler.state_dict()"
+            )
+        return super().save_state(*args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's, also of fp16 products on CPUs without fp16 arithmetic."""
+        with self._compute.enter():
+            super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """As Accelerate's, with the norms and softmax of CUDA on CPUs."""
+        with ExitStack() as stack:
+            stack.enter_context(self._compute.enter())
+            stack.enter_context(super().autocast(*args, **kwargs))  # type: ignore[misc]
+            yield
+
+    def unscale_gradients(self: Any, optimizer: Any = None) -> None:
+        """Divide the gradients of ``optimizer``, one or several, by the loss scale, if that was not done; None: of all.
+
+        A backward before their step scales them again.
+        """
+        if self.scaler is None:
+            return
+        several = self._optimizers if optimizer is None else optimizer
+        for one in several if isinstance(several, (list, tuple)) else [several]:
+            self._shared.unscale(plain_optimizer(one))
+
+    def clip_grad_norm_(
+        self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale the gradients of the whole model down to ``max_norm``, and return their norm before, on every rank."""
+        logical = self._logical_parameter(parameters)
+        return nn.utils.clip_grad_norm_(logical, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp each element of the gradients to ``clip_value`` in magnitude; with FSDP2 too."""
+        nn.utils.clip_grad_value_(self._logical_parameter(parameters), clip_value)
+
+    def _logical_parameter(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+        """All ``parameters`` as one, after those optimizers that step them were unscaled."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, given))
+        for optimizer in self._optimizers:
+            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+                self.unscale_gradients(optimizer)
+        return logical_parameter(given, self.device.type)
+
+
+class AdoptedOptimizer(_Adopted):
+    """What :func:`adopt` adds to the class of a prepared optimizer."""
+
+    scaler: SharedGradScaler
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
+        """Step on every rank or on none, when gradients are synchronised. A ``closure`` is called once, before."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if self.scaler.shared.mode.scaling is not None:
+            _check_weights(self)
+        self.scaler.step(self.optimizer)
+        # torch's fused optimizers are also called for a step that they skip, so calls say nothing.
+        self._is_overflow = self.scaler.shared.skipped(self.optimizer)
+
+
+@functools.cache
+def _combined(addition: type, host: type) -> type:
+    return type(host.__name__, (addition, host), {"__doc__": host.__doc__, "host": host})
+
+
+def _blank(addition: type, host: type) -> Any:
+    """An instance of both classes, for pickle to fill."""
+    combined: Any = _combined(addition, host)
+    return combined.__new__(combined)
+
+
+def _widen_outputs(model: nn.Module) -> None:
+    """Let ``model``, under FSDP2, return floating-point tensors in fp32, as Accelerate's other models do.
+
+    Accelerate's policy casts them to half precision, and so the gradient of the scaled loss, which overflows in fp16
+    from a scale of 65536 on.
+    """
+    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._mp_policy = replace(state._mp_policy, output_dtype=None)
+    model.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
+
+
+def _mode(accelerator: Any) -> Precision:
+    mode = Precision.parse(MODES[accelerator.mixed_precision])
+    handler = accelerator.scaler_handler
+    if mode.scaling is None or handler is None:
+        return mode
+    options = {name: getattr(handler, name) for name in vars(handler)}
+    scaling = LossScaling(**options)
+    return replace(mode, scaling=scaling if scaling.enabled else None)
+
+
+def _report_cpu(emulated: bool) -> None:
+    how = "fp16 products are computed in fp32 and rounded" if emulated else "the CPU's own fp16 arithmetic is used"
+    _report_once(f"mixed_precision='fp16' on a CPU: Accelerate ignores it; with paramp it applies, and {how}")
+
+
+@functools.cache
+def _report_once(message: str) -> None:
+    log.warning(message)
+
+
+def _check_installed() -> None:
+    fix = 'run pip install "paramp[accelerate]"'
+    try:
+        from accelerate import __version__
+    except ImportError as error:
+        raise ConfigError(f"adopt: accelerate cannot be imported ({error}); {fix}") from None
+    if tuple(int(part) for part in __version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"adopt: got accelerate {__version__}, expected {oldest} or newer; {fix}")
+
+
+def _check_supported(accelerator: Any) -> None:
+    kind, device = accelerator.distributed_type.value, accelerator.device.type
+    for found, what, instead in (
+        (kind == "DEEPSPEED", "DeepSpeed, which scales, clips and steps by itself", "use FSDP2 or DDP"),
+        (kind == "MEGATRON_LM", "Megatron-LM, which scales, clips and steps by itself", "use FSDP2 or DDP"),
+        (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP1", "pass FullyShardedDataParallelPlugin(fsdp_version=2)"),
+        (
+            accelerator.fp8_enabled,
+            "mixed_precision='fp8', whose backends change the model",
+            "use 'fp16', 'bf16' or 'no', or paramp.initialize for float8",
+        ),
+        (device not in ("cpu", "cuda"), f"the device {device!r}", "use 'cpu' or 'cuda'"),
+    ):
+        if found:
+            raise ConfigError(f"accelerator: it uses {what}; adopt does not support it; {instead}")
+
+
+def _check_weights(optimizer: Any) -> None:
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if torch.float16 in dtypes:
+        raise ConfigError(
+            "optimizer: got parameters in float16, expected float32 for mixed_precision='fp16', because steps are lost "
+            "in their rounding; load the model with dtype=torch.float32"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("optimizer: LBFGS evaluates the model many times per step, so it cannot skip a step")
+    if name in ("Lomo", "AdaLomo"):
+        raise ConfigError(f"optimizer: {name} steps during the backward, so it cannot skip a step")

@@ -1,0 +1,691 @@
+"""Accelerate with paramp's scaler, clipping and skipping, against plain torch in one process and paramp's engine."""
+
+import copy
+import os
+import pickle
+import re
+import sys
+import tempfile
+import warnings
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from families import cases, family, long
+from pool import World, on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import paramp
+from paramp.integrations.accelerate import adopt
+
+SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 3, 0.5
+INF = float("inf")
+ALONE = World(0, 1, "cpu")
+
+
+class MLP(nn.Module):
+    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build():
+    torch.manual_seed(4)
+    return MLP()
+
+
+def batch(step, rank=0, size=1):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 16, 8, generator=generator)
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+# The layouts: sizes of ParallelismConfig by the number of ranks. Accelerate has DDP on CPUs; for the others these tests
+# let it take the CPUs for GPUs.
+LAYOUTS = {
+    "ddp": lambda size: {},
+    "fsdp": lambda size: {"dp_shard_size": size},
+    "tp": lambda size: {"tp_size": size},
+    "fsdp-tp": lambda size: {"dp_shard_size": size // 2, "tp_size": 2},
+    "hsdp": lambda size: {"dp_replicate_size": 2, "dp_shard_size": size // 2},
+}
+
+
+@contextmanager
+def accelerating(world, layout, precision, **options):
+    """An Accelerator on the ranks of ``world``; its global state is removed at the end."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    def forget():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    sizes = LAYOUTS[layout](world.size)
+    environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world.size)}
+    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")  # Accelerate does
+        forget()
+        try:
+            if layout == "ddp":
+                yield Accelerator(cpu=True, mixed_precision=precision, **options)
+                return
+            gpus = ("gloo", DistributedType.MULTI_GPU)
+            with (
+                mock.patch.object(PartialState, "_prepare_backend", return_value=gpus),
+                mock.patch.object(
+                    PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu"))
+                ),
+            ):
+                if "dp_shard_size" in sizes:
+                    options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+                        fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap"
+                    )
+                config = ParallelismConfig(**sizes)
+                yield Accelerator(mixed_precision=precision, parallelism_config=config, **options)
+        finally:
+            forget()
+
+
+def sharded(accelerator, model):
+    """``model`` as it is given to ``prepare``: with a tensor axis, two of its layers are sharded."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    config = accelerator.parallelism_config
+    if config is not None and config.tp_enabled:
+        mesh = accelerator.torch_device_mesh["tp"]
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model.tp_size = config.tp_size
+    return model
+
+
+def data_place(accelerator, world):
+    """Which part of the batch this rank has, and of how many."""
+    config = accelerator.parallelism_config
+    tensor = config.tp_size if config is not None else 1
+    return world.rank // tensor, world.size // tensor
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def weights(model):
+    return {name.removeprefix("module."): whole(value.detach()).clone() for name, value in model.named_parameters()}
+
+
+def scaling(**options):
+    from accelerate.utils import GradScalerKwargs
+
+    return [GradScalerKwargs(init_scale=SCALE, growth_interval=2, **options)]
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def train(accelerator, world, *, adopt_late=False, overflow=OVERFLOWS):
+    """Losses of the whole batch, norms before clipping, scales and whole weights."""
+    if not adopt_late:
+        adopt(accelerator)
+    model = sharded(accelerator, build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    assert adopt(accelerator) is adopt(accelerator) is accelerator
+    rank, size = data_place(accelerator, world)
+    losses, norms, scales, skipped = [], [], [], []
+    for step in range(STEPS):
+        x, y = batch(step, rank, size)
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        if step == overflow and world.rank == world.size - 1:
+            local(next(iter(optimizer.param_groups[0]["params"])).grad).view(-1)[0] = INF
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        before = weights(model)
+        optimizer.step()
+        schedule.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        if skipped[-1]:
+            assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().view(1)).mean().item())
+        scales.append(accelerator.loss_scale)
+    assert skipped == [step == overflow for step in range(STEPS)]
+    assert accelerator.num_skipped == sum(skipped)
+    assert schedule.scheduler.last_epoch == (STEPS - sum(skipped)) * world.size
+    return losses, norms, scales, weights(model)
+
+
+def reference():
+    """Plain torch in fp32 in one process, with the overflowing step left out."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    losses, norms = [], []
+    for step in range(STEPS):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        if step != OVERFLOWS:
+            optimizer.step()
+    return losses, norms, weights(model)
+
+
+def check(world, layout, precision, adopt_late):
+    with accelerating(world, layout, precision, kwargs_handlers=scaling()) as accelerator:
+        losses, norms, scales, found = train(accelerator, world, adopt_late=adopt_late)
+    expected_losses, expected_norms, expected = reference()
+    tolerance = {"fp16": 2e-3, "bf16": 2e-2, "no": 1e-5}[precision]
+    torch.testing.assert_close(losses, expected_losses, rtol=tolerance, atol=tolerance)
+    norms.pop(OVERFLOWS), expected_norms.pop(OVERFLOWS)
+    torch.testing.assert_close(norms, expected_norms, rtol=5 * tolerance, atol=tolerance)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=5 * tolerance)
+    fp16 = [SCALE, 2 * SCALE, 2 * SCALE, SCALE, SCALE, 2 * SCALE]
+    assert scales == (fp16 if precision == "fp16" else [1.0] * STEPS)
+
+
+EVERY = [
+    (layout, precision, late) for layout in LAYOUTS for precision in ("fp16", "bf16", "no") for late in (False, True)
+]
+ON_TWO = [case for case in EVERY if case[0] in ("ddp", "fsdp", "tp")]
+ON_FOUR = [case for case in EVERY if case[0] != "fsdp-tp" or not case[2]]  # see the test of plain Accelerate below
+arguments = pytest.mark.parametrize
+
+
+@arguments(
+    ("layout", "precision", "adopt_late"),
+    cases("accelerate-2", ON_TWO, [("ddp", "fp16", True), ("fsdp", "fp16", False), ("tp", "bf16", False)], 2),
+)
+@on_ranks(2)
+def test_losses_norms_and_weights_are_those_of_one_process_on_2_ranks(world, layout, precision, adopt_late):
+    check(world, layout, precision, adopt_late)
+
+
+@arguments(("layout", "precision", "adopt_late"), cases("accelerate-4", ON_FOUR, [("fsdp-tp", "fp16", False)], 2))
+@on_ranks(4)
+def test_losses_norms_and_weights_are_those_of_one_process_on_4_ranks(world, layout, precision, adopt_late):
+    check(world, layout, precision, adopt_late)
+
+
+@arguments("layout", cases("accelerate-engine", list(LAYOUTS), ["fsdp-tp"], 1))
+@on_ranks(4)
+def test_losses_are_those_of_the_engine(world, layout):
+    with accelerating(world, layout, "fp16", kwargs_handlers=scaling()) as accelerator:
+        losses, norms, _, found = train(accelerator, world, overflow=None)
+    precision = {"mode": "16-mixed", "init_scale": SCALE, "growth_interval": 2}
+    config = {"precision": precision, "clip_grad_norm": MAX_NORM}
+    with paramp.launch_from_torch(config):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss)
+        for step in range(STEPS):
+            x, y = batch(step, world.rank, world.size)
+            engine.zero_grad()
+            loss = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            result = engine.step()
+            loss = loss.detach() / world.size
+            dist.all_reduce(loss)
+            assert losses[step] == pytest.approx(loss.item(), rel=2e-3)
+            assert norms[step] == pytest.approx(float(result.grad_norm), rel=1e-2)
+        for name, value in engine.module.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=5e-3)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def prepared(accelerator, **options):
+    model = sharded(accelerator, build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    return accelerator.prepare(model, optimizer)
+
+
+def steps(accelerator, world, model, optimizer, which):
+    rank, size = data_place(accelerator, world)
+    for step in which:
+        x, y = batch(step, rank, size)
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def folder_of_all(world):
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        path = [own]
+        dist.broadcast_object_list(path)
+        yield path[0]
+        dist.barrier()
+
+
+def quietly():
+    """Without the warnings that torch gives of what Accelerate does for checkpoints under FSDP2."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|accelerate")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+
+
+def save(accelerator, model, optimizer, folder):
+    """``save_state``; for tensor parallelism alone, which it refuses, what its message says."""
+    config = accelerator.parallelism_config
+    if config is None or accelerator.is_fsdp2:
+        accelerator.save_state(folder)
+        return
+    with pytest.raises(
+        paramp.ConfigError, match=r"save_state: with tensor parallelism alone.*accelerator\.scaler\.state"
+    ):
+        accelerator.save_state(folder)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state | {"scaler": accelerator.scaler.state_dict()}, checkpoint_id=folder)
+
+
+def load(accelerator, model, optimizer, folder):
+    config = accelerator.parallelism_config
+    if config is None or accelerator.is_fsdp2:
+        accelerator.load_state(folder)
+        return
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state["scaler"] = accelerator.scaler.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def check_resume(world, layout):
+    with folder_of_all(world) as folder:
+        with accelerating(world, layout, "fp16", kwargs_handlers=scaling()) as accelerator:
+            quietly()
+            model, optimizer = prepared(adopt(accelerator))
+            steps(accelerator, world, model, optimizer, range(3))
+            save(accelerator, model, optimizer, folder)
+            saved = accelerator.scaler.state_dict()
+            assert (saved["scale"], saved["_growth_tracker"]) == (2 * SCALE, 1)
+            steps(accelerator, world, model, optimizer, range(3, 5))
+            expected = weights(model)
+        with accelerating(world, layout, "fp16", kwargs_handlers=scaling()) as accelerator:
+            quietly()
+            model, optimizer = prepared(adopt(accelerator))
+            for _ in range(2):  # in a new process, and in one that has trained
+                load(accelerator, model, optimizer, folder)
+                assert accelerator.scaler.state_dict() == saved
+                steps(accelerator, world, model, optimizer, range(3, 5))
+                assert accelerator.scaler.state_dict() == saved | {"scale": 4 * SCALE}
+                assert all(torch.equal(expected[name], value) for name, value in weights(model).items())
+
+
+@arguments("layout", cases("accelerate-resume-2", ["ddp", "fsdp", "tp"], ["fsdp"], 1))
+@on_ranks(2)
+def test_resume_at_the_same_scale_on_2_ranks(world, layout):
+    check_resume(world, layout)
+
+
+@family
+@long
+@arguments("layout", list(LAYOUTS))
+@on_ranks(4)
+def test_resume_at_the_same_scale_on_4_ranks(world, layout):
+    check_resume(world, layout)
+
+
+# ------------------------------------------------------------- what Accelerate does without paramp (tested: 1.15.0)
+# If one of these fails, Accelerate has mended it, and docs/from-accelerate.md has to say so.
+
+
+def with_torchs_scaler(accelerator):
+    """Give ``accelerator`` what it has with fp16 on GPUs."""
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+    accelerator.native_amp = True
+
+
+@on_ranks(2)
+def test_accelerate_4289_plain_accelerate_changes_the_scale_at_load(world):
+    with folder_of_all(world) as folder:
+        for resumed in (False, True):
+            with accelerating(world, "fsdp", "fp16") as accelerator:
+                quietly()
+                with_torchs_scaler(accelerator)
+                model, optimizer = prepared(accelerator)
+                if not resumed:
+                    steps(accelerator, world, model, optimizer, range(3))
+                    accelerator.save_state(folder)
+                    saved = accelerator.scaler.state_dict()
+                else:
+                    accelerator.load_state(folder)
+                    assert accelerator.scaler.state_dict() != saved, "accelerate #4289 is mended: say so in the docs"
+
+
+@on_ranks(2)
+def test_accelerate_4219_plain_accelerate_cannot_clip_plain_tensors_beside_dtensors(world):
+    with accelerating(world, "tp", "fp16") as accelerator:
+        with_torchs_scaler(accelerator)
+        model, _ = prepared(accelerator)
+        accelerator.backward(model(batch(0)[0]).square().mean())
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+@family
+@long
+@on_ranks(4)
+def test_plain_accelerate_cannot_prepare_tensor_parallelism_with_fsdp2(world):
+    with accelerating(world, "fsdp-tp", "no") as accelerator, pytest.raises(ImportError, match="ReplicateParallel"):
+        prepared(accelerator)
+
+
+def test_plain_accelerate_ignores_fp16_on_cpus():
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, _ = prepared(accelerator)
+        seen = []
+        model.up.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model(batch(0)[0])
+        assert accelerator.scaler is None
+        assert seen == [torch.float32]
+
+
+def test_plain_accelerate_steps_on_nan_in_bf16():
+    with accelerating(ALONE, "ddp", "bf16") as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(model(batch(0)[0]).sum() * INF)
+        optimizer.step()
+        assert not accelerator.optimizer_step_was_skipped
+        assert model.down.bias.isnan().any()
+
+
+# ---------------------------------------------------------------------------------------------------- clipping
+
+
+@arguments("layout", cases("accelerate-clip", ["tp", "fsdp-tp", "hsdp"], ["fsdp-tp"], 1))
+@on_ranks(4)
+def test_clipping_is_that_of_one_process(world, layout):
+    single = build()
+    nn.functional.mse_loss(single(batch(0)[0]), batch(0)[1]).backward()
+    with accelerating(world, layout, "fp16", kwargs_handlers=scaling()) as accelerator:
+        model, _ = prepared(adopt(accelerator))
+        rank, size = data_place(accelerator, world)
+        x, y = batch(0, rank, size)
+
+        def gradients(part):
+            model.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            return [*model.parameters()][part], [one.grad.clone() for one in [*single.parameters()][part]]
+
+        for part in (slice(None), slice(1, 4)):
+            for norm_type in (2, 1.0, INF):
+                parameters, expected = gradients(part)
+                norm = accelerator.clip_grad_norm_(parameters, 0.05, norm_type)
+                reference = nn.utils.get_total_norm(expected, norm_type)
+                assert norm.item() == pytest.approx(reference.item(), rel=5e-3)
+                for parameter, gradient in zip(parameters, expected, strict=True):
+                    clipped = gradient * (0.05 / reference).clamp(max=1)
+                    torch.testing.assert_close(whole(parameter.grad), clipped, rtol=1e-2, atol=2e-4)
+        parameters, expected = gradients(slice(None))
+        accelerator.clip_grad_value_(parameters, 0.01)
+        for parameter, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(whole(parameter.grad), gradient.clamp(-0.01, 0.01), rtol=1e-2, atol=2e-4)
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+def test_fp16_on_a_cpu_is_reported_once(caplog):
+    from paramp.integrations import accelerate
+
+    accelerate._report_once.cache_clear()
+    for _ in range(2):
+        with accelerating(ALONE, "ddp", "fp16") as accelerator:
+            model, _ = prepared(adopt(accelerator))
+            seen = []
+            model.up.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+            output = model(batch(0)[0])
+            assert (seen, output.dtype) == ([torch.float16], torch.float32)
+            with accelerator.autocast():
+                assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+                assert torch.ones(2, 2).half().softmax(0).dtype is torch.float32  # as on CUDA
+            assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+            model(batch(0)[0])
+            assert seen[-1] is torch.float32
+    assert [record.message for record in caplog.records if "mixed_precision='fp16' on a CPU" in record.message] == [
+        next(record.message for record in caplog.records if record.name.startswith("paramp"))
+    ]
+
+
+@arguments("precision", ["fp16", "bf16"])
+def test_gradient_accumulation_is_one_large_batch(precision):
+    options = {"gradient_accumulation_steps": 2, "kwargs_handlers": scaling()}
+    with accelerating(ALONE, "ddp", precision, **options) as accelerator:
+        losses, single = [], build()
+        reference = torch.optim.AdamW(single.parameters(), lr=1e-2)
+        model, optimizer = prepared(adopt(accelerator))
+        for step in range(8):
+            x, y = batch(step)
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    losses.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            (nn.functional.mse_loss(single(x), y) / 2).backward()
+            if step % 2:
+                norm = nn.utils.clip_grad_norm_(single.parameters(), MAX_NORM).item()
+                assert losses[-1] == pytest.approx(norm, rel=2e-2)
+                reference.step()
+                reference.zero_grad()
+        assert accelerator.loss_scale == (4 * SCALE if precision == "fp16" else 1)
+
+
+def test_two_optimizers_share_one_scale():
+    """An overflow of one does not change the scale with which the other's gradients are divided."""
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        one, two = nn.Linear(2, 1), nn.Linear(2, 1)
+        first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two))
+        one, two, first, second = adopt(accelerator).prepare(one, two, first, second)
+        before = two.weight.detach().clone()
+        accelerator.backward((one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum())
+        one.weight.grad.fill_(INF)
+        first.step()
+        assert (first.step_was_skipped, accelerator.optimizer_step_was_skipped) == (True, True)
+        second.step()
+        assert not second.step_was_skipped
+        torch.testing.assert_close(two.weight.detach(), before - 1)
+        assert accelerator.loss_scale == SCALE / 2
+        # A backward after clipping adds to gradients of the same scale, and a batch that is left out changes nothing.
+        first.zero_grad()
+        second.zero_grad()
+        for _ in range(2):
+            accelerator.backward(two(torch.ones(1, 2)).sum())
+            norm = accelerator.clip_grad_norm_(two.parameters(), 100.0)
+        torch.testing.assert_close(two.weight.grad, torch.full((1, 2), 2.0))
+        assert norm.item() == pytest.approx(12**0.5)
+        second.zero_grad()
+        accelerator.backward(two(torch.ones(1, 2)).sum())
+        accelerator.clip_grad_value_(two.weight, 0.5)
+        torch.testing.assert_close(two.weight.grad, torch.full((1, 2), 0.5))
+
+
+@arguments("adopted", [False, True])
+def test_a_fused_optimizer_that_skips_says_so(adopted):
+    """torch's fused optimizers skip on the device, in a step that is called; Accelerate looks at calls."""
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        if not adopted:
+            with_torchs_scaler(accelerator)
+        else:
+            adopt(accelerator)
+        model, optimizer = prepared(accelerator, fused=True)
+        before = weights(model)
+        accelerator.backward(model(batch(0)[0]).sum())
+        model.up.bias.grad[0] = INF
+        optimizer.step()
+        assert accelerator.optimizer_step_was_skipped == adopted
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+def test_a_closure_is_called_once_and_its_gradients_are_checked():
+    with accelerating(ALONE, "ddp", "no") as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        calls = []
+
+        def closure():
+            calls.append(optimizer.zero_grad())
+            accelerator.backward(model(batch(0)[0]).sum() * (INF if len(calls) == 1 else 1.0))
+
+        optimizer.step(closure)
+        assert (len(calls), accelerator.optimizer_step_was_skipped) == (1, True)
+        optimizer.step(closure)
+        assert (len(calls), accelerator.optimizer_step_was_skipped, accelerator.num_skipped) == (2, False, 1)
+
+
+def test_a_step_without_a_scaled_loss_does_not_change_the_scale():
+    """torch's get_optimizer_state_dict steps once with zeros; that is how accelerate #4289 comes about."""
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        before = accelerator.scaler.state_dict()
+        for _ in range(3):
+            get_optimizer_state_dict(model, optimizer)
+            optimizer.optimizer.state.clear()
+        assert accelerator.scaler.state_dict() == before
+        steps(accelerator, ALONE, model, optimizer, range(1))
+        assert accelerator.scaler.state_dict() == before | {"_growth_tracker": 1}
+
+
+def test_options_of_grad_scaler_kwargs_apply():
+    """As in Accelerate's tests/test_kwargs_handlers.py, test_grad_scaler_kwargs, which needs a GPU."""
+    options = {"growth_factor": 3.0, "backoff_factor": 0.25}
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling(**options)) as accelerator:
+        scaler = adopt(accelerator).scaler
+        assert (scaler._init_scale, scaler._growth_factor, scaler._backoff_factor) == (SCALE, 3.0, 0.25)
+        assert (scaler._growth_interval, scaler._enabled, scaler.is_enabled()) == (2, True, True)
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling(enabled=False)) as accelerator:
+        assert not adopt(accelerator).scaler.is_enabled()
+        assert accelerator.scaler.scale(torch.ones(())) == 1
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(model(batch(0)[0]).sum() * INF)
+        optimizer.step()
+        assert accelerator.optimizer_step_was_skipped
+
+
+def test_optimizers_say_whether_they_skipped():
+    """As in Accelerate's tests/test_optimizer.py, OptimizerTester, which needs a GPU, and its pickling of one."""
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, optimizer = nn.Linear(5, 5), None
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = adopt(accelerator).prepare(model, optimizer)
+        for overflow in (False, True, True, False):
+            accelerator.backward(model(torch.randn(2, 5)).sum())
+            for parameter in model.parameters():
+                parameter.grad.fill_(0.01)
+            if overflow:
+                parameter.grad[0] = float("nan")
+            optimizer.step()
+            assert optimizer.step_was_skipped is overflow
+        for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+            assert type(copied) is type(optimizer)
+            assert copied.scaler.get_scale() == accelerator.loss_scale
+            parameter = copied.param_groups[0]["params"][0]
+            parameter.grad = torch.full_like(parameter, INF)
+            copied.step()
+            assert copied.step_was_skipped
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@arguments(
+    ("attribute", "value", "message"),
+    [
+        ("distributed_type", "DEEPSPEED", "DeepSpeed, which scales.*use FSDP2 or DDP"),
+        ("distributed_type", "MEGATRON_LM", "Megatron-LM, which scales"),
+        ("distributed_type", "FSDP", r"FSDP1.*fsdp_version=2"),
+        ("fp8_enabled", True, "mixed_precision='fp8'"),
+        ("device", torch.device("xpu"), "the device 'xpu'.*use 'cpu' or 'cuda'"),
+    ],
+)
+def test_what_cannot_work_is_refused(attribute, value, message):
+    from accelerate.utils import DistributedType
+
+    with accelerating(ALONE, "ddp", "no") as accelerator:
+        accelerator.state.__dict__["fsdp_plugin"] = mock.Mock(fsdp_version=1)
+        holder = accelerator if attribute == "fp8_enabled" else accelerator.state
+        setattr(holder, attribute, DistributedType[value] if attribute == "distributed_type" else value)
+        with pytest.raises(paramp.ConfigError, match=message):
+            adopt(accelerator)
+
+
+def test_optimizers_and_weights_that_cannot_work_are_refused():
+    with pytest.raises(paramp.ConfigError, match=r"accelerator: got 3, expected an accelerate\.Accelerator"):
+        adopt(3)
+    model = build()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    evaluates = pytest.raises(paramp.ConfigError, match="LBFGS evaluates the model many times")
+    with accelerating(ALONE, "ddp", "no") as accelerator, evaluates:
+        adopt(accelerator).prepare(lbfgs)
+    with accelerating(ALONE, "ddp", "no") as accelerator:
+        accelerator.prepare(lbfgs)
+        with pytest.raises(paramp.ConfigError, match="LBFGS"):
+            adopt(accelerator)
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        optimizer = torch.optim.SGD(model.half().parameters(), lr=LR)
+        model, optimizer = adopt(accelerator).prepare(model, optimizer)
+        accelerator.backward(model(batch(0)[0].half()).sum())
+        with pytest.raises(paramp.ConfigError, match=r"parameters in float16, expected float32.*dtype=torch\.float32"):
+            optimizer.step()
+
+
+def test_without_accelerate_an_error_names_the_extra(monkeypatch):
+    import accelerate
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate", None)
+        with pytest.raises(
+            paramp.ConfigError, match=r'accelerate cannot be imported .*pip install "paramp\[accelerate\]"'
+        ):
+            adopt(object())
+    monkeypatch.setattr(accelerate, "__version__", "1.9.0")
+    with pytest.raises(paramp.ConfigError, match=r"got accelerate 1\.9\.0, expected 1\.10 or newer"):
+        adopt(object())
+
+
+def documented():
+    """The diff of docs/from-accelerate.md and its script, as it is and before the diff."""
+    from commands import ROOT
+
+    page = (ROOT / "docs" / "from-accelerate.md").read_text(encoding="utf-8")
+    diff, after = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("text", "python"))
+    before = after
+    for line in diff.splitlines():
+        if line.startswith("+") and "import" in line:
+            before = before.replace(line[1:], "")
+    return diff.splitlines(), after, before.replace("adopt(Accelerator(", "(Accelerator(")
+
+
+@on_ranks(2)
+def test_the_documented_migration_runs_before_and_after(world):
+    diff, after, before = documented()
+    assert len(diff) <= 10
+    with accelerating(world, "ddp", "fp16"):  # for its environment; the script makes its own
+        for source, adopted in ((before, False), (after, True)):
+            names = {}
+            exec(source, names)
+            assert ("adopt" in source) == adopted
+            if adopted:
+                assert names["train_with_accelerate"]() == (2.0**16, 0)
+            else:
+                with pytest.raises(AttributeError, match="loss_scale"):  # it has trained by then
+                    names["train_with_accelerate"]()
