@@ -1,0 +1,609 @@
+"""Hugging Face's Trainer with paramp's scaler, clipping and skipping, against plain torch and paramp's engine."""
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+import warnings
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import ROOT
+from families import cases, family, long
+from pool import on_ranks, shared_folder
+from torch.nn import functional as F
+
+import paramp
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SCALE, LR, STEPS, OVERFLOWS, MAX_NORM, BATCH = 1024.0, 0.5, 6, 3, 0.5, 8
+VOCABULARY, LENGTH = 32, 8
+INF = float("inf")
+TOLERANCE = {"fp16": 24 * 2.0**-11, "bf16": 24 * 2.0**-8, "fp32": 1e-4}
+MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+@functools.cache
+def samples():
+    tokens = torch.randint(VOCABULARY, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def build():
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"vocab_size": VOCABULARY, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}
+    return LlamaForCausalLM(LlamaConfig(**shape, **options))
+
+
+def loss_of(output, tokens):
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batches(rank=0, size=1):
+    for step in range(STEPS):
+        rows = samples()[step * BATCH : (step + 1) * BATCH]
+        yield torch.stack([row["input_ids"] for row in rows]).chunk(size)[rank]
+
+
+@functools.cache
+def reference():
+    """Plain torch in fp32 and one process, with the overflowing step left out: losses, norms, weights, rates."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    losses, norms, rates = [], [], []
+    for step, tokens in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), tokens)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        losses.append(loss.item())
+        norms.append(None if step == OVERFLOWS else norm.item())
+        rates.append(schedule.get_last_lr()[0])
+        if step != OVERFLOWS:
+            optimizer.step()
+            schedule.step()
+    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}, rates
+
+
+def engine_losses(world, precision):
+    """The losses of paramp's engine, data parallel over the ranks, with the same step skipped."""
+    mode = {"mode": MODES[precision], **({"init_scale": SCALE} if precision == "fp16" else {})}
+    config = {"precision": mode, "clip_grad_norm": MAX_NORM}
+    losses = []
+    with paramp.launch_from_torch(config):
+        engine, *_ = paramp.initialize(build(), lambda weights: torch.optim.SGD(weights, lr=LR), loss_of)
+        taken = 0
+        for step, tokens in enumerate(batches(world.rank, world.size)):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = LR * (1 - taken / STEPS)
+            losses.append(engine.forward_backward(tokens, tokens).item())
+            if step == OVERFLOWS and world.rank == 1:
+                next(parameter.grad for parameter in engine.module.parameters()).view(-1)[0] = INF
+            taken += not engine.step().overflow
+            engine.zero_grad()
+    assert taken == STEPS - 1
+    return losses
+
+
+@contextmanager
+def quiet():
+    """Without the warnings of Hugging Face's own code about the machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def hosts():
+    with quiet():
+        from transformers import Trainer
+
+        from paramp.integrations.transformers import ParampTrainer
+    return Trainer, ParampTrainer
+
+
+def planting(host, rank, scale=SCALE):
+    """``host`` with an overflow in the gradients of rank 1, the scale, and the learning rates that it steps with."""
+    from accelerate.utils import GradScalerKwargs
+
+    class Planting(host):
+        overflows = OVERFLOWS
+
+        def _build_accelerator_args(self, **kwargs):
+            arguments = super()._build_accelerator_args(**kwargs)
+            arguments["kwargs_handlers"] += [GradScalerKwargs(init_scale=scale)]
+            return arguments
+
+        def training_step(self, model, *args):
+            loss = super().training_step(model, *args)
+            if self.state.global_step == self.overflows and rank == 1 and self.accelerator.sync_gradients:
+                gradient = next(model.parameters()).grad
+                getattr(gradient, "_local_tensor", gradient).fill_(INF)
+            return loss
+
+    return Planting
+
+
+def arguments_of(folder, size=1, precision="fp16", **options):
+    from transformers import TrainingArguments
+
+    accumulated = options.get("gradient_accumulation_steps", 1)
+    defaults = {
+        "use_cpu": True,
+        "fp16": precision == "fp16",
+        "bf16": precision == "bf16",
+        "max_grad_norm": MAX_NORM,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH // size // accumulated,
+        "logging_steps": 1,
+        "optim": "sgd",
+        "learning_rate": LR,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "ddp_find_unused_parameters": False,
+    }
+    with quiet():
+        return TrainingArguments(str(folder), **defaults | options)
+
+
+LAYOUTS = {
+    "ddp": lambda size: {},
+    "fsdp": lambda size: {},
+    "loaded-fsdp": lambda size: {"fsdp_size": size},
+    "tp": lambda size: {"tp_size": size},
+    "fsdp-tp": lambda size: {"fsdp_size": size // 2, "tp_size": 2},
+}
+"""``DistributedConfig``'s sizes, with which transformers shards the model that it loads; ``fsdp`` is fsdp=True."""
+
+
+def trainer_of(host, world, folder, layout, precision="fp16", **options):
+    """A trainer of the model in ``folder``, in ``layout``."""
+    from transformers.distributed import DistributedConfig
+    from transformers.models.llama import LlamaForCausalLM
+
+    sizes = LAYOUTS[layout](world.size)
+    if layout == "fsdp":
+        options["fsdp"] = True
+    data = world.size // sizes.get("tp_size", 1)
+    arguments = arguments_of(folder / layout, data, precision, **options)
+    model = build()
+    with quiet():
+        if sizes:
+            if world.rank == 0:
+                model.save_pretrained(folder / "model")
+            dist.barrier()
+            model = LlamaForCausalLM.from_pretrained(folder / "model", distributed_config=DistributedConfig(**sizes))
+        return host(model, arguments, train_dataset=samples(), eval_dataset=samples()[:BATCH])
+
+
+def train(trainer, **options):
+    with quiet():
+        trainer.train(**options)
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def forget():
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def check_training(trainer, logs, precision, compared):
+    """Losses, norms, rates, weights and the scale of ``logs``: those of ``reference``, and losses ``compared``."""
+    losses, norms, weights, rates = reference()
+    tolerance = TOLERANCE[precision]
+    assert [entry["loss"] for entry in logs] == pytest.approx(losses, rel=tolerance)
+    assert [entry["loss"] for entry in logs] == pytest.approx(compared, rel=tolerance)
+    expected = [INF if norm is None else norm for norm in norms]
+    assert [entry["grad_norm"] for entry in logs] == pytest.approx(expected, rel=tolerance)
+    # The rate that is logged is that of the step, before the schedule advances, which it does not when one is skipped.
+    assert [entry["learning_rate"] for entry in logs] == pytest.approx(rates)
+    assert [entry["skipped_steps"] for entry in logs] == [int(step >= OVERFLOWS) for step in range(STEPS)]
+    scales = [SCALE / 2 if step >= OVERFLOWS else SCALE for step in range(STEPS)]
+    assert [entry["loss_scale"] for entry in logs] == (scales if precision == "fp16" else [1.0] * STEPS)
+    first = dict(build().named_parameters())
+    for name, value in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters():
+        way = weights[name] - first[name]
+        found = whole(value.detach()) - first[name]
+        assert (found - way).norm() / way.norm() < 2 * tolerance, name
+
+
+def check_layout(world, layout, precision, accumulated=1):
+    _, host = hosts()
+    folder = shared_folder()
+    compared = engine_losses(world, precision)
+    trainer = trainer_of(
+        planting(host, world.rank), world, folder, layout, precision, gradient_accumulation_steps=accumulated
+    )
+    try:
+        check_training(trainer, train(trainer), precision, compared)
+    finally:
+        forget()
+
+
+@on_ranks(2)
+def test_trainer_trains_as_the_engine_and_as_plain_torch(world):
+    """Data parallel and tensor parallel, in one body, because importing transformers takes seconds."""
+    for layout in ("ddp", "tp"):
+        check_layout(world, layout, "fp16")
+
+
+TWO = [
+    *((layout, precision, 1) for layout in LAYOUTS for precision in MODES if layout != "fsdp-tp"),
+    *((layout, "fp16", 2) for layout in LAYOUTS if layout != "fsdp-tp"),
+]
+FOUR = [(layout, precision, 1) for layout in LAYOUTS for precision in ("fp16", "bf16")]
+
+
+@family
+@pytest.mark.parametrize(("layout", "precision", "accumulated"), cases("trainer on two ranks", TWO, [], 4))
+@on_ranks(2)
+def test_layouts_and_precisions_of_two_ranks(world, layout, precision, accumulated):
+    check_layout(world, layout, precision, accumulated)
+
+
+@family
+@pytest.mark.parametrize(("layout", "precision", "accumulated"), cases("trainer on four ranks", FOUR, [], 2))
+@on_ranks(4)
+def test_layouts_and_precisions_of_four_ranks(world, layout, precision, accumulated):
+    check_layout(world, layout, precision, accumulated)
+
+
+def scaled_clip(world, layout):
+    """transformers #48208, as mended in 5.23: its clip for several meshes takes the gradients before unscaling."""
+    stock, host = hosts()
+    norm = reference()[1][0]
+
+    class StockClip(planting(host, world.rank)):
+        _clip_grad_norm = stock._clip_grad_norm
+        _get_grad_norm = stock._get_grad_norm
+
+    folder = shared_folder()
+    for kind, expected in ((StockClip, SCALE * norm), (planting(host, world.rank), norm)):
+        trainer = trainer_of(kind, world, folder, layout, max_steps=1)
+        assert train(trainer)[0]["grad_norm"] == pytest.approx(expected, rel=TOLERANCE["fp16"])
+        first = build().lm_head.weight.detach()
+        moved = (whole(trainer.model.lm_head.weight.detach()) - first).norm()
+        assert (moved < 1e-3 * LR * MAX_NORM) == (kind is StockClip)
+        forget()
+
+
+@on_ranks(2)
+def test_the_norm_over_several_meshes_is_of_unscaled_gradients(world):
+    scaled_clip(world, "tp")
+
+
+@family
+@long
+@on_ranks(4)
+def test_the_norm_over_several_meshes_of_four_ranks(world):
+    scaled_clip(world, "fsdp-tp")
+
+
+# ------------------------------------------------------------------------------------- checkpoints and evaluation
+
+
+def check_resume(world, layout):
+    """A run that is resumed after its overflow goes on as the whole one does, bit for bit."""
+    _, host = hosts()
+    folder = shared_folder()
+    host = planting(host, world.rank)
+    options = {"save_strategy": "steps", "save_steps": OVERFLOWS + 1}
+    trainer = trainer_of(host, world, folder, layout, **options)
+    logs = train(trainer)
+    state = torch.load(folder / layout / f"checkpoint-{OVERFLOWS + 1}" / "scaler.pt", weights_only=True)
+    assert (state["scale"], state["_growth_tracker"]) == (SCALE / 2, 0)
+    assert torch.load(folder / layout / f"checkpoint-{STEPS}" / "scaler.pt")["_growth_tracker"] == STEPS - OVERFLOWS - 1
+    forget()
+    resumed = trainer_of(host, world, folder, layout, **options)
+    again = train(resumed, resume_from_checkpoint=str(folder / layout / f"checkpoint-{OVERFLOWS + 1}"))
+    assert again == logs
+    assert resumed.skipped_steps == 1
+    assert resumed.accelerator.scaler.state_dict() == trainer.accelerator.scaler.state_dict()
+    pairs = zip(trainer.model_wrapped.parameters(), resumed.model_wrapped.parameters(), strict=True)
+    for whole_run, of_resumed in pairs:
+        assert torch.equal(whole(whole_run), whole(of_resumed))
+    forget()
+    bf16 = trainer_of(host, world, folder, layout, "bf16", **options)  # fp16's checkpoint, gone on with in bf16
+    train(bf16, resume_from_checkpoint=str(folder / layout / f"checkpoint-{OVERFLOWS + 1}"))
+    assert bf16.skipped_steps == 1
+    forget()
+
+
+@on_ranks(2)
+def test_a_resumed_run_has_the_scale_and_the_count_of_skipped_steps(world):
+    check_resume(world, "ddp")
+
+
+@family
+@long
+@on_ranks(2)
+def test_a_resumed_run_under_fsdp2_has_the_scale(world):
+    check_resume(world, "fsdp")
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def alone():
+    """Without a launcher's variables, and with a state of Accelerate's that is forgotten afterwards."""
+    names = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    with mock.patch.dict(os.environ, names, clear=True):
+        yield
+        forget()
+
+
+def one_process(host, folder, precision="fp16", model=None, scale=SCALE, overflows=OVERFLOWS, **options):
+    host = planting(host, 1, scale)
+    host.overflows = overflows
+    model = build() if model is None else model
+    with quiet():
+        return host(
+            model,
+            arguments_of(folder, 1, precision, **options),
+            train_dataset=samples(),
+            eval_dataset=samples()[:BATCH],
+        )
+
+
+def test_stock_trainer_ignores_fp16_on_a_cpu_and_takes_infinite_gradients(tmp_path, alone):
+    stock, host = hosts()
+    trainer = one_process(stock, tmp_path)
+    logs = train(trainer)
+    assert trainer.accelerator.scaler is None
+    assert logs[-1]["loss"] != pytest.approx(reference()[0][-1], rel=0.01)
+    assert not all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    trainer = one_process(host, tmp_path)
+    check_training(trainer, train(trainer), "fp16", reference()[0])
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_the_schedule_does_not_advance_on_a_skipped_step(tmp_path, alone, optim):
+    """Accelerate takes the call of a fused optimizer, the default here, for a step. The reference counts by hand."""
+    stock, host = hosts()
+    trainer = one_process(stock, tmp_path, optim=optim)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    trainer.accelerator.native_amp = True
+    train(trainer)
+    assert trainer.lr_scheduler.last_epoch == (STEPS if "fused" in optim else STEPS - 1)
+    forget()
+    trainer = one_process(host, tmp_path, optim=optim)
+    logs = train(trainer)
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
+    assert [entry["learning_rate"] for entry in logs] == pytest.approx(reference()[3])
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {STEPS - 1}
+
+
+def test_evaluation_and_prediction_are_as_in_plain_torch(tmp_path, alone):
+    _, host = hosts()
+    model = build()
+    tokens = next(batches())
+    with torch.no_grad():
+        logits = model(tokens).logits
+    trainer = one_process(host, tmp_path, model=model, per_device_eval_batch_size=BATCH)
+    with quiet():
+        metrics = trainer.evaluate()
+        prediction = trainer.predict(samples()[:BATCH])
+    assert metrics["eval_loss"] == pytest.approx(loss_of(mock.Mock(logits=logits), tokens).item(), rel=1e-3)
+    assert torch.from_numpy(prediction.predictions).sub(logits).norm() < 1e-2 * logits.norm()
+    assert prediction.predictions.dtype == "float32"
+    check_training(trainer, train(trainer), "fp16", reference()[0])
+    with quiet():
+        after = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        plain = loss_of(trainer.model(tokens), tokens).item()
+    assert after == pytest.approx(plain, rel=1e-3)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_fp16_weights_are_refused_for_training(tmp_path, alone):
+    _, host = hosts()
+    with pytest.raises(paramp.ConfigError, match=r"got fp16 weights .*embed_tokens.* load the model with dtype="):
+        train(one_process(host, tmp_path, model=build().half()))
+    forget()
+    trainer = one_process(host, tmp_path, fp16_full_eval=True, per_device_eval_batch_size=BATCH)
+    with quiet():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(reference()[0][0], rel=0.01)
+    with pytest.raises(paramp.ConfigError, match=r"evaluate\(\) with fp16_full_eval=True"):
+        train(trainer)
+
+
+def refused(name, value, tmp_path, model=None):
+    _, host = hosts()
+    arguments = arguments_of(tmp_path)
+    getattr(arguments, name)  # there is such an argument
+    with mock.patch.object(type(arguments), name, value, create=True), quiet():
+        vars(arguments).pop(name, None)
+        host(model or build(), arguments, train_dataset=samples())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, "deepspeed, which scales, clips and steps by itself"),
+        ("fsdp_plugin_args", {"fsdp_version": 1}, "version 1.*version"),
+        ("n_gpu", 2, "nn.DataParallel on 2 GPUs.*torchrun"),
+        ("optim", "adalomo", "optim='adalomo', which steps during the backward"),
+        ("optim", "galore_adamw_layerwise", "optim='galore_adamw_layerwise', which steps during the backward"),
+        ("device", torch.device("meta"), "device: got 'meta'"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tmp_path, alone, name, value, message):
+    with pytest.raises(paramp.ConfigError, match=message):
+        refused(name, value, tmp_path)
+
+
+def test_a_pipelined_model_is_refused(tmp_path, alone):
+    model = build()
+    model.config.distributed_config = mock.Mock(pp_size=2)
+    with pytest.raises(paramp.ConfigError, match=r"DistributedConfig\(pp_size"):
+        one_process(hosts()[1], tmp_path, model=model)
+
+
+def test_the_mixin_needs_a_trainer_after_it():
+    from paramp.integrations.transformers import ParampTrainerMixin
+
+    with pytest.raises(paramp.ConfigError, match="Alone: its bases after ParampTrainerMixin lack create_accelerator"):
+        type("Alone", (ParampTrainerMixin,), {})
+
+
+def test_without_transformers_an_error_names_the_extra(monkeypatch):
+    from paramp.integrations import transformers
+
+    transformers._trainer.cache_clear()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(paramp.ConfigError, match=r'transformers cannot be imported .*paramp\[transformers\]"'):
+        _ = transformers.ParampTrainer
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = transformers.Nothing
+
+
+# ----------------------------------------------------------------------- the host's own tests, TRL and the migration
+
+
+class Regression(torch.nn.Module):
+    """a x + b, as the model of transformers' own tests (tests/trainer/trainer_test_utils.py)."""
+
+    def __init__(self, poisoned=()):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+        self.poisoned = poisoned
+        self.calls = 0
+
+    def forward(self, input_x, labels):
+        output = input_x * self.a + self.b
+        loss = F.mse_loss(output, labels)
+        self.calls += 1
+        return {"loss": loss * (INF if self.calls in self.poisoned else 1.0), "logits": output}
+
+
+def regression(host, folder, precision, poisoned=(), **options):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    data = [{"input_x": value, "labels": 1.5 * value + 2.5} for value in x]
+    options = {"learning_rate": 0.1, "max_grad_norm": 1.0, "optim": "adamw_torch_fused", "max_steps": 12} | options
+    with quiet():
+        return host(Regression(poisoned), arguments_of(folder, 1, precision, **options), train_dataset=data)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_mixed_precision_as_in_transformers_own_test(tmp_path, alone, precision):
+    """test_mixed_fp16 and test_mixed_bf16 of transformers' tests/trainer/test_trainer.py."""
+    stock, host = hosts()
+    plain = regression(stock, tmp_path, "fp32")
+    train(plain)
+    forget()
+    mixed = regression(host, tmp_path, precision)
+    logs = train(mixed)
+    expected = [plain.model.a.item(), plain.model.b.item()]
+    assert [mixed.model.a.item(), mixed.model.b.item()] == pytest.approx(expected, rel=5e-3, abs=5e-3)
+    assert logs[0]["grad_norm"] < 100
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_skipped_updates_as_in_transformers_own_tests(tmp_path, alone, accumulated):
+    """Of tests/trainer/test_trainer_optimizer_skip.py, without the count of attempts, which 5.23 does not have."""
+    _, host = hosts()
+    trainer = regression(host, tmp_path, "fp16", (2, 3), gradient_accumulation_steps=accumulated)
+    train(trainer)
+    skipped = 2  # also of windows of two calls: the first and the second
+    steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert steps == {12 - skipped}
+    assert trainer.lr_scheduler.last_epoch == 12 - skipped
+    assert trainer.state.global_step == 12
+    assert trainer.skipped_steps == skipped
+
+
+def test_the_migration_is_a_diff_of_at_most_10_lines_that_runs(tmp_path, alone, monkeypatch):
+    page = (ROOT / "docs/from-transformers.md").read_text(encoding="utf-8")
+    difference, script = re.search(r"```text\n(.*?)```.*?```python\n(.*?)```", page, re.DOTALL).groups()
+    changed = [line for line in difference.splitlines() if line[:1] in "+-"]
+    assert len(changed) <= 10
+    before = script
+    for line in changed:
+        if line[0] == "+":
+            assert f"{line[1:]}\n" in script
+    before = before.replace("from transformers import TrainingArguments", changed[0][1:])
+    before = before.replace(changed[2][1:], "").replace(changed[4][1:], changed[3][1:])
+    monkeypatch.chdir(tmp_path)
+    with quiet():
+        names = {}
+        exec(script, names)
+        assert names["trainer"].accelerator.loss_scale == 65536.0
+        forget()
+        with pytest.raises(AttributeError, match="loss_scale"):  # the script's last line is of the trainer after it
+            exec(before, names)
+    assert names["trainer"].state.global_step == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed (pip install trl)")
+@on_ranks(2)
+def test_the_mixin_in_trls_trainer(world):
+    """An overflow on one rank is skipped by both, and a resumed run ends as the whole one."""
+    with quiet():
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+        from trl import SFTConfig, SFTTrainer
+
+        from paramp.integrations.transformers import ParampTrainerMixin
+
+    class Tuner(ParampTrainerMixin, SFTTrainer):
+        pass
+
+    folder = shared_folder()
+    words = {str(word): word for word in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
+    )
+    rows = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in samples()])
+    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}), quiet():
+        options = {
+            "use_cpu": True,
+            "fp16": True,
+            "bf16": False,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 4,
+            "save_strategy": "steps",
+            "save_steps": OVERFLOWS + 1,
+            "logging_steps": 1,
+            "report_to": [],
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "max_length": LENGTH,
+            "learning_rate": 0.01,
+        }
+        found = []
+        for resumed in (None, str(folder / f"checkpoint-{OVERFLOWS + 1}")):
+            arguments = SFTConfig(str(folder), **options)
+            host = planting(Tuner, world.rank)
+            trainer = host(build(), arguments, train_dataset=rows, processing_class=tokenizer)
+            trainer.train(resume_from_checkpoint=resumed)
+            found.append(trainer)
+            forget()
+    for trainer in found:
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["skipped_steps"] for entry in logs] == [int(step >= OVERFLOWS) for step in range(STEPS)]
+        assert logs[-1]["loss_scale"] == trainer.accelerator.loss_scale == SCALE / 2
+        assert "mean_token_accuracy" in logs[-1]
+        assert trainer.lr_scheduler.last_epoch == STEPS - 1
+    weights = [torch.cat([value.detach().flatten() for value in one.model.parameters()]) for one in found]
+    assert torch.equal(*weights)
+    gathered = [torch.empty_like(weights[0]) for _ in range(world.size)]
+    dist.all_gather(gathered, weights[0])
+    assert torch.equal(*gathered)
