@@ -5,6 +5,7 @@ These do not support a mix of plain tensors and DTensors, or several meshes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""
 
 
-def logical_parameter(optimizer: torch.optim.Optimizer, device_type: str) -> torch.Tensor:
-    """A 0-dim parameter whose gradient represents all gradients of ``optimizer``, over all ranks.
+def logical_parameter(parameters: Sequence[torch.Tensor], device_type: str) -> torch.Tensor:
+    """A 0-dim parameter whose gradient represents all gradients of ``parameters``, over all ranks.
 
     It is on ``device_type`` if this rank has no gradient.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     align_gradients(parameters)
     with_gradient = [(local(parameter.grad), parameter) for parameter in parameters if parameter.grad is not None]
     parts = [part for part, _ in with_gradient]

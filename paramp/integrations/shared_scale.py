@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,17 +32,31 @@ class _FiniteCheck(DistributedGradScaler):
         return super()._unscale_grads_(*args) or {found_inf.device: found_inf}
 
 
+Unscaling: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[Any]]
+
+
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
-    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` may
-    grow after construction; the ranks of ``group`` decide together whether to step.
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps.
+
+    Args:
+        models: those that the loss depends on; may grow after construction.
+        group: the ranks that decide together whether to step.
+        unscaling: makes the context in which the gradients of an optimizer are unscaled.
     """
 
-    def __init__(self, mode: Precision, models: Collection[nn.Module], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        mode: Precision,
+        models: Collection[nn.Module],
+        group: dist.ProcessGroup | None,
+        unscaling: Unscaling = nullcontext,
+    ) -> None:
         self._mode = mode
         self._models = models
         self._group = group
+        self._unscaling = unscaling
         self._scaler: DistributedGradScaler | None = None
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
@@ -72,8 +87,26 @@ class SharedScale:
         if id(optimizer) in self._stepped:
             self.update()
         if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.scaler.unscale_(optimizer)
+            with self._unscaling(optimizer):
+                self.scaler.unscale_(optimizer)
         self._unscaled[id(optimizer)] = optimizer
+
+    def begin_backward(self) -> None:
+        """Before a backward: update the scale after the steps since the last one.
+
+        Raises:
+            RuntimeError: an optimizer has unscaled gradients, to which the backward would add scaled ones.
+        """
+        for key in self._unscaled.keys() - self._stepped.keys():
+            groups = self._unscaled.pop(key).param_groups
+            gradients = (local(one.grad) for group in groups for one in group["params"] if one.grad is not None)
+            if self._mode.scaling is not None and any(map(torch.any, gradients)):
+                raise RuntimeError(
+                    "backward: the gradients of an optimizer are unscaled already, as for clipping, so that scaled "
+                    "ones cannot be added; call its step() or zero_grad() before the next backward"
+                )
+            self.scaler._per_optimizer_states.pop(key)  # they were set to zero, or are not scaled
+        self.update()
 
     def update(self) -> None:
         """Update the scale after the steps since the last backward, if there were any.
