@@ -1,0 +1,249 @@
+"""The plugin for Lightning's Trainer, on real ranks: its strategies, checkpoints, hooks and refusals."""
+
+import copy
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import family, long
+from pool import on_ranks, shared_folder
+from torch import nn
+from torch.utils.data import DataLoader
+from trained_by_lightning import (
+    EPOCH,
+    FP16,
+    MAX_NORM,
+    OVERFLOWS,
+    QUIET,
+    SCALE,
+    STEPS,
+    averaged,
+    batch,
+    build,
+    by_an_engine,
+    fit,
+    in_plain_torch,
+    lightning,
+    model_parallel,
+    shard,
+    trained_module,
+)
+
+import paramp
+from paramp.integrations.lightning import TrainerPrecision
+
+SCALED = {"init_scale": SCALE}
+NAIVE = {"mode": "16-naive", "hysteresis": 1, **SCALED}
+TRUE = dataclasses.replace(paramp.Precision.parse("16-true"), scaling=paramp.LossScaling(**SCALED))
+MODES = {
+    "16-mixed": ({"mode": "16-mixed", **SCALED}, 2.0**-11),
+    "16-naive": (NAIVE, 2.0**-11),
+    "O2": ({"mode": "O2", **SCALED}, 2.0**-11),
+    "16-true": (TRUE, 2.0**-9),
+    "bf16-mixed": ("bf16-mixed", 2.0**-8),
+    "bf16-naive": ("bf16-naive", 2.0**-8),
+    "32-true": ("32-true", 2.0**-20),
+}
+
+
+def test_without_lightning_an_error_names_the_extra(monkeypatch):
+    from paramp.integrations import lightning_precision
+
+    lightning_precision._with_lightning.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("lightning.pytorch")]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[lightning\]"'):
+        TrainerPrecision("16-mixed")
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def strategy_of(layout):
+    data, tensor, kind = layout
+    return "ddp" if kind == "ddp" else model_parallel(data, tensor, save_distributed_checkpoint=kind == "folder")
+
+
+def check_layout(layout, name):
+    """Losses, norms, weights, an overflow on one rank, and a resume, in one layout and mode."""
+    mode, rounding = MODES[name]
+    data, tensor, kind = layout
+    gathered = mode_compute(mode) if kind != "ddp" and paramp.Precision.parse(mode).masters else None
+    sizes = {"data": data, "tensor": tensor, "gathered": gathered}
+    expected, norms, weights = in_plain_torch()
+
+    module = trained_module()(**sizes)
+    module.save = shared_folder() / "after_one_epoch"
+    trainer = fit(module, mode, strategy_of(layout), data * tensor)
+    plugin = trainer.precision_plugin
+    losses = averaged(module.losses)
+    assert losses == pytest.approx(expected, rel=24 * rounding)
+    assert [value for value in module.norms if value < float("inf")] == pytest.approx(
+        norms[:OVERFLOWS] + norms[OVERFLOWS + 1 :], rel=24 * rounding
+    )
+    assert plugin.num_skipped == 1
+    assert trainer.global_step == STEPS  # a skipped step counts, as with Lightning's plugin
+    (schedule,) = trainer.lr_scheduler_configs
+    assert schedule.scheduler.last_epoch == STEPS
+    state = {key.removeprefix("model."): whole(value) for key, value in module.state_dict().items()}
+    for key, start in build().named_parameters():
+        assert state[key].dtype is (FP16 if name == "16-true" else torch.float32)
+        way, found = weights[key] - start.detach(), state[key].float() - start.detach()
+        assert (found - way).norm() / way.norm() < 24 * rounding, key
+
+    scale = SCALE / 2 if plugin.mode.scaling else 1.0
+    assert module.scales == [SCALE if plugin.mode.scaling else 1.0] * (OVERFLOWS + 1) + [scale] * (STEPS - 1 - OVERFLOWS)
+    resumed = trained_module()(**sizes, seed=9)
+    trainer = fit(resumed, mode, strategy_of(layout), data * tensor, ckpt_path=module.save)
+    assert resumed.scales == [scale] * EPOCH
+    assert averaged(resumed.losses) == losses[EPOCH:]
+    assert trainer.precision_plugin.num_skipped == 0
+    return losses
+
+
+def mode_compute(mode):
+    return paramp.Precision.parse(mode).compute
+
+
+@on_ranks(2)
+def test_the_trainer_on_two_ranks(world):
+    """Each promise once: masters under tensor parallelism, sharded ones, and DDP; the engine's losses."""
+    for layout, name in (((1, 2, "folder"), "16-naive"), ((2, 1, "file"), "16-naive"), ((2, 1, "ddp"), "O2")):
+        losses = check_layout(layout, name)
+        if layout[2] != "ddp":
+            engine = by_an_engine(MODES[name][0], *layout[:2])
+            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+    check_layout((1, 2, "file"), "16-mixed")
+
+
+@family
+@long
+@pytest.mark.parametrize("name", MODES)
+@on_ranks(4)
+def test_the_trainer_on_four_ranks(world, name):
+    for layout in ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (4, 1, "ddp")):
+        losses = check_layout(layout, name)
+        if layout[2] == "folder" and name != "16-true":
+            engine = by_an_engine(MODES[name][0], *layout[:2])
+            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+
+
+@on_ranks(2)
+def test_what_lightning_refuses_or_trains_wrongly(world):
+    """Lightning #19902 and #19973, without the plugin and with it."""
+    plugin = TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="`ModelParallelStrategy` does not support .*16-mixed"):
+            lightning().Trainer(precision="16-mixed", strategy=model_parallel(1, 2), devices=2, **QUIET)
+        lightning().Trainer(plugins=plugin, strategy=model_parallel(1, 2), devices=2, **QUIET)
+
+    class Tiny(lightning().LightningModule):
+        """The gradient of the product is 1e-8, which fp16 rounds to zero; that of the weight is 1e-4."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def train_dataloader(self):
+            return DataLoader([torch.zeros(1)], batch_size=None)
+
+        def training_step(self, data, index):
+            return (self.weight * 1e4).sum() * 1e-8
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=100.0)
+
+    def trained(**precision):
+        module = Tiny()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lightning().Trainer(**precision, **QUIET, devices=1, max_epochs=1).fit(module)
+        return module.state_dict()["weight"].float()
+
+    assert trained(precision="16-true").tolist() == [1.0] * 4
+    for mode in (TRUE, NAIVE):
+        torch.testing.assert_close(trained(plugins=TrainerPrecision(mode)), torch.full((4,), 0.99), atol=1e-3, rtol=0)
+
+
+@on_ranks(2)
+def test_loops_of_the_trainer(world):
+    """On one device for each rank, which decide together: manual optimization, accumulation, None, clipping by value."""
+    module_class = trained_module()
+    one = {"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1}
+
+    class Manual(module_class):
+        """Two optimizers of one backward; the second clips, and steps through a closure."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, data, index):
+            first, second = self.optimizers()
+            loss = super().training_step(data, index)
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(second, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+            first.step()
+            assert second.step(closure=lambda: loss) is loss
+
+        def configure_optimizers(self):
+            groups = (self.model.up, self.model.norm), (self.model.down,)
+            return [torch.optim.SGD([p for part in parts for p in part.parameters()], lr=LR) for parts in groups]
+
+    class Accumulating(module_class):
+        def training_step(self, data, index):
+            return super().training_step(data, index)
+
+    LR = 0.1
+    for name in ("16-mixed", "O2"):
+        mode, rounding = MODES[name]
+        module = Manual()
+        trainer = fit(module, mode, "auto", 1, **one, gradient_clip_val=None)
+        plugin = trainer.precision_plugin
+        assert plugin.metrics() == {"loss_scale": SCALE / 2, "num_skipped": 1.0}  # the scale moved once, not twice
+
+        reference = build()
+        for step in range(EPOCH):
+            reference.zero_grad()
+            x, y = batch(step)
+            nn.functional.mse_loss(reference(x), y).backward()
+            nn.utils.clip_grad_value_(reference.down.parameters(), 1e-3)
+            for key, parameter in reference.named_parameters():
+                if step != OVERFLOWS or not key.startswith("down"):
+                    parameter.data.add_(parameter.grad, alpha=-LR)
+        check_weights(module, reference, rounding)
+
+        # Accumulation over two batches, of three: the last one of an epoch is stepped alone.
+        module = Accumulating()
+        module.on_after_backward = lambda: None
+        fit(module, mode, "auto", 1, **one, accumulate_grad_batches=2)
+        reference = build()
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
+        for step, steps in ((0, True), (1, False), (2, False)):
+            if step != 1:
+                optimizer.zero_grad()
+            x, y = batch(step)
+            (nn.functional.mse_loss(reference(x), y) / 2).backward()
+            if step != 0:
+                nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.9
+        check_weights(module, reference, rounding)
+
+
+def check_weights(module, reference, rounding):
+    state = module.state_dict()
+    for (key, value), start in zip(reference.named_parameters(), build().parameters(), strict=True):
+        way = value.detach() - start.detach()
+        found = state[f"model.{key}"] - start.detach()
+        assert (found - way).norm() / way.norm() < 24 * rounding, key
