@@ -35,6 +35,7 @@ from trained_by_lightning import (
 
 import paramp
 from paramp.integrations.lightning import TrainerPrecision
+from paramp.integrations.module_masters import ModuleMasters
 
 SCALED = {"init_scale": SCALE}
 NAIVE = {"mode": "16-naive", "hysteresis": 1, **SCALED}
@@ -247,3 +248,120 @@ def check_weights(module, reference, rounding):
         way = value.detach() - start.detach()
         found = state[f"model.{key}"] - start.detach()
         assert (found - way).norm() / way.norm() < 24 * rounding, key
+
+
+@on_ranks(2)
+def test_what_the_plugin_refuses(world):
+    """Each by name, on every rank, before a collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    remainder = {"mode": "O2", "masters": "remainder"}
+    narrow = {"mode": "bf16-true", "rounding": "stochastic"}
+    wide = {"mode": "16-true", "grad_dtype": "float32"}
+    for mode, message in (
+        (remainder, "masters: got 'remainder', expected 'full'"),
+        (narrow, "rounding: got 'stochastic', expected 'nearest'"),
+        (wide, "grad_dtype: got torch.float32, expected torch.float16"),
+        ({"mode": "16-mixed", "reduce_dtype": "float32"}, "reduce_dtype: got ReduceDtypes"),
+        ("fp8-mixed", "float8"),
+    ):
+        with pytest.raises(paramp.ConfigError, match=message):
+            TrainerPrecision(mode)
+
+    mesh = init_device_mesh("cpu", (2,))
+    for mode, gathered in (("16-naive", None), ("O2", torch.bfloat16), ("16-mixed", torch.bfloat16), ("32-true", FP16)):
+        model = build()
+        shard(model, mesh, gathered)
+        with pytest.raises(paramp.ConfigError, match=rf"gathers the parameters of 'MLP' in {gathered}, expected .*{mode}"):
+            TrainerPrecision(mode).convert_module(model)
+    model = build().half()
+    shard(model, mesh, FP16)
+    with pytest.raises(paramp.ConfigError, match=r"'MLP' was sharded with parameters in torch.float16, expected .*16-n"):
+        TrainerPrecision("16-naive").convert_module(model)
+
+    class Wrong(trained_module()):
+        automatic_optimization = False
+
+        def training_step(self, data, index):
+            loss = super().training_step(data, index)
+            if self.clips:
+                self.manual_backward(loss, retain_graph=True)
+                self.clip_gradients(self.optimizers(), 1.0, "norm")
+                self.manual_backward(loss)
+            loss.backward()
+            self.optimizers().step()
+
+    for clips, message in ((True, "scaled ones cannot be added"), (False, r"call self\.manual_backward\(loss\)")):
+        module = Wrong()
+        module.clips = clips
+        with pytest.raises(RuntimeError, match=message):
+            fit(module, MODES["16-mixed"][0], "auto", 1, gradient_clip_val=None)
+
+    module = trained_module()()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(paramp.ConfigError, match="LBFGS"):
+        fit(module, "16-mixed", "auto", 1)
+
+
+def sgd_on_masters():
+    """A plain module in half precision, whose SGD steps masters."""
+    model = build().half()
+    masters = ModuleMasters.of(model)
+    for weight, value in zip(model.parameters(), build().parameters(), strict=True):
+        masters.add(weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    masters.adopt(optimizer)
+    return model, masters, optimizer
+
+
+def test_masters_take_steps_that_half_precision_would_round_away():
+    model, masters, optimizer = sgd_on_masters()
+    weight = model.up.weight
+    start = build().up.weight.detach()
+    torch.testing.assert_close(model.state_dict()["up.weight"], start, rtol=0, atol=0)  # not its rounding
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 2.0**-16)
+        with masters.unscaling(optimizer):
+            assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
+        optimizer.step()
+    expected = start - 0.5 * 2.0**-16 * (1 + 1.9 + 2.71)
+    torch.testing.assert_close(model.state_dict()["up.weight"], expected, rtol=0, atol=1e-9)
+    assert torch.equal(weight, expected.half())
+    assert optimizer.param_groups[0]["params"][0] is weight
+    assert optimizer.state[weight]["momentum_buffer"].dtype is torch.float32
+    assert weight.grad is not None  # as torch's optimizers leave it
+
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[weight]["momentum_buffer"].dtype is torch.float32
+    with pytest.raises(paramp.ConfigError, match="got a closure"):
+        optimizer.step(lambda: None)
+
+
+def test_masters_follow_loads_changes_hooks_and_copies():
+    model, masters, optimizer = sgd_on_masters()
+    copied = copy.deepcopy(model)
+    fresh = build(seed=8).state_dict()
+    model.load_state_dict(fresh)
+    torch.testing.assert_close(dict(model.state_dict()), dict(fresh), rtol=0, atol=0)
+    torch.testing.assert_close(dict(copied.state_dict()), dict(build().state_dict()), rtol=0, atol=0)
+    with torch.no_grad():
+        model.up.bias.fill_(2.0)
+    assert model.state_dict()["up.bias"].tolist() == [2.0] * 16
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with masters.unscaling(optimizer):
+        pass
+    model.up.bias.grad.mul_(2)  # as a user's hook may do
+    model.norm.bias.grad = None
+    optimizer.step()
+    assert model.up.bias.tolist() == [1.0] * 16
+    assert torch.equal(model.norm.bias, fresh["norm.bias"].half())
+    torch.testing.assert_close(model.state_dict()["down.bias"], fresh["down.bias"] - 0.5)
+
+    late = nn.Parameter(torch.ones(3, dtype=FP16))  # it was frozen: 5 steps of 2**-13, each of which fp16 rounds away
+    optimizer.add_param_group({"params": [late], "lr": 2.0**-13, "momentum": 0.0})
+    for _ in range(5):
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+    assert late.tolist() == [torch.tensor(1 - 5 * 2.0**-13).half().item()] * 3 != [1.0] * 3

@@ -1,7 +1,9 @@
 """A LightningModule, and the trainings of it by the Trainer, by an engine and by plain torch."""
 
 import functools
+import os
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -134,7 +136,7 @@ def fit(module, mode, strategy, devices, *, ckpt_path=None, plugin=None, **optio
     """Train ``module``; the Trainer, whose plugin has the ``mode``."""
     plugin = plugin or TrainerPrecision(mode)
     defaults = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": MAX_NORM}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):  # from which Lightning takes WORLD_SIZE
         warnings.filterwarnings("ignore", module=r"lightning|torch\.distributed")  # of Lightning's, about the machine
         warnings.filterwarnings("ignore", message=".*(num_workers|available but not used|isinstance.treespec).*")
         trainer = lightning().Trainer(
