@@ -2,13 +2,16 @@
 
 import copy
 import dataclasses
+import os
+import pickle
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import family, long
 from pool import on_ranks, shared_folder
 from torch import nn
@@ -100,7 +103,9 @@ def check_layout(layout, name):
         assert (found - way).norm() / way.norm() < 24 * rounding, key
 
     scale = SCALE / 2 if plugin.mode.scaling else 1.0
-    assert module.scales == [SCALE if plugin.mode.scaling else 1.0] * (OVERFLOWS + 1) + [scale] * (STEPS - 1 - OVERFLOWS)
+    assert module.scales == [SCALE if plugin.mode.scaling else 1.0] * (OVERFLOWS + 1) + [scale] * (
+        STEPS - 1 - OVERFLOWS
+    )
     resumed = trained_module()(**sizes, seed=9)
     trainer = fit(resumed, mode, strategy_of(layout), data * tensor, ckpt_path=module.save)
     assert resumed.scales == [scale] * EPOCH
@@ -142,7 +147,7 @@ def test_what_lightning_refuses_or_trains_wrongly(world):
     plugin = TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="`ModelParallelStrategy` does not support .*16-mixed"):
+        with pytest.raises(ValueError, match=r"`ModelParallelStrategy` does not support .*16-mixed"):
             lightning().Trainer(precision="16-mixed", strategy=model_parallel(1, 2), devices=2, **QUIET)
         lightning().Trainer(plugins=plugin, strategy=model_parallel(1, 2), devices=2, **QUIET)
 
@@ -176,7 +181,7 @@ def test_what_lightning_refuses_or_trains_wrongly(world):
 
 @on_ranks(2)
 def test_loops_of_the_trainer(world):
-    """On one device for each rank, which decide together: manual optimization, accumulation, None, clipping by value."""
+    """On one device a rank, which decide together: manual optimization, clipping by value, accumulation."""
     module_class = trained_module()
     one = {"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1}
 
@@ -201,10 +206,6 @@ def test_loops_of_the_trainer(world):
             groups = (self.model.up, self.model.norm), (self.model.down,)
             return [torch.optim.SGD([p for part in parts for p in part.parameters()], lr=LR) for parts in groups]
 
-    class Accumulating(module_class):
-        def training_step(self, data, index):
-            return super().training_step(data, index)
-
     LR = 0.1
     for name in ("16-mixed", "O2"):
         mode, rounding = MODES[name]
@@ -225,12 +226,12 @@ def test_loops_of_the_trainer(world):
         check_weights(module, reference, rounding)
 
         # Accumulation over two batches, of three: the last one of an epoch is stepped alone.
-        module = Accumulating()
+        module = module_class()
         module.on_after_backward = lambda: None
         fit(module, mode, "auto", 1, **one, accumulate_grad_batches=2)
         reference = build()
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
-        for step, steps in ((0, True), (1, False), (2, False)):
+        for step in range(EPOCH):
             if step != 1:
                 optimizer.zero_grad()
             x, y = batch(step)
@@ -272,11 +273,11 @@ def test_what_the_plugin_refuses(world):
     for mode, gathered in (("16-naive", None), ("O2", torch.bfloat16), ("16-mixed", torch.bfloat16), ("32-true", FP16)):
         model = build()
         shard(model, mesh, gathered)
-        with pytest.raises(paramp.ConfigError, match=rf"gathers the parameters of 'MLP' in {gathered}, expected .*{mode}"):
+        with pytest.raises(paramp.ConfigError, match=rf"of the module itself in {gathered}, expected .*{mode}"):
             TrainerPrecision(mode).convert_module(model)
     model = build().half()
     shard(model, mesh, FP16)
-    with pytest.raises(paramp.ConfigError, match=r"'MLP' was sharded with parameters in torch.float16, expected .*16-n"):
+    with pytest.raises(paramp.ConfigError, match=r"itself was sharded with parameters in torch\.float16"):
         TrainerPrecision("16-naive").convert_module(model)
 
     class Wrong(trained_module()):
@@ -325,7 +326,7 @@ def test_masters_take_steps_that_half_precision_would_round_away():
             assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
         optimizer.step()
     expected = start - 0.5 * 2.0**-16 * (1 + 1.9 + 2.71)
-    torch.testing.assert_close(model.state_dict()["up.weight"], expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(model.state_dict()["up.weight"], expected, rtol=0, atol=3e-8)
     assert torch.equal(weight, expected.half())
     assert optimizer.param_groups[0]["params"][0] is weight
     assert optimizer.state[weight]["momentum_buffer"].dtype is torch.float32
@@ -365,3 +366,133 @@ def test_masters_follow_loads_changes_hooks_and_copies():
         late.grad = torch.ones_like(late)
         optimizer.step()
     assert late.tolist() == [torch.tensor(1 - 5 * 2.0**-13).half().item()] * 3 != [1.0] * 3
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
+
+
+@on_ranks(2)
+def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
+    """Both sides of the page's difference run; on the new one the same module trains."""
+    difference = PAGE.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(difference) <= 10
+    assert all(line[0] in "-+" for line in difference)
+    for sign in "-+":
+        names = {
+            "Trainer": partial(lightning().Trainer, devices=2, max_epochs=1, **QUIET),
+            "ModelParallelStrategy": partial(model_parallel, 1, 2),
+        }
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):
+            warnings.simplefilter("ignore")
+            exec("\n".join(line[1:] for line in difference if line[0] == sign), names)
+            if sign == "+":
+                module = trained_module()(tensor=2)
+                names["trainer"].fit(module)
+    assert names["trainer"].precision_plugin.loss_scale == 2.0**15
+    assert averaged(module.losses[:1]) == pytest.approx(in_plain_torch()[0][:1], rel=1e-3)
+
+
+@on_ranks(2)
+def test_lightnings_own_tests_of_precision(world):
+    """The promises of ``tests/tests_pytorch/plugins/precision`` and ``models/test_amp.py`` in lightning 2.6's
+    repository (its source distribution has no tests): test_half (8 cases), test_double (7), test_all (3), test_amp (4),
+    test_amp_integration (1), models/test_amp (4)."""
+    host = pytest.importorskip("lightning.pytorch.demos.boring_classes")
+    quiet = {**QUIET, "devices": 1, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    quiet |= {"limit_test_batches": 1, "limit_predict_batches": 1}
+
+    for mode, dtype in (("bf16-true", torch.bfloat16), ("16-true", FP16), ("64-true", torch.float64)):
+        plugin = TrainerPrecision(mode)
+        assert plugin.precision == mode
+        with plugin.module_init_context():
+            assert torch.get_default_dtype() is dtype
+            assert nn.Linear(2, 2).weight.dtype is dtype
+        with plugin.forward_context():
+            assert torch.get_default_dtype() is dtype
+        assert {one.dtype for one in plugin.convert_module(nn.Linear(2, 2)).parameters()} == {dtype}
+        with pytest.raises(RuntimeError, match="foo"), plugin.module_init_context():
+            raise RuntimeError("foo")
+        assert torch.get_default_dtype() is torch.float32
+
+    layer, x = nn.Linear(2, 1), torch.randn(1, 2)
+    for without in (torch.no_grad, torch.inference_mode):  # autocast's cache must not keep what has no gradient
+        with TrainerPrecision("bf16-mixed").forward_context():
+            with without():
+                layer(x)
+            layer(x).mean().backward()
+
+    plugin, optimizer = TrainerPrecision("16-mixed"), mock.Mock(spec=torch.optim.Optimizer)
+    plugin.clip_grad_by_value, plugin.clip_grad_by_norm = mock.Mock(), mock.Mock()
+    plugin.clip_gradients(optimizer)
+    assert not plugin.clip_grad_by_value.called
+    assert not plugin.clip_grad_by_norm.called
+    plugin.clip_gradients(optimizer, 1.0, "value")
+    plugin.clip_gradients(optimizer, 1.0, "norm")
+    assert plugin.clip_grad_by_value.call_count == plugin.clip_grad_by_norm.call_count == 1
+
+    class Recording(host.BoringModel):
+        """Records the dtypes of batches, products and made tensors in all four kinds of steps."""
+
+        def __init__(self):
+            super().__init__()
+            self.found = set()
+
+        def forward(self, data):
+            output = super().forward(data)
+            self.found.add((data.dtype, output.dtype, torch.tensor([0.0]).dtype, torch.is_autocast_enabled("cpu")))
+            return output.float() if output.dtype.itemsize < 4 else output
+
+        def on_train_epoch_end(self):
+            assert torch.tensor([0.0]).dtype is torch.float32
+
+        def on_after_backward(self):
+            assert self.layer.weight.grad.dtype is self.layer.weight.dtype
+
+    class Skipping(host.BoringModel):
+        def training_step(self, data, index):
+            return None if index % 2 else super().training_step(data, index)
+
+    for mode in ("64-true", "O2"):
+        model = host.BoringModel()
+        plugin = TrainerPrecision(mode)
+        model, *_ = plugin.connect(plugin.convert_module(model), [], [])
+        again = pickle.loads(pickle.dumps(model))
+        torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+    fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
+    expected = {
+        "16-mixed": (fp32, FP16, fp32, True),
+        "bf16-mixed": (fp32, bf16, fp32, True),
+        "64-true": (fp64, fp64, fp64, False),
+    }
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        warnings.simplefilter("ignore")
+        for mode, found in expected.items():
+            model, trainer = Recording(), lightning().Trainer(plugins=TrainerPrecision(mode), **quiet)
+            trainer.fit(model)
+            trainer.test(model)
+            trainer.predict(model, DataLoader(torch.randn(2, 32)))
+            assert model.found == {found}
+
+        for value in (0, 10):
+            plugin = TrainerPrecision("16-mixed")
+            with mock.patch("torch.nn.utils.clip_grad_norm_") as clip:
+                lightning().Trainer(plugins=plugin, **quiet, gradient_clip_val=value).fit(host.BoringModel())
+            assert clip.called is bool(value)
+
+        trainer = lightning().Trainer(plugins=TrainerPrecision("16-mixed"), **quiet, gradient_clip_val=0.5)
+        with mock.patch.object(trainer.precision_plugin.scaler, "step") as step:
+            trainer.fit(Skipping())
+        assert step.call_count == 2
+
+
+@on_ranks(2)
+def test_the_scale_of_lightnings_plugin_is_taken_over(world):
+    """A checkpoint of the Trainer's own 16-mixed, whose plugin has torch's scaler."""
+    plugin = TrainerPrecision("16-mixed")
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
+    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
+    assert plugin.loss_scale == 2.0**9
+    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
+    assert plugin.loss_scale == 2.0**9
+    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)

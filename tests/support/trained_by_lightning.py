@@ -139,9 +139,7 @@ def fit(module, mode, strategy, devices, *, ckpt_path=None, plugin=None, **optio
     with warnings.catch_warnings(), mock.patch.dict(os.environ):  # from which Lightning takes WORLD_SIZE
         warnings.filterwarnings("ignore", module=r"lightning|torch\.distributed")  # of Lightning's, about the machine
         warnings.filterwarnings("ignore", message=".*(num_workers|available but not used|isinstance.treespec).*")
-        trainer = lightning().Trainer(
-            plugins=plugin, strategy=strategy, devices=devices, **QUIET | defaults | options
-        )
+        trainer = lightning().Trainer(plugins=plugin, strategy=strategy, devices=devices, **QUIET | defaults | options)
         trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
