@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.dtensor import full_tensor
+from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS
 from ..optim.user_optimizer import warn_of_eps
@@ -160,6 +160,23 @@ class TrainerPrecision(LightningPrecision):
             yield logical_parameter(self._masters.stepped(_bare(optimizer)), device_types(self._models)[0])
 
     # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the masters of a whole ``checkpoint``, which share storage with its ``state_dict``.
+
+        ``ModelParallelStrategy`` loads that file into the half-precision weights themselves, so they are loaded again.
+        """
+        state = checkpoint.get("state_dict", {})
+        if self._masters is not None and not any(map(is_dtensor, state.values())):
+            checkpoint.setdefault(type(self).__qualname__, {})["masters"] = self._masters.find_in(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state from :meth:`state_dict` or a checkpoint, or from the ``state_dict`` of torch's ``GradScaler``."""
+        rest = dict(state_dict)
+        masters = rest.pop("masters", None)
+        super().load_state_dict(rest)
+        if self._masters is not None and masters is not None:
+            self._masters.load_whole(masters)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the scale of Lightning's ``MixedPrecision`` from a ``checkpoint`` that was saved with it."""

@@ -40,7 +40,7 @@ class LightningPrecision:
     """The extra of paramp that installs Lightning."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return super().__new__(_with_lightning(cls))  # type: ignore[arg-type]  # classes are hashable
+        return super().__new__(_with_lightning(cls))  # type: ignore[arg-type,return-value]  # mypy: a class is no Hashable
 
     def __init__(
         self,

@@ -20,15 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor, version
+from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
 from ..optim.master_weights import MasterWeight, drop_master_gradients, follow_changes, write_back
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and activation checkpointing add to names; distributed checkpoints leave it out."""
 
 
 class ModuleMasters:
     """The masters of the weights of one module; :meth:`of` finds or makes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._weights: dict[torch.Tensor, MasterWeight] = {}
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
@@ -38,7 +42,7 @@ class ModuleMasters:
         """The masters of ``module``, which its copies copy; without any at first."""
         found = vars(module).get("_paramp_masters")
         if not isinstance(found, ModuleMasters):
-            found = ModuleMasters()
+            found = ModuleMasters(module)
             module._paramp_masters = found  # type: ignore[assignment]  # no module or tensor
             module.register_state_dict_post_hook(functools.partial(found._save))
             module.register_load_state_dict_pre_hook(functools.partial(found._load))
@@ -81,6 +85,30 @@ class ModuleMasters:
                 self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
         finally:
             self._put_weights(optimizer)
+
+    def find_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of ``state``, a state of the module, that are masters; without wrappers' parts in the names."""
+        return {name: state[name] for name, _ in self._by_plain_name() if name in state}
+
+    @torch.no_grad()
+    def load_whole(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Load ``masters``, the whole tensors of :meth:`find_in`, and round them to the weights.
+
+        Raises:
+            ValueError: one is missing, or has another shape.
+        """
+        for name, one in self._by_plain_name():
+            value = masters.get(name)
+            if value is None or value.shape != one.weight.shape:
+                raise ValueError(f"masters: {name!r} is missing or has another shape; load a checkpoint of this model")
+            local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
+            write_back([one])
+
+    def _by_plain_name(self) -> list[tuple[str, MasterWeight]]:
+        def plain(name: str) -> str:
+            return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+        return [(plain(name), one) for name, one in self._named(self._module, "")]
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
@@ -138,8 +166,9 @@ class ModuleMasters:
     def _load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         for name, one in self._named(module, prefix):
             value = state.get(name)
-            fits = isinstance(value, torch.Tensor) and is_dtensor(value) == is_dtensor(one.stepped)
-            if fits and value.shape == one.weight.shape:  # else torch reports it
+            if not isinstance(value, torch.Tensor) or value.shape != one.weight.shape:
+                continue  # torch reports it
+            if is_dtensor(value) == is_dtensor(one.stepped):
                 one.stepped.copy_(value)
 
 

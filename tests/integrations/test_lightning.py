@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import family, long
 from pool import on_ranks, shared_folder
 from torch import nn
@@ -109,7 +110,9 @@ def check_layout(layout, name):
     resumed = trained_module()(**sizes, seed=9)
     trainer = fit(resumed, mode, strategy_of(layout), data * tensor, ckpt_path=module.save)
     assert resumed.scales == [scale] * EPOCH
-    assert averaged(resumed.losses) == losses[EPOCH:]
+    # DDP sums its first batch in other buckets than the later ones, and so in another order of more than two ranks.
+    exact = kind != "ddp" or dist.get_world_size() == 2
+    assert averaged(resumed.losses) == (losses[EPOCH:] if exact else pytest.approx(losses[EPOCH:], rel=rounding))
     assert trainer.precision_plugin.num_skipped == 0
     return losses
 
@@ -121,12 +124,12 @@ def mode_compute(mode):
 @on_ranks(2)
 def test_the_trainer_on_two_ranks(world):
     """Each promise once: masters under tensor parallelism, sharded ones, and DDP; the engine's losses."""
-    for layout, name in (((1, 2, "folder"), "16-naive"), ((2, 1, "file"), "16-naive"), ((2, 1, "ddp"), "O2")):
+    for layout, name in (((1, 2, "file"), "16-naive"), ((2, 1, "folder"), "16-naive"), ((2, 1, "ddp"), "O2")):
         losses = check_layout(layout, name)
         if layout[2] != "ddp":
             engine = by_an_engine(MODES[name][0], *layout[:2])
             assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
-    check_layout((1, 2, "file"), "16-mixed")
+    check_layout((1, 2, "folder"), "O2")
 
 
 @family
@@ -374,6 +377,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
 @on_ranks(2)
 def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
     """Both sides of the page's difference run; on the new one the same module trains."""
+    TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
     difference = PAGE.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0].splitlines()
     assert len(difference) <= 10
     assert all(line[0] in "-+" for line in difference)
