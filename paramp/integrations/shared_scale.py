@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,15 +32,21 @@ class _FiniteCheck(DistributedGradScaler):
         return super()._unscale_grads_(*args) or {found_inf.device: found_inf}
 
 
+Unscaling: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[Any]]
+
+
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
-    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. ``models`` may
-    grow after construction; the ranks of ``group`` decide together whether to step. ``device``: of the scale; None:
-    that of the models.
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. A step for
+    which no loss was scaled does not count, such as those with which torch's ``get_optimizer_state_dict`` creates the
+    state of an optimizer.
 
-    A step for which no loss was scaled does not count, such as those with which torch's ``get_optimizer_state_dict``
-    creates the state of an optimizer.
+    Args:
+        models: those that the loss depends on; may grow after construction.
+        group: the ranks that decide together whether to step. None: the whole world.
+        unscaling: makes the context in which the gradients of an optimizer are unscaled.
+        device: of the scale. None: that of the models.
     """
 
     def __init__(
@@ -47,12 +54,14 @@ class SharedScale:
         mode: Precision,
         models: Collection[nn.Module],
         group: dist.ProcessGroup | None = None,
+        unscaling: Unscaling = nullcontext,
         device: torch.device | None = None,
     ) -> None:
         self.mode = mode
         self.models = models
         """Their gradients follow the scale."""
         self._group = group
+        self._unscaling = unscaling
         self._device = device
         self._scaled = False  # whether a loss was, since the last update of the scale
         self._scaler: DistributedGradScaler | None = None
@@ -104,7 +113,8 @@ class SharedScale:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
         if id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
+            with self._unscaling(optimizer):
+                self.scaler.unscale_(optimizer)
             self._unscaled[id(optimizer)] = optimizer
 
     def update(self) -> None:

@@ -75,9 +75,9 @@ def test_the_engine_computes_as_fabric_does(name):
 
 
 def test_without_lightning_an_error_names_the_extra(monkeypatch):
-    from paramp.integrations import fabric
+    from paramp.integrations import lightning_precision
 
-    fabric._with_lightning.cache_clear()
+    lightning_precision._with_lightning.cache_clear()
     for name in [name for name in sys.modules if name.startswith("lightning.fabric")]:
         monkeypatch.delitem(sys.modules, name)  # of another test
     monkeypatch.setitem(sys.modules, "lightning", None)

@@ -1,0 +1,193 @@
+"""fp32 masters of a module's half-precision weights, in a loop whose optimizers stay the user's.
+
+Between steps the groups and the state of an optimizer belong to the weights, as the loop's checkpoints and its freezing
+of parameters expect. While it steps, and while a state is loaded, they belong to the masters::
+
+    weights, in half ── forward, backward ─► their gradients, in half and scaled
+        ▲                                              │ in fp32, unscaled, clipped
+        └── rounded ── masters, in fp32 ◄── step ◄─────┘
+
+The module's ``state_dict`` holds the masters in place of the weights, so that any checkpoint of it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor, local, own_part, version
+from ..base.errors import ConfigError
+from ..optim.master_weights import MasterWeight, drop_master_gradients, follow_changes, write_back
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and activation checkpointing add to names; distributed checkpoints leave it out."""
+
+
+class ModuleMasters:
+    """The masters of the weights of one module; :meth:`of` finds or makes it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights: dict[torch.Tensor, MasterWeight] = {}
+        # The gradients of weights that are unscaled, with their versions, until the step.
+        self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
+
+    @staticmethod
+    def of(module: nn.Module) -> ModuleMasters:
+        """The masters of ``module``, which its copies copy; without any at first."""
+        found = vars(module).get("_paramp_masters")
+        if not isinstance(found, ModuleMasters):
+            found = ModuleMasters(module)
+            module._paramp_masters = found  # type: ignore[assignment]  # no module or tensor
+            module.register_state_dict_post_hook(functools.partial(found._save))
+            module.register_load_state_dict_pre_hook(functools.partial(found._load))
+        return found
+
+    def add(self, weight: nn.Parameter, value: torch.Tensor) -> None:
+        """Give ``weight`` a master of this ``value``, of its shape and layout, which it is about to be rounded from."""
+        master = value.detach().to(weight.device, torch.float32)
+        self._weights[weight] = MasterWeight(weight, nn.Parameter(master, weight.requires_grad))
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights."""
+        for one in self._held(optimizer):
+            if one.stepped.device != one.weight.device:
+                one.stepped.data = one.stepped.data.to(one.weight.device)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda one, *_: self._after_step(one))
+        optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
+        optimizer.register_load_state_dict_post_hook(self._put_weights)
+        if optimizer.state:  # which some constructors make, in the weights' dtype
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The tensors that ``optimizer`` steps."""
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        return [self._weights[weight].stepped if weight in self._weights else weight for weight in weights]
+
+    @contextmanager
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context in which the masters' gradients are those of the weights; afterwards both are unscaled."""
+        self._put_masters(optimizer)
+        try:
+            held = self._held(optimizer)
+            for one in held:
+                one.hand_over_gradient()
+            yield
+            for one in held:
+                gradient = one.stepped.grad
+                one.weight.grad = None if gradient is None else gradient.to(one.weight.dtype)
+                self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+        finally:
+            self._put_weights(optimizer)
+
+    def check_scaled(self) -> None:
+        """Raise a RuntimeError if weights have unscaled gradients: in half precision they cannot be scaled again."""
+        for weight, (gradient, _) in self._given.items():
+            if gradient is not None and gradient is weight.grad and bool(local(gradient).any()):
+                raise RuntimeError(
+                    "backward: the gradients of an optimizer are unscaled already, as for clipping, so that scaled "
+                    "ones cannot be added; call its step() or zero_grad() before the next backward"
+                )
+
+    def find_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of ``state``, a state of the module, that are masters; without wrappers' parts in the names."""
+        return {name: state[name] for name, _ in self._by_plain_name() if name in state}
+
+    @torch.no_grad()
+    def load_whole(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Load ``masters``, the whole tensors of :meth:`find_in`, and round them to the weights.
+
+        Raises:
+            ValueError: one is missing, or has another shape.
+        """
+        for name, one in self._by_plain_name():
+            value = masters.get(name)
+            if value is None or value.shape != one.weight.shape:
+                raise ValueError(f"masters: {name!r} is missing or has another shape; load a checkpoint of this model")
+            local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
+            write_back([one])
+
+    def _by_plain_name(self) -> list[tuple[str, MasterWeight]]:
+        def plain(name: str) -> str:
+            return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+        return [(plain(name), one) for name, one in self._named(self._module, "")]
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free the masters' gradients, also if the step was skipped."""
+        for one in self._held(optimizer):
+            self._given.pop(one.weight, None)
+            drop_master_gradients([one])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(closure is not None for closure in (*args, *kwargs.values()) if callable(closure)):
+            raise ConfigError(
+                "optimizer.step(): got a closure, whose gradients would not reach the fp32 masters; step the optimizer "
+                "of self.optimizers(), or leave the closure out"
+            )
+        self._put_masters(optimizer)
+        held = self._held(optimizer)
+        for one in held:
+            gradient, count = self._given.get(one.weight, (None, 0))
+            if gradient is not one.weight.grad or count != _version(gradient):  # a hook of the user's has changed it
+                one.hand_over_gradient()
+        follow_changes(held)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        write_back(self._held(optimizer))
+        self.drop_gradients(optimizer)
+        self._put_weights(optimizer)
+
+    def _held(self, optimizer: torch.optim.Optimizer) -> list[MasterWeight]:
+        """The weights with masters whose weight or master is in the groups of ``optimizer``."""
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        found = (one for one in self._weights.values() if not held.isdisjoint((one.weight, one.stepped)))
+        return [one for one in found if one.has_master]
+
+    def _put_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight not in self._weights and weight.is_floating_point() and weight.dtype.itemsize < 4:
+                    self.add(weight, weight)  # it was frozen when the module was converted
+        _replace(optimizer, {one.weight: one.stepped for one in self._held(optimizer)})
+
+    def _put_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        _replace(optimizer, {one.stepped: one.weight for one in self._held(optimizer)})
+
+    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, MasterWeight]]:
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            one = self._weights.get(parameter)
+            if one is not None and one.has_master:
+                yield name, one
+
+    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        named = list(self._named(module, prefix))
+        follow_changes(one for _, one in named)
+        state.update({name: one.stepped.detach() for name, one in named if name in state})
+
+    @torch.no_grad()
+    def _load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, one in self._named(module, prefix):
+            value = state.get(name)
+            if not isinstance(value, torch.Tensor) or value.shape != one.weight.shape:
+                continue  # torch reports it
+            if is_dtensor(value) == is_dtensor(one.stepped):
+                one.stepped.copy_(value)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else version(gradient)
+
+
+def _replace(optimizer: torch.optim.Optimizer, new: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Replace parameters of ``optimizer`` in its groups and as the keys of its state."""
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
+    for old in [old for old in optimizer.state if old in new]:
+        optimizer.state[new[old]] = optimizer.state.pop(old)

@@ -1,0 +1,503 @@
+"""The plugin for Lightning's Trainer, on real ranks: its strategies, checkpoints, hooks and refusals."""
+
+import copy
+import dataclasses
+import os
+import pickle
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import family, long
+from pool import on_ranks, shared_folder
+from torch import nn
+from torch.utils.data import DataLoader
+from trained_by_lightning import (
+    EPOCH,
+    FP16,
+    MAX_NORM,
+    OVERFLOWS,
+    QUIET,
+    SCALE,
+    STEPS,
+    averaged,
+    batch,
+    build,
+    by_an_engine,
+    fit,
+    in_plain_torch,
+    lightning,
+    model_parallel,
+    shard,
+    trained_module,
+)
+
+import paramp
+from paramp.integrations.lightning import TrainerPrecision
+from paramp.integrations.module_masters import ModuleMasters
+
+SCALED = {"init_scale": SCALE}
+NAIVE = {"mode": "16-naive", "hysteresis": 1, **SCALED}
+TRUE = dataclasses.replace(paramp.Precision.parse("16-true"), scaling=paramp.LossScaling(**SCALED))
+MODES = {
+    "16-mixed": ({"mode": "16-mixed", **SCALED}, 2.0**-11),
+    "16-naive": (NAIVE, 2.0**-11),
+    "O2": ({"mode": "O2", **SCALED}, 2.0**-11),
+    "16-true": (TRUE, 2.0**-9),
+    "bf16-mixed": ("bf16-mixed", 2.0**-8),
+    "bf16-naive": ("bf16-naive", 2.0**-8),
+    "32-true": ("32-true", 2.0**-20),
+}
+
+
+def test_without_lightning_an_error_names_the_extra(monkeypatch):
+    from paramp.integrations import lightning_precision
+
+    lightning_precision._with_lightning.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("lightning.pytorch")]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[lightning\]"'):
+        TrainerPrecision("16-mixed")
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def strategy_of(layout):
+    data, tensor, kind = layout
+    return "ddp" if kind == "ddp" else model_parallel(data, tensor, save_distributed_checkpoint=kind == "folder")
+
+
+def check_layout(layout, name):
+    """Losses, norms, weights, an overflow on one rank, and a resume, in one layout and mode."""
+    mode, rounding = MODES[name]
+    data, tensor, kind = layout
+    gathered = mode_compute(mode) if kind != "ddp" and paramp.Precision.parse(mode).masters else None
+    sizes = {"data": data, "tensor": tensor, "gathered": gathered}
+    expected, norms, weights = in_plain_torch()
+
+    module = trained_module()(**sizes)
+    module.save = shared_folder() / "after_one_epoch"
+    trainer = fit(module, mode, strategy_of(layout), data * tensor)
+    plugin = trainer.precision_plugin
+    losses = averaged(module.losses)
+    assert losses == pytest.approx(expected, rel=24 * rounding)
+    assert [value for value in module.norms if value < float("inf")] == pytest.approx(
+        norms[:OVERFLOWS] + norms[OVERFLOWS + 1 :], rel=24 * rounding
+    )
+    assert plugin.num_skipped == 1
+    assert trainer.global_step == STEPS  # a skipped step counts, as with Lightning's plugin
+    (schedule,) = trainer.lr_scheduler_configs
+    assert schedule.scheduler.last_epoch == STEPS
+    state = {key.removeprefix("model."): whole(value) for key, value in module.state_dict().items()}
+    for key, start in build().named_parameters():
+        assert state[key].dtype is (FP16 if name == "16-true" else torch.float32)
+        way, found = weights[key] - start.detach(), state[key].float() - start.detach()
+        assert (found - way).norm() / way.norm() < 24 * rounding, key
+
+    scale = SCALE / 2 if plugin.mode.scaling else 1.0
+    assert module.scales == [SCALE if plugin.mode.scaling else 1.0] * (OVERFLOWS + 1) + [scale] * (
+        STEPS - 1 - OVERFLOWS
+    )
+    resumed = trained_module()(**sizes, seed=9)
+    trainer = fit(resumed, mode, strategy_of(layout), data * tensor, ckpt_path=module.save)
+    assert resumed.scales == [scale] * EPOCH
+    # DDP sums its first batch in other buckets than the later ones, and so in another order of more than two ranks.
+    exact = kind != "ddp" or dist.get_world_size() == 2
+    assert averaged(resumed.losses) == (losses[EPOCH:] if exact else pytest.approx(losses[EPOCH:], rel=rounding))
+    assert trainer.precision_plugin.num_skipped == 0
+    return losses
+
+
+def mode_compute(mode):
+    return paramp.Precision.parse(mode).compute
+
+
+@on_ranks(2)
+def test_the_trainer_on_two_ranks(world):
+    """Each promise once: masters under tensor parallelism, sharded ones, and DDP; the engine's losses."""
+    for layout, name in (((1, 2, "file"), "16-naive"), ((2, 1, "folder"), "16-naive"), ((2, 1, "ddp"), "O2")):
+        losses = check_layout(layout, name)
+        if layout[2] != "ddp":
+            engine = by_an_engine(MODES[name][0], *layout[:2])
+            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+    check_layout((1, 2, "folder"), "O2")
+
+
+@family
+@long
+@pytest.mark.parametrize("name", MODES)
+@on_ranks(4)
+def test_the_trainer_on_four_ranks(world, name):
+    for layout in ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (4, 1, "ddp")):
+        losses = check_layout(layout, name)
+        if layout[2] == "folder" and name != "16-true":
+            engine = by_an_engine(MODES[name][0], *layout[:2])
+            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+
+
+@on_ranks(2)
+def test_what_lightning_refuses_or_trains_wrongly(world):
+    """Lightning #19902 and #19973, without the plugin and with it."""
+    plugin = TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=r"`ModelParallelStrategy` does not support .*16-mixed"):
+            lightning().Trainer(precision="16-mixed", strategy=model_parallel(1, 2), devices=2, **QUIET)
+        lightning().Trainer(plugins=plugin, strategy=model_parallel(1, 2), devices=2, **QUIET)
+
+    class Tiny(lightning().LightningModule):
+        """The gradient of the product is 1e-8, which fp16 rounds to zero; that of the weight is 1e-4."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def train_dataloader(self):
+            return DataLoader([torch.zeros(1)], batch_size=None)
+
+        def training_step(self, data, index):
+            return (self.weight * 1e4).sum() * 1e-8
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=100.0)
+
+    def trained(**precision):
+        module = Tiny()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lightning().Trainer(**precision, **QUIET, devices=1, max_epochs=1).fit(module)
+        return module.state_dict()["weight"].float()
+
+    assert trained(precision="16-true").tolist() == [1.0] * 4
+    for mode in (TRUE, NAIVE):
+        torch.testing.assert_close(trained(plugins=TrainerPrecision(mode)), torch.full((4,), 0.99), atol=1e-3, rtol=0)
+
+
+@on_ranks(2)
+def test_loops_of_the_trainer(world):
+    """On one device a rank, which decide together: manual optimization, clipping by value, accumulation."""
+    module_class = trained_module()
+    one = {"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1}
+
+    class Manual(module_class):
+        """Two optimizers of one backward; the second clips, and steps through a closure."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, data, index):
+            first, second = self.optimizers()
+            loss = super().training_step(data, index)
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(second, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+            first.step()
+            assert second.step(closure=lambda: loss) is loss
+
+        def configure_optimizers(self):
+            groups = (self.model.up, self.model.norm), (self.model.down,)
+            return [torch.optim.SGD([p for part in parts for p in part.parameters()], lr=LR) for parts in groups]
+
+    LR = 0.1
+    for name in ("16-mixed", "O2"):
+        mode, rounding = MODES[name]
+        module = Manual()
+        trainer = fit(module, mode, "auto", 1, **one, gradient_clip_val=None)
+        plugin = trainer.precision_plugin
+        assert plugin.metrics() == {"loss_scale": SCALE / 2, "num_skipped": 1.0}  # the scale moved once, not twice
+
+        reference = build()
+        for step in range(EPOCH):
+            reference.zero_grad()
+            x, y = batch(step)
+            nn.functional.mse_loss(reference(x), y).backward()
+            nn.utils.clip_grad_value_(reference.down.parameters(), 1e-3)
+            for key, parameter in reference.named_parameters():
+                if step != OVERFLOWS or not key.startswith("down"):
+                    parameter.data.add_(parameter.grad, alpha=-LR)
+        check_weights(module, reference, rounding)
+
+        # Accumulation over two batches, of three: the last one of an epoch is stepped alone.
+        module = module_class()
+        module.on_after_backward = lambda: None
+        fit(module, mode, "auto", 1, **one, accumulate_grad_batches=2)
+        reference = build()
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
+        for step in range(EPOCH):
+            if step != 1:
+                optimizer.zero_grad()
+            x, y = batch(step)
+            (nn.functional.mse_loss(reference(x), y) / 2).backward()
+            if step != 0:
+                nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.9
+        check_weights(module, reference, rounding)
+
+
+def check_weights(module, reference, rounding):
+    state = module.state_dict()
+    for (key, value), start in zip(reference.named_parameters(), build().parameters(), strict=True):
+        way = value.detach() - start.detach()
+        found = state[f"model.{key}"] - start.detach()
+        assert (found - way).norm() / way.norm() < 24 * rounding, key
+
+
+@on_ranks(2)
+def test_what_the_plugin_refuses(world):
+    """Each by name, on every rank, before a collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    remainder = {"mode": "O2", "masters": "remainder"}
+    narrow = {"mode": "bf16-true", "rounding": "stochastic"}
+    wide = {"mode": "16-true", "grad_dtype": "float32"}
+    for mode, message in (
+        (remainder, "masters: got 'remainder', expected 'full'"),
+        (narrow, "rounding: got 'stochastic', expected 'nearest'"),
+        (wide, "grad_dtype: got torch.float32, expected torch.float16"),
+        ({"mode": "16-mixed", "reduce_dtype": "float32"}, "reduce_dtype: got ReduceDtypes"),
+        ("fp8-mixed", "float8"),
+    ):
+        with pytest.raises(paramp.ConfigError, match=message):
+            TrainerPrecision(mode)
+
+    mesh = init_device_mesh("cpu", (2,))
+    for mode, gathered in (("16-naive", None), ("O2", torch.bfloat16), ("16-mixed", torch.bfloat16), ("32-true", FP16)):
+        model = build()
+        shard(model, mesh, gathered)
+        with pytest.raises(paramp.ConfigError, match=rf"of the module itself in {gathered}, expected .*{mode}"):
+            TrainerPrecision(mode).convert_module(model)
+    model = build().half()
+    shard(model, mesh, FP16)
+    with pytest.raises(paramp.ConfigError, match=r"itself was sharded with parameters in torch\.float16"):
+        TrainerPrecision("16-naive").convert_module(model)
+
+    class Wrong(trained_module()):
+        automatic_optimization = False
+
+        def training_step(self, data, index):
+            loss = super().training_step(data, index)
+            if self.clips:
+                self.manual_backward(loss, retain_graph=True)
+                self.clip_gradients(self.optimizers(), 1.0, "norm")
+                self.manual_backward(loss)
+            loss.backward()
+            self.optimizers().step()
+
+    cannot, missing = "scaled ones cannot be added", r"call self\.manual_backward\(loss\)"
+    for mode, clips, message in (("16-naive", True, cannot), ("16-mixed", False, missing)):
+        module = Wrong()
+        module.clips = clips
+        with pytest.raises(RuntimeError, match=message):
+            fit(module, MODES[mode][0], "auto", 1, gradient_clip_val=None)
+
+    module = trained_module()()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(paramp.ConfigError, match="LBFGS"):
+        fit(module, "16-mixed", "auto", 1)
+
+
+def sgd_on_masters():
+    """A plain module in half precision, whose SGD steps masters."""
+    model = build().half()
+    masters = ModuleMasters.of(model)
+    for weight, value in zip(model.parameters(), build().parameters(), strict=True):
+        masters.add(weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    masters.adopt(optimizer)
+    return model, masters, optimizer
+
+
+def test_masters_take_steps_that_half_precision_would_round_away():
+    model, masters, optimizer = sgd_on_masters()
+    weight = model.up.weight
+    start = build().up.weight.detach()
+    torch.testing.assert_close(model.state_dict()["up.weight"], start, rtol=0, atol=0)  # not its rounding
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 2.0**-16)
+        with masters.unscaling(optimizer):
+            assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
+        optimizer.step()
+    expected = start - 0.5 * 2.0**-16 * (1 + 1.9 + 2.71)
+    torch.testing.assert_close(model.state_dict()["up.weight"], expected, rtol=0, atol=3e-8)
+    assert torch.equal(weight, expected.half())
+    assert optimizer.param_groups[0]["params"][0] is weight
+    assert optimizer.state[weight]["momentum_buffer"].dtype is torch.float32
+    assert weight.grad is not None  # as torch's optimizers leave it
+
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[weight]["momentum_buffer"].dtype is torch.float32
+    with pytest.raises(paramp.ConfigError, match="got a closure"):
+        optimizer.step(lambda: None)
+
+
+def test_masters_follow_loads_changes_hooks_and_copies():
+    model, masters, optimizer = sgd_on_masters()
+    copied = copy.deepcopy(model)
+    fresh = build(seed=8).state_dict()
+    model.load_state_dict(fresh)
+    torch.testing.assert_close(dict(model.state_dict()), dict(fresh), rtol=0, atol=0)
+    torch.testing.assert_close(dict(copied.state_dict()), dict(build().state_dict()), rtol=0, atol=0)
+    with torch.no_grad():
+        model.up.bias.fill_(2.0)
+    assert model.state_dict()["up.bias"].tolist() == [2.0] * 16
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with masters.unscaling(optimizer):
+        pass
+    model.up.bias.grad.mul_(2)  # as a user's hook may do
+    model.norm.bias.grad = None
+    optimizer.step()
+    assert model.up.bias.tolist() == [1.0] * 16
+    assert torch.equal(model.norm.bias, fresh["norm.bias"].half())
+    torch.testing.assert_close(model.state_dict()["down.bias"], fresh["down.bias"] - 0.5)
+
+    late = nn.Parameter(torch.ones(3, dtype=FP16))  # it was frozen: 5 steps of 2**-13, each of which fp16 rounds away
+    optimizer.add_param_group({"params": [late], "lr": 2.0**-13, "momentum": 0.0})
+    for _ in range(5):
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+    assert late.tolist() == [torch.tensor(1 - 5 * 2.0**-13).half().item()] * 3 != [1.0] * 3
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
+
+
+@on_ranks(2)
+def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
+    """Both sides of the page's difference run; on the new one the same module trains."""
+    TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
+    difference = PAGE.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(difference) <= 10
+    assert all(line[0] in "-+" for line in difference)
+    for sign in "-+":
+        names = {
+            "Trainer": partial(lightning().Trainer, devices=2, max_epochs=1, **QUIET),
+            "ModelParallelStrategy": partial(model_parallel, 1, 2),
+        }
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):
+            warnings.simplefilter("ignore")
+            exec("\n".join(line[1:] for line in difference if line[0] == sign), names)
+            if sign == "+":
+                module = trained_module()(tensor=2)
+                names["trainer"].fit(module)
+    assert names["trainer"].precision_plugin.loss_scale == 2.0**15
+    assert averaged(module.losses[:1]) == pytest.approx(in_plain_torch()[0][:1], rel=1e-3)
+
+
+@on_ranks(2)
+def test_lightnings_own_tests_of_precision(world):
+    """The promises of ``tests/tests_pytorch/plugins/precision`` and ``models/test_amp.py`` in lightning 2.6's
+    repository (its source distribution has no tests): test_half (8 cases), test_double (7), test_all (3), test_amp (4),
+    test_amp_integration (1), models/test_amp (4)."""
+    host = pytest.importorskip("lightning.pytorch.demos.boring_classes")
+    quiet = {**QUIET, "devices": 1, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    quiet |= {"limit_test_batches": 1, "limit_predict_batches": 1}
+
+    for mode, dtype in (("bf16-true", torch.bfloat16), ("16-true", FP16), ("64-true", torch.float64)):
+        plugin = TrainerPrecision(mode)
+        assert plugin.precision == mode
+        with plugin.module_init_context():
+            assert torch.get_default_dtype() is dtype
+            assert nn.Linear(2, 2).weight.dtype is dtype
+        with plugin.forward_context():
+            assert torch.get_default_dtype() is dtype
+        assert {one.dtype for one in plugin.convert_module(nn.Linear(2, 2)).parameters()} == {dtype}
+        with pytest.raises(RuntimeError, match="foo"), plugin.module_init_context():
+            raise RuntimeError("foo")
+        assert torch.get_default_dtype() is torch.float32
+
+    layer, x = nn.Linear(2, 1), torch.randn(1, 2)
+    for without in (torch.no_grad, torch.inference_mode):  # autocast's cache must not keep what has no gradient
+        with TrainerPrecision("bf16-mixed").forward_context():
+            with without():
+                layer(x)
+            layer(x).mean().backward()
+
+    plugin, optimizer = TrainerPrecision("16-mixed"), mock.Mock(spec=torch.optim.Optimizer)
+    plugin.clip_grad_by_value, plugin.clip_grad_by_norm = mock.Mock(), mock.Mock()
+    plugin.clip_gradients(optimizer)
+    assert not plugin.clip_grad_by_value.called
+    assert not plugin.clip_grad_by_norm.called
+    plugin.clip_gradients(optimizer, 1.0, "value")
+    plugin.clip_gradients(optimizer, 1.0, "norm")
+    assert plugin.clip_grad_by_value.call_count == plugin.clip_grad_by_norm.call_count == 1
+
+    class Recording(host.BoringModel):
+        """Records the dtypes of batches, products and made tensors in all four kinds of steps."""
+
+        def __init__(self):
+            super().__init__()
+            self.found = set()
+
+        def forward(self, data):
+            output = super().forward(data)
+            self.found.add((data.dtype, output.dtype, torch.tensor([0.0]).dtype, torch.is_autocast_enabled("cpu")))
+            return output.float() if output.dtype.itemsize < 4 else output
+
+        def on_train_epoch_end(self):
+            assert torch.tensor([0.0]).dtype is torch.float32
+
+        def on_after_backward(self):
+            assert self.layer.weight.grad.dtype is self.layer.weight.dtype
+
+    class Skipping(host.BoringModel):
+        def training_step(self, data, index):
+            return None if index % 2 else super().training_step(data, index)
+
+    for mode in ("64-true", "O2"):
+        model = host.BoringModel()
+        plugin = TrainerPrecision(mode)
+        model, *_ = plugin.connect(plugin.convert_module(model), [], [])
+        again = pickle.loads(pickle.dumps(model))
+        torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+    fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
+    expected = {
+        "16-mixed": (fp32, FP16, fp32, True),
+        "bf16-mixed": (fp32, bf16, fp32, True),
+        "64-true": (fp64, fp64, fp64, False),
+    }
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        warnings.simplefilter("ignore")
+        for mode, found in expected.items():
+            model, trainer = Recording(), lightning().Trainer(plugins=TrainerPrecision(mode), **quiet)
+            trainer.fit(model)
+            trainer.test(model)
+            trainer.predict(model, DataLoader(torch.randn(2, 32)))
+            assert model.found == {found}
+
+        for value in (0, 10):
+            plugin = TrainerPrecision("16-mixed")
+            with mock.patch("torch.nn.utils.clip_grad_norm_") as clip:
+                lightning().Trainer(plugins=plugin, **quiet, gradient_clip_val=value).fit(host.BoringModel())
+            assert clip.called is bool(value)
+
+        trainer = lightning().Trainer(plugins=TrainerPrecision("16-mixed"), **quiet, gradient_clip_val=0.5)
+        with mock.patch.object(trainer.precision_plugin.scaler, "step") as step:
+            trainer.fit(Skipping())
+        assert step.call_count == 2
+
+
+@on_ranks(2)
+def test_the_scale_of_lightnings_plugin_is_taken_over(world):
+    """A checkpoint of the Trainer's own 16-mixed, whose plugin has torch's scaler."""
+    plugin = TrainerPrecision("16-mixed")
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
+    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
+    assert plugin.loss_scale == 2.0**9
+    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
+    assert plugin.loss_scale == 2.0**9
+    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)

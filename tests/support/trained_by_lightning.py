@@ -1,0 +1,191 @@
+"""A LightningModule, and the trainings of it by the Trainer, by an engine and by plain torch."""
+
+import functools
+import os
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import paramp
+from paramp.integrations.lightning import TrainerPrecision
+
+SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 1, 0.5
+EPOCH = STEPS // 2
+FP16 = torch.float16
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+class MLP(nn.Module):
+    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build(seed=4):
+    torch.manual_seed(seed)
+    return MLP()
+
+
+def batch(step, rank=0, size=1):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 16, 8, generator=generator)
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def tensor_parallel(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard(model, mesh, dtype):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=dtype is not None)
+    for child in (model.up, model.down, model):
+        fully_shard(child, mesh=mesh, mp_policy=policy)
+
+
+@functools.cache
+def lightning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning.pytorch
+    return lightning.pytorch
+
+
+@functools.cache
+def trained_module():
+    """The class of the module, which is made when Lightning is imported."""
+
+    class Module(lightning().LightningModule):
+        def __init__(self, data=1, tensor=1, gathered=None, seed=4):
+            super().__init__()
+            self.model, self.data, self.tensor, self.gathered = build(seed), data, tensor, gathered
+            self.losses, self.norms, self.scales, self.save = [], [], [], None
+
+        def configure_model(self):
+            if self.device_mesh is None or hasattr(self.model.up.weight, "device_mesh"):
+                return
+            if self.tensor > 1:
+                tensor_parallel(self.model, self.device_mesh["tensor_parallel"])
+            if self.data > 1:
+                shard(self.model, self.device_mesh["data_parallel"], self.gathered)
+
+        def train_dataloader(self):
+            first = self.trainer.current_epoch * EPOCH
+            rank = self.trainer.global_rank // self.tensor if self.data > 1 else 0
+            batches = [batch(step, rank, self.data) for step in range(first, first + EPOCH)]
+            return DataLoader(batches, batch_size=None)
+
+        def training_step(self, data, index):
+            self.scales.append(self.trainer.precision_plugin.loss_scale)
+            x, y = data
+            loss = nn.functional.mse_loss(self.model(x).float(), y.float())
+            self.losses.append(loss.detach())
+            return loss
+
+        def on_after_backward(self):
+            step = self.trainer.fit_loop.epoch_loop.total_batch_idx
+            if step == OVERFLOWS and dist.get_rank() == dist.get_world_size() - 1:
+                gradient = self.model.down.weight.grad
+                getattr(gradient, "_local_tensor", gradient).view(-1)[0] = float("inf")
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            (whole,) = self.trainer.precision_plugin.main_params(optimizer)
+            self.norms.append(float(torch.linalg.vector_norm(whole.grad)))
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def on_train_epoch_end(self):
+            if self.save is not None and self.trainer.current_epoch == 0:
+                self.trainer.save_checkpoint(self.save)
+
+    return Module
+
+
+def model_parallel(data, tensor, **options):
+    strategy = lightning().strategies.ModelParallelStrategy
+    return strategy(data_parallel_size=data, tensor_parallel_size=tensor, **options)
+
+
+def fit(module, mode, strategy, devices, *, ckpt_path=None, plugin=None, **options):
+    """Train ``module``; the Trainer, whose plugin has the ``mode``."""
+    plugin = plugin or TrainerPrecision(mode)
+    defaults = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": MAX_NORM}
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):  # from which Lightning takes WORLD_SIZE
+        warnings.filterwarnings("ignore", module=r"lightning|torch\.distributed")  # of Lightning's, about the machine
+        warnings.filterwarnings("ignore", message=".*(num_workers|available but not used|isinstance.treespec).*")
+        trainer = lightning().Trainer(plugins=plugin, strategy=strategy, devices=devices, **QUIET | defaults | options)
+        trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+def averaged(losses):
+    """The losses of the whole batches, from those of each rank."""
+    total = torch.stack(losses).double()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def in_plain_torch():
+    """Losses, norms before clipping and weights of fp32 training in one process; the overflowing step is left out."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    losses, norms = [], []
+    for step in range(STEPS):
+        x, y = batch(step)
+        optimizer.param_groups[0]["lr"] = LR * 0.9**step  # also counts the step that is left out
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        if step != OVERFLOWS:
+            optimizer.step()
+    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def by_an_engine(mode, data=1, tensor=1):
+    """The losses of paramp's engine in the same layout."""
+    config = {"precision": mode, "clip_grad_norm": MAX_NORM, "parallel": {"tensor": tensor, "data": {"shard": data}}}
+    losses = []
+    with paramp.launch_from_torch(config):
+        world_rank, model = dist.get_rank(), build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        plan = {"up": "colwise", "down": "rowwise"} if tensor > 1 else {}
+        engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss, plan=plan)
+        for step in range(STEPS):
+            x, y = batch(step, world_rank // tensor if data > 1 else 0, data)
+            for group in optimizer.param_groups:
+                group["lr"] = LR * 0.9**step
+            engine.zero_grad()
+            loss = engine.criterion(engine(x), y)
+            losses.append(loss.detach())
+            if step != OVERFLOWS:
+                engine.backward(loss)
+                engine.step()
+    return averaged(losses)
