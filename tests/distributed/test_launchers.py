@@ -201,13 +201,13 @@ def test_a_process_group_that_does_not_fit(world):
         with pytest.raises(paramp.ConfigError, match="does not divide the world of 2 ranks"):
             paramp.launch_from_torch({"parallel": {"tensor": 4}})
         with pytest.raises(
-            paramp.LaunchError, match="backend: got 'nccl', but torch.distributed is initialised with 'cpu:g"
+            paramp.LaunchError, match=r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g"
         ):
             paramp.launch_from_torch(backend="nccl")
         with pytest.raises(paramp.LaunchError, match="backend: got 'cpu:mpi,cuda:nccl', but"):
             paramp.launch_from_torch(backend="cpu:mpi,cuda:nccl")
         with pytest.raises(
-            paramp.LaunchError, match="device: got 'meta', but torch.distributed is initialised with 'cpu:g"
+            paramp.LaunchError, match=r"device: got 'meta', but torch\.distributed is initialised with 'cpu:g"
         ):
             paramp.launch_from_torch(device="meta")
         for backend in ("gloo", "cpu:gloo,cuda:nccl"):
