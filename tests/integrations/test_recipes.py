@@ -117,7 +117,7 @@ def mismatch(dtype):
     torch.manual_seed(0)
     trained = paramp.models.GPT.preset("tiny")
     for parameter in trained.parameters():
-        parameter.mul_(3.0)  # a policy that prefers some tokens, as after training
+        parameter.mul_(1.5)  # a policy that prefers some tokens, as after training
     tokens = torch.randint(0, 64, (4, 33))
     sampled = paramp.models.GPT.preset("tiny")
     sampled.load_state_dict(trained.state_dict())
@@ -136,7 +136,9 @@ def test_fp16_brings_training_and_inference_closer_than_bf16():
 
 
 def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
-    diffs = [body for body in re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S) if re.search(r"^[+-] ", body, re.M)]
+    diffs = [
+        body for body in re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S) if re.search(r"^[+-] ", body, re.M)
+    ]
     assert len(diffs) == 2
     for diff in diffs:
         assert len(diff.splitlines()) <= 10
@@ -147,9 +149,7 @@ def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
 def test_the_script_for_ray_train_runs(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray = pytest.importorskip(
-            "ray", reason='Ray is not installed: pip install "ray[train]"', exc_type=ImportError
-        )
+        ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "ray[train]"', exc_type=ImportError)
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
             source = block("text", "TorchTrainer(")
@@ -157,4 +157,5 @@ def test_the_script_for_ray_train_runs(tmp_path):
         finally:
             with contextlib.suppress(Exception):
                 ray.shutdown()
-    assert any(tmp_path.rglob("*.safetensors")) or any(path.is_file() for path in tmp_path.rglob("*"))
+    (step,) = {record.num_steps for record in [paramp.open_checkpoint(tmp_path / "checkpoint")]}
+    assert step == 3

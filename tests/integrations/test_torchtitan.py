@@ -3,8 +3,10 @@
 Everything but the first test needs torchtitan (0.3.0); what of it runs on CPUs and how: ``tests/support/titan.py``.
 """
 
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -124,7 +126,7 @@ def resumed(world):
     trainer.close()
     again = titan.build(adopted(**options))
     assert again.scaler.get_scale() == 2.0**12
-    assert again.checkpointer.load(step=-1)
+    titan.resume(again)
     assert (again.step, again.scaler.get_scale()) == (2, 2.0**11)
     assert losses_and_norms(titan.train(again, 2)) == losses_and_norms(expected)
     again.close()
@@ -144,7 +146,7 @@ def from_bf16(world):
     config = adopted(**options)
     config.checkpoint.exclude_from_loading = ["loss_scaler"]
     trainer = titan.build(config)
-    assert trainer.checkpointer.load(step=-1)
+    titan.resume(trainer)
     assert (trainer.step, trainer.scaler.get_scale()) == (2, 2.0**12)
     assert titan.train(trainer, 1)[0]["skipped_steps"] == 0
     trainer.close()
@@ -160,6 +162,18 @@ def test_what_does_not_fit_is_refused(torchtitan):
     config.training.dtype = "bfloat16"
     with pytest.raises(ConfigError, match=r"training\.dtype: got 'bfloat16' with precision 'float16'"):
         adopt(config)
+
+
+def test_the_diff_of_the_page_runs(torchtitan):
+    page = (Path(__file__).parents[2] / "docs" / "from-torchtitan.md").read_text(encoding="utf-8")
+    diff = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
+    assert len(diff) <= 10
+    before, after = ("\n".join(line[1:] for line in diff if line[:1] in (sign, " ")) for sign in "-+")
+    titan.prepare()
+    for source, name in ((before, "Trainer"), (after, "ParampTrainer")):
+        names = {}
+        exec(compile(source, "docs/from-torchtitan.md", "exec"), names)
+        assert type(names["llama3_fp16"]())._owner.__name__ == name
 
 
 def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):

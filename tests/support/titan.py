@@ -118,6 +118,13 @@ def build(config):
     return trainer
 
 
+def resume(trainer):
+    """Load the newest checkpoint, as ``trainer.train()`` does first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To get the last learning rate")  # of torchtitan's schedule
+        assert trainer.checkpointer.load(step=-1)
+
+
 def train(trainer, num_steps):
     """The first ``num_steps`` of ``trainer.train()``; returns the metrics that torchtitan logged."""
     batches = trainer.batch_generator(trainer.dataloader)
