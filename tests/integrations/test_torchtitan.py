@@ -59,20 +59,22 @@ def plant(trainer, here):
     trainer.forward_backward_step = planted
 
 
-EVERYTHING = [(layout, chunked) for layout in titan.LAYOUTS for chunked in (True, False)]
+BACKENDS = ("partial_dtensor", "full_dtensor")
+EVERYTHING = [
+    (layout, chunked, backend) for layout in titan.LAYOUTS for chunked in (True, False) for backend in BACKENDS
+]
+PART = [("dp_shard", True, "partial_dtensor"), ("tp", False, "full_dtensor"), ("pp", True, "partial_dtensor")]
 
 
 @pytest.mark.family
-@pytest.mark.parametrize(
-    ("layout", "chunked"), cases("torchtitan", EVERYTHING, [("dp_shard", True), ("tp", False), ("pp", True)], 2)
-)
-def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, chunked):
-    run_on_ranks(2, __name__, "against_stock", {"layout": layout, "chunked": chunked})
+@pytest.mark.parametrize(("layout", "chunked", "backend"), cases("torchtitan", EVERYTHING, PART, 2))
+def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, chunked, backend):
+    run_on_ranks(2, __name__, "against_stock", {"layout": layout, "chunked": chunked, "backend": backend})
 
 
 @on_ranks(2)
-def against_stock(world, layout, chunked):
-    options = {"chunked": chunked, **titan.LAYOUTS[layout]}
+def against_stock(world, layout, chunked, backend):
+    options = {"chunked": chunked, "backend": backend, **titan.LAYOUTS[layout]}
     stock = titan.tiny_config(**options)
     stock.training.mixed_precision_param = "float32"
     expected = titan.train(titan.build(stock), 3)
