@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from ..base.errors import LaunchError
 
 
@@ -74,6 +76,18 @@ def rank_by_any_variable() -> int:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     return 0
+
+
+def group_place() -> LauncherRank | None:
+    """The rank that torch's process group gives, if there is one and ``RANK`` and ``WORLD_SIZE`` say nothing else."""
+    if not dist.is_initialized():
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if any(
+        os.environ.get(name) not in (None, "", str(own)) for name, own in (("RANK", rank), ("WORLD_SIZE", world_size))
+    ):
+        return None
+    return LauncherRank("torchrun", rank, world_size, dist.get_node_local_rank(fallback_rank=rank))
 
 
 def torchrun_place() -> LauncherRank | None:

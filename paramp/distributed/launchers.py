@@ -21,7 +21,7 @@ from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext
 from .failures import report_once
 from .heartbeat import Heartbeat
-from .launcher_env import LauncherRank, find_place, mpi_place, slurm_place, torchrun_place
+from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import agree, agree_on_config, choose_interface, host_store, join_store, meet
 
@@ -37,19 +37,25 @@ def launch_from_torch(
 ) -> ParallelContext:
     """Join the processes that ``torchrun`` started; with none of its variables set, a world of one.
 
+    If torch.distributed is initialised already, as in the workers of Ray Train, its default process group is used, with
+    or without the variables. The context then makes groups of its own beside it and destroys only those, and it has no
+    heartbeat.
+
     Args:
         config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: NCCL if every rank has its own GPU, else gloo, over which ranks may
-            share one.
+        backend: ``"nccl"``, ``"gloo"``, ... None: that of the process group if there is one; else NCCL if every rank
+            has its own GPU, else gloo, over which ranks may share one.
         device: None: the local rank's GPU (shared if there are fewer GPUs than local ranks), or the CPU without GPUs.
         seed: a value other than the default replaces the configuration's ``seed``.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the world.
-        LaunchError: some of torchrun's variables are set and others missing, the ranks do not reach each other, or
-            NCCL is asked for where ranks have no GPU or share one.
+        LaunchError: some of torchrun's variables are set and others missing, the ranks do not reach each other, NCCL
+            is asked for where ranks have no GPU or share one; or the process group that there is has another rank or
+            size than the variables say, or not the ``backend`` or the ``device``.
     """
-    return _join(load(config), torchrun_place(), backend, device, seed)
+    settings = load(config)
+    return _join(settings, group_place() or torchrun_place(), backend, device, seed)
 
 
 def launch_from_slurm(
@@ -173,6 +179,7 @@ def _join(
     owns_world = not dist.is_initialized()
     if not owns_world:
         _check_world(place)
+        _check_backend(backend, device)
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
         store = _shared_store(place)
@@ -206,6 +213,30 @@ def _check_world(place: LauncherRank) -> None:
             f"launch: torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"but the launcher gave {place}; destroy the old process group first"
         )
+
+
+def _check_backend(backend: str | None, device: torch.device) -> None:
+    """A LaunchError unless the process group that there is has the ``backend`` and moves tensors of the ``device``."""
+    made = dist.get_backend_config()
+    if dist.get_backend() == "fake":
+        return
+    backends = dict(pair.split(":") for pair in made.split(","))
+    found = backends.get(device.type)
+    if found is None:
+        raise LaunchError(
+            f"device: got {str(device)!r}, but torch.distributed is initialised with {made!r}, which does not move its "
+            f"tensors; expected a device of {' or '.join(backends)}"
+        )
+    if backend is not None and f"{device.type}:{found}" not in _by_device(backend, device):
+        raise LaunchError(
+            f"backend: got {backend!r}, but torch.distributed is initialised with {made!r}; leave backend out, or "
+            "launch before the process group is made"
+        )
+
+
+def _by_device(backend: str, device: torch.device) -> list[str]:
+    """``cpu:gloo,cuda:nccl`` as a list; a ``backend`` without devices is for ``device``."""
+    return backend.lower().split(",") if ":" in backend else [f"{device.type}:{backend.lower()}"]
 
 
 def _init_process_group(store: Store, place: LauncherRank, backend: str | None, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Contexts: who is where, one after the other, and what goes wrong."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ from commands import TORCHRUN, run, torchrun
 from pool import on_ranks
 
 import paramp
-from paramp.distributed import launchers, rendezvous
+from paramp.distributed import launcher_env, launchers, rendezvous
 from paramp.distributed.rendezvous import free_port
 
 
@@ -158,6 +159,71 @@ def test_a_world_that_differs_from_the_launchers(world):
             paramp.launch_from_torch()
     finally:
         os.environ["WORLD_SIZE"] = "4"
+
+
+@contextlib.contextmanager
+def environment(**variables):
+    """Torchrun's variables as given, the others unset."""
+    before = dict(os.environ)
+    for name in launcher_env.TORCHRUN_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@on_ranks(2)
+def test_a_process_group_that_is_there_needs_no_variables(world):
+    """As in the workers of Ray Train, in a notebook, or after ``torch.multiprocessing.spawn``."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    for variables in ({}, {"RANK": str(world.rank), "WORLD_SIZE": "2"}, {"MASTER_ADDR": "10.0.0.1"}):
+        with environment(**variables), paramp.launch_from_torch({"precision": "16-mixed"}) as context:
+            assert (context.rank, context.world_size, context.local_rank) == (world.rank, 2, world.rank)
+            assert context.heartbeat is None
+            model = torch.nn.Linear(4, 4)
+            engine, *_ = paramp.initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
+            )
+            engine.forward_backward(torch.ones(2, 4) * world.rank, torch.ones(2, 4))
+            assert engine.step().stepped
+        assert list(dist.distributed_c10d._world.pg_map) == groups
+    total = torch.ones(())
+    dist.all_reduce(total)  # the group is alive
+    assert total == 2
+
+
+@on_ranks(2)
+def test_a_process_group_that_does_not_fit(world):
+    with environment():
+        with pytest.raises(paramp.ConfigError, match="does not divide the world of 2 ranks"):
+            paramp.launch_from_torch({"parallel": {"tensor": 4}})
+        with pytest.raises(
+            paramp.LaunchError, match=r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g"
+        ):
+            paramp.launch_from_torch(backend="nccl")
+        with pytest.raises(paramp.LaunchError, match="backend: got 'cpu:mpi,cuda:nccl', but"):
+            paramp.launch_from_torch(backend="cpu:mpi,cuda:nccl")
+        with pytest.raises(
+            paramp.LaunchError, match=r"device: got 'meta', but torch\.distributed is initialised with 'cpu:g"
+        ):
+            paramp.launch_from_torch(device="meta")
+        for backend in ("gloo", "cpu:gloo,cuda:nccl"):
+            with paramp.launch_from_torch(backend=backend, device="cpu") as context:
+                assert context.world_size == 2
+
+
+def test_a_process_group_without_a_backend_of_its_own(tmp_path):
+    """``init_process_group()`` without a backend, which torch chooses by device."""
+    dist.init_process_group(init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with environment(), paramp.launch_from_torch(device="cpu") as context:
+            assert context.world_size == 1
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 class Stop(Exception):

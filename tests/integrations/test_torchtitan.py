@@ -1,0 +1,213 @@
+"""torchtitan's own Trainer in fp16. The references are the stock Trainer in fp32, and what torch's step does by hand.
+
+Everything but the first test needs torchtitan (0.3.0); what of it runs on CPUs and how: ``tests/support/titan.py``.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import titan
+import torch
+from families import cases
+from pool import on_ranks, run_on_ranks, shared_folder
+
+import paramp
+from paramp.base.errors import ConfigError
+from paramp.integrations.torchtitan import ParampTrainer, adopt
+
+
+def test_without_torchtitan_the_extra_is_named():
+    with mock.patch.dict(sys.modules, {"torchtitan": None}), pytest.raises(ConfigError, match=r"paramp\[torchtitan\]"):
+        adopt(object())
+
+
+@pytest.fixture
+def torchtitan():
+    titan.needs_torchtitan()
+
+
+def adopted(precision="float16", scaling=None, **options):
+    scaling = scaling or paramp.LossScaling(init_scale=2.0**12)
+    return adopt(titan.tiny_config(**options), precision=precision, loss_scaling=scaling)
+
+
+def losses_and_norms(logged):
+    return [(metrics["loss_metrics/global_avg_loss"], metrics["grad_norm"]) for metrics in logged]
+
+
+def weights(trainer):
+    named = (pair for part in trainer.model_parts for pair in part.named_parameters())
+    return {name: parameter.detach().to_local().clone() for name, parameter in named}
+
+
+def plant(trainer, here):
+    """Let the next backward overflow: one element of one gradient, on this rank only if ``here``."""
+    forward_backward = trainer.forward_backward_step
+
+    def planted(**kwargs):
+        loss = forward_backward(**kwargs)
+        if here:
+            parameter = next(trainer.model_parts[0].parameters())
+            parameter.grad.to_local().view(-1)[0] = torch.inf
+        trainer.forward_backward_step = forward_backward
+        return loss
+
+    trainer.forward_backward_step = planted
+
+
+BACKENDS = ("partial_dtensor", "full_dtensor")
+EVERYTHING = [
+    (layout, chunked, backend) for layout in titan.LAYOUTS for chunked in (True, False) for backend in BACKENDS
+]
+PART = [("dp_shard", True, "partial_dtensor"), ("tp", False, "full_dtensor"), ("pp", True, "partial_dtensor")]
+
+
+@pytest.mark.family
+@pytest.mark.parametrize(("layout", "chunked", "backend"), cases("torchtitan", EVERYTHING, PART, 2))
+def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, chunked, backend):
+    run_on_ranks(2, __name__, "against_stock", {"layout": layout, "chunked": chunked, "backend": backend})
+
+
+@on_ranks(2)
+def against_stock(world, layout, chunked, backend):
+    options = {"chunked": chunked, "backend": backend, **titan.LAYOUTS[layout]}
+    stock = titan.tiny_config(**options)
+    stock.training.mixed_precision_param = "float32"
+    expected = titan.train(titan.build(stock), 3)
+    # torch's own norm, in fp32 on a CPU, is off by 2e-4
+    for precision, tolerance in (("float32", 5e-4), ("float16", 5e-3)):
+        trainer = titan.build(adopted(precision, **options))
+        logged = titan.train(trainer, 3)
+        torch.testing.assert_close(losses_and_norms(logged), losses_and_norms(expected), rtol=tolerance, atol=tolerance)
+        assert logged[-1]["loss_scale"] == (1.0 if precision == "float32" else 2.0**12)
+        assert logged[-1]["skipped_steps"] == 0
+        policy = next(part for part in trainer.model_parts)._get_fsdp_state()._mp_policy
+        assert policy.param_dtype is getattr(torch, precision)
+        trainer.close()
+
+
+@pytest.mark.family
+@pytest.mark.parametrize("layout", cases("torchtitan overflow", list(titan.LAYOUTS), ["dp_shard", "pp"], 1))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(torchtitan, layout):
+    run_on_ranks(2, __name__, "one_overflow", {"layout": layout})
+
+
+@on_ranks(2)
+def one_overflow(world, layout):
+    trainer = titan.build(adopted(**titan.LAYOUTS[layout]))
+    titan.train(trainer, 1)
+    before, schedule = weights(trainer), trainer.lr_schedulers.state_dict()
+    plant(trainer, here=world.rank == 1)
+    (logged,) = titan.train(trainer, 1)
+    assert (logged["loss_scale"], logged["skipped_steps"]) == (2.0**11, 1)
+    assert trainer.lr_schedulers.state_dict() == schedule
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, before[name]), name
+    (logged,) = titan.train(trainer, 1)
+    assert logged["skipped_steps"] == 1
+    assert not all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    trainer.close()
+
+
+def test_a_resumed_run_has_the_scale_and_goes_on_as_if_uninterrupted(torchtitan):
+    run_on_ranks(2, __name__, "resumed", {})
+
+
+@on_ranks(2)
+def resumed(world):
+    options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
+    trainer = titan.build(adopted(**options))
+    plant(trainer, here=world.rank == 0)
+    titan.train(trainer, 2)
+    trainer.checkpointer.save(2)
+    expected = titan.train(trainer, 2)
+    trainer.close()
+    again = titan.build(adopted(**options))
+    assert again.scaler.get_scale() == 2.0**12
+    titan.resume(again)
+    assert (again.step, again.scaler.get_scale()) == (2, 2.0**11)
+    assert losses_and_norms(titan.train(again, 2)) == losses_and_norms(expected)
+    again.close()
+
+
+def test_a_checkpoint_without_a_scale_is_loaded_if_it_is_excluded(torchtitan):
+    run_on_ranks(2, __name__, "from_bf16", {})
+
+
+@on_ranks(2)
+def from_bf16(world):
+    options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
+    stock = titan.build(titan.tiny_config(**options))
+    titan.train(stock, 2)
+    stock.checkpointer.save(2)
+    stock.close()
+    config = adopted(**options)
+    config.checkpoint.exclude_from_loading = ["loss_scaler"]
+    trainer = titan.build(config)
+    titan.resume(trainer)
+    assert (trainer.step, trainer.scaler.get_scale()) == (2, 2.0**12)
+    assert titan.train(trainer, 1)[0]["skipped_steps"] == 0
+    trainer.close()
+
+
+def test_what_does_not_fit_is_refused(torchtitan):
+    config = titan.tiny_config()
+    with pytest.raises(ConfigError, match="precision: got 'fp16', expected one of float16"):
+        adopt(config, precision="fp16")
+    for other in (config.training, adopt(config)):
+        with pytest.raises(ConfigError, match=r"expected a Trainer\.Config of torchtitan's"):
+            adopt(other)
+    config.training.dtype = "bfloat16"
+    with pytest.raises(ConfigError, match=r"training\.dtype: got 'bfloat16' with precision 'float16'"):
+        adopt(config)
+
+
+def test_the_diff_of_the_page_runs(torchtitan):
+    page = (Path(__file__).parents[2] / "docs" / "from-torchtitan.md").read_text(encoding="utf-8")
+    diff = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
+    assert len(diff) <= 10
+    before, after = ("\n".join(line[1:] for line in diff if line[:1] in (sign, " ")) for sign in "-+")
+    titan.prepare()
+    for source, name in ((before, "Trainer"), (after, "ParampTrainer")):
+        names = {}
+        exec(compile(source, "docs/from-torchtitan.md", "exec"), names)
+        assert type(names["llama3_fp16"]())._owner.__name__ == name
+
+
+def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):
+    titan.prepare()
+    from torchtitan.trainer import Trainer
+
+    class Mine(Trainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            colour: str = "red"
+
+    config = adopt(Mine.Config(colour="blue"))
+    assert config.colour == "blue"
+    assert issubclass(type(config)._owner, Mine)
+    assert issubclass(type(config)._owner, ParampTrainer)
+
+
+def test_a_torchtitan_that_clips_elsewhere_is_an_error(torchtitan):
+    run_on_ranks(2, __name__, "clips_elsewhere", {})
+
+
+@on_ranks(2)
+def clips_elsewhere(world):
+    trainer = titan.build(adopted(**titan.LAYOUTS["dp_shard"]))
+    from torchtitan.distributed import utils
+    from torchtitan.trainer import Trainer, dist_utils
+
+    assert dist_utils is utils
+    other = mock.Mock(clip_grad_norm_=utils.clip_grad_norm_, dist_sum_tensor=utils.dist_sum_tensor)
+    with (
+        mock.patch.dict(Trainer.train_step.__globals__, {"dist_utils": other}),
+        pytest.raises(RuntimeError, match=r"this version of torchtitan is not supported, expected one like 0\.3\.0"),
+    ):
+        titan.train(trainer, 1)
+    trainer.close()

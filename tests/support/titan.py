@@ -1,0 +1,181 @@
+"""torchtitan's own ``Trainer`` on CPUs over gloo, with a tiny Llama 3 and random tokens.
+
+torchtitan 0.3.0 is written for a GPU and for a torch after 2.13. What is put in its place here, and why:
+
+- The device module: on a machine without an accelerator torchtitan takes ``torch.cuda``, whose ``set_device`` fails.
+- ``torch.distributed.set_timeout``, which torch 2.13 lacks.
+- A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``): torch 2.13's takes whole batches.
+- FSDP's sum without a factor: gloo has no ``PREMUL_SUM``.
+- The attention: flex attention is compiled, and slow on CPUs. Tokenizer and data set: files that its wheel lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+LAYOUTS = {
+    "dp_shard": {"data_parallel_shard_degree": 2},
+    "dp_replicate": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "tp": {"tensor_parallel_degree": 2},
+    "pp": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+}
+
+
+def needs_torchtitan():
+    """Skip the test where torchtitan is not installed."""
+    pytest.importorskip(
+        "torchtitan", reason='torchtitan is not installed: pip install "paramp[torchtitan]"', exc_type=ImportError
+    )
+
+
+@functools.cache
+def prepare() -> None:
+    """Put CPU stand-ins where torchtitan expects a GPU, before anything else of it is imported."""
+    device = types.ModuleType("torch.cpu with what torchtitan asks of a GPU")
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        setattr(device, name, lambda *_: None)
+    device.current_device = lambda: 0
+    device.get_device_name = lambda _=None: "CPU"
+    device.get_device_properties = lambda _=None: types.SimpleNamespace(total_memory=2**34)
+    device.memory_stats = lambda _=None: {}
+    device.is_available = lambda: False
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", device
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's compiler, which torchtitan imports
+        importlib.import_module("torchtitan.models.llama3.config_registry")
+    from torch.distributed.pipelining import schedules
+
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind.step = step_of_microbatches
+
+
+def step_of_microbatches(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+    """What later versions of torch have: a pipeline's step over microbatches that are there already."""
+    for stage in getattr(self, "_stages", None) or [self._stage]:
+        stage.clear_runtime_states()
+        stage.has_backward = True
+    self._step_microbatches(
+        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs
+    )
+
+
+def tiny_config(folder=None, chunked=True, backend="partial_dtensor", **layout):
+    """torchtitan's configuration of its debug model, with two layers, on CPUs."""
+    prepare()
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel()
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    for _, _, owner, name in list(model.traverse(FlexAttention.Config)):
+        setattr(owner, name, ScaledDotProductAttention.Config())
+    config.tokenizer, config.dataloader = components()
+    config.activation_checkpoint = None
+    config.validator.enable = False
+    config.loss = config.loss if chunked else config.loss.loss_fn
+    config.optimizer = default_adamw(lr=1e-3)
+    config.optimizer.implementation = "for-loop"
+    training = config.training
+    training.seq_len, training.local_batch_size, training.steps, training.max_norm = 16, 4, 6, 0.5
+    training.disable_cuda_graphs = True
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 1, None
+    config.debug.seed = 0
+    for name, value in layout.items():
+        setattr(config.parallelism, name, value)
+    config.parallelism.spmd_backend = backend
+    config.checkpoint.enable = folder is not None
+    config.checkpoint.interval = 2
+    config.dump_folder = str(folder or "unused")
+    return config
+
+
+def build(config):
+    """The trainer of ``config``; where gradients are summed, gloo can do it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor .* may not have complete support on cpu")
+        trainer = config.build()
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+    trainer.logged = []
+    trainer.metrics_processor.logger.log = lambda metrics, step: trainer.logged.append(metrics)
+    return trainer
+
+
+def resume(trainer):
+    """Load the newest checkpoint, as ``trainer.train()`` does first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To get the last learning rate")  # of torchtitan's schedule
+        assert trainer.checkpointer.load(step=-1)
+
+
+def train(trainer, num_steps):
+    """The first ``num_steps`` of ``trainer.train()``; returns the metrics that torchtitan logged."""
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(num_steps):
+        trainer.step += 1
+        trainer.train_step(batches)
+    return trainer.logged[-num_steps:]
+
+
+@functools.cache
+def components():
+    """The configurations of a tokenizer without a file and of random tokens."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class Tokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config, *, tokenizer_path=None):
+            super().__init__()
+
+        def encode(self, *args, **kwargs):
+            return []
+
+        def decode(self, *args, **kwargs):
+            return ""
+
+        def get_vocab_size(self):
+            return 256
+
+    class Tokens(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config, *, dp_rank, dp_world_size, seq_len, local_batch_size, **_):
+            self.place, self.shape, self.count = dp_rank, (local_batch_size, seq_len + 1), 0
+
+        def __iter__(self):
+            while True:
+                generator = torch.Generator().manual_seed(100 * self.count + self.place)
+                self.count += 1
+                tokens = torch.randint(0, 256, self.shape, generator=generator)
+                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    return Tokenizer.Config(), Tokens.Config()
