@@ -153,8 +153,9 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
     """Watch the ranks of a loop whose process group another made (:mod:`paramp.distributed.heartbeat`).
 
     Every rank calls it. From then on a rank that is silent for ``timeout`` seconds is named by every other rank, with
-    its phase, and they end; ``context.phase(name)`` names phases, and each phase ``"step"`` counts a step. It ends with
-    the context, by ``stop()``, or at the end of ``with paramp.start_heartbeat():``. In one process it does nothing.
+    its phase, and they end; an exception that ends a rank inside the ``with`` ends the others, and is printed once.
+    ``context.phase(name)`` names phases, and each phase ``"step"`` counts a step. It ends with the context, by
+    ``stop()``, or at the end of ``with paramp.start_heartbeat():``. In one process it does nothing.
 
     Args:
         timeout: below that of the collectives, which is 10 minutes on NCCL.
@@ -181,6 +182,7 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:
+        report_once()
         heartbeat = _heartbeat_of_world(timeout)
         heartbeat.start(context.name_of)
     if context is not None:

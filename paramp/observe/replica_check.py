@@ -234,7 +234,8 @@ class Replicas:
         hashes = self._hashes()
         device = self._context.device
         sums = torch.zeros(len(columns), dtype=torch.int64, device=device)
-        sums.index_add_(0, torch.tensor([columns.index(part.column) for part in self._parts], device=device), hashes)
+        places = [columns.index(part.column) for part in self._parts]  # none, where a stage has no replicas
+        sums.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
         all_gather_shards(table.view(-1), sums)
         suspects = list(self._unequal(columns, table.cpu()))
@@ -242,11 +243,11 @@ class Replicas:
 
     def _hashes(self) -> torch.Tensor:
         """One hash for each part: 1-dim int64 on the device."""
-        hashes = [torch.zeros((), dtype=torch.int64, device=self._context.device) for _ in self._parts]
+        hashes = torch.zeros(len(self._parts), dtype=torch.int64, device=self._context.device)
         for total, part in zip(hashes, self._parts, strict=True):
             for number, tensor in enumerate(part.tensors()):
                 total += hash_bits(tensor) * (2 * number + 1)
-        return torch.stack(hashes)
+        return hashes
 
     def _agreed_columns(self) -> list[Column]:
         """The columns of all ranks of the world; gathered once, then cached."""
