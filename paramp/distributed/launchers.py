@@ -176,7 +176,8 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
     except ConfigError as error:
         problem = error
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    different = "" if alone else agree_on_call("start_heartbeat", problem and str(problem), {"timeout": str(timeout)})
+    text = None if problem is None else str(problem)
+    different = "" if alone else agree_on_call("start_heartbeat", text, {"timeout": str(timeout)})
     if problem is not None or different:
         raise problem or ConfigError(different)
     if context is None or alone:

@@ -54,7 +54,8 @@ def agreed_call(
         problem = error
     different = ""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        different = agree_on_call(function, problem and str(problem), settings, place, model)
+        text = None if problem is None else str(problem)
+        different = agree_on_call(function, text, settings, place, model)
     if problem is not None or different:
         raise problem or ConfigError(different)
     return context
