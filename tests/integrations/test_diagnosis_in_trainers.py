@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import family, long
 from torch import nn
 
 import paramp
@@ -16,10 +17,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding=
 
 
 def code(function):
-    """The function of the page, and what it printed when it was used."""
-    (source,) = (
-        body for body in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if f"def {function}(" in body
-    )
+    """The function of the page."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    (source,) = (body for body in blocks if f"def {function}(" in body)
     names = {"paramp": paramp}
     exec(compile(source, "docs/diagnosis.md", "exec"), names)
     return names[function]
@@ -74,6 +74,8 @@ def test_accelerate():
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@family
+@long
 def test_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
 
@@ -85,6 +87,7 @@ def test_hugging_face_trainer(tmp_path):
             trainer.diagnose()
 
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2, "use_cpu": True}
+    options["optim"] = "adamw_torch"  # a fused optimizer hides from Accelerate that it skips
     arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], save_strategy="no", **options)
     kind = code("diagnosing")(transformers.Trainer)
     trainer = kind(Model(), arguments, train_dataset=dataset(), callbacks=[Callback()])
@@ -96,6 +99,9 @@ def test_hugging_face_trainer(tmp_path):
     assert re.match(EXPECTED, reports[0] + "\n"), reports
 
 
+@family
+@long
+@pytest.mark.filterwarnings("ignore")  # of Lightning, on the versions of what it imports
 def test_lightning():
     lightning = pytest.importorskip("lightning")
     plugin = SimpleNamespace(num_skipped=0, loss_scale=1.0)
@@ -107,21 +113,22 @@ def test_lightning():
 
         def training_step(self, batch, index):
             loss = self.model(**batch)["loss"]
-            plugin.num_skipped += int(not loss.isfinite())
             self.log("loss", loss)
             return loss
+
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            loss = closure()
+            plugin.num_skipped += int(not loss.isfinite())
+            if loss.isfinite():
+                optimizer.optimizer.step()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     callback = code("diagnosing_callback")(lightning.Callback, plugin)()
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[callback], **quiet)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    alone = lightning.fabric.plugins.environments.LightningEnvironment()  # does not look for MPI
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", plugins=[alone], callbacks=[callback], **quiet)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), batch_size=1))
     assert "no scale helps: model produced NaN in the forward of microbatch 0 on rank 0" in out.getvalue()
