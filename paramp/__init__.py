@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         launch_from_openmpi,
         launch_from_slurm,
         launch_from_torch,
+        start_heartbeat,
     )
     from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from .engine.signals import StopRequest
     from .engine.step_result import StepResult
     from .integrations.fabric import FabricPrecision
+    from .observe.grad_histogram import gradient_histogram
     from .observe.metrics import Metrics
+    from .observe.overflow_trace import record_batch, trace_overflow
+    from .observe.replica_check import check_replicas
     from .optim.grad_norm import clip_grad_norm_
     from .optim.loss_scaler import DistributedGradScaler
     from .parallel.batches import whole
@@ -57,9 +61,11 @@ __all__ = [
     "__version__",
     "algorithms",
     "amp",
+    "check_replicas",
     "clip_grad_norm_",
     "functional",
     "get_context",
+    "gradient_histogram",
     "init_module",
     "initialize",
     "launch",
@@ -69,6 +75,9 @@ __all__ = [
     "launch_from_torch",
     "models",
     "nn",
+    "record_batch",
+    "start_heartbeat",
+    "trace_overflow",
     "whole",
 ]
 
@@ -76,14 +85,19 @@ _HOMES = {
     "base.errors": "CheckpointError ConfigError DataError LaunchError ReplicaDrift TrainingDiverged",
     "config.schema": "Config",
     "distributed.context": "ParallelContext get_context",
-    "distributed.launchers": "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch",
+    "distributed.launchers": (
+        "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
+    ),
     "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",
     "engine.signals": "StopRequest",
     "engine.step_result": "StepResult",
     "integrations.fabric": "FabricPrecision",
+    "observe.grad_histogram": "gradient_histogram",
     "observe.metrics": "Metrics",
+    "observe.overflow_trace": "record_batch trace_overflow",
+    "observe.replica_check": "check_replicas",
     "optim.grad_norm": "clip_grad_norm_",
     "optim.loss_scaler": "DistributedGradScaler",
     "parallel.batches": "whole",

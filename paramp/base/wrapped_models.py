@@ -57,6 +57,55 @@ def class_name(module: nn.Module) -> str:
     return (kind.__bases__[-1] if isinstance(module, derived) else kind).__name__
 
 
+UNUSABLE = {
+    ("torch.nn.parallel", "DataParallel"): "start one process for each GPU, with DistributedDataParallel",
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): "shard the model with fully_shard (FSDP2)",
+}
+"""(module, class) -> the fix for a model of another's loop, whose parameters are not those of its modules."""
+SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What wrappers of torch add to the names of modules inside them."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and ``torch.compile``; ``model`` itself if it is in neither.
+
+    Raises:
+        ConfigError: it is no module, or one of :data:`UNUSABLE` has its parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    for module in model.modules():
+        for (home, name), fix in UNUSABLE.items():
+            if _is(module, home, name):
+                raise ConfigError(f"model: got a {name}, whose parameters are not those of its modules; {fix}")
+    while True:
+        if is_ddp(model):
+            model = model.module  # type: ignore[assignment]
+        elif _is(model, "torch._dynamo.eval_frame", "OptimizedModule"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def is_ddp(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``DistributedDataParallel``."""
+    return _is(module, "torch.nn.parallel", "DistributedDataParallel")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled ``module`` itself."""
+    return module._compiled_call_impl is not None or _is(module, "torch._dynamo.eval_frame", "OptimizedModule")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what wrappers inside the model add to it."""
+    return ".".join(part for part in name.split(".") if part not in SEGMENTS)
+
+
+def _is(module: nn.Module, home: str, name: str) -> bool:
+    return isinstance(module, getattr(sys.modules.get(home), name, ()))
+
+
 def without_compilation(model: nn.Module) -> tuple[nn.Module, dict[str, Any] | None]:
     """``model`` without ``torch.compile``, changed in place, and the options with which it was compiled.
 

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.dtensor import forget_sharding_decisions
+from ..base.errors import ConfigError, require
 from ..base.spans import span
 from ..config.schema import Config
 from .collectives import gather_dtensors_over_gloo
@@ -326,8 +327,7 @@ class ParallelContext:
         if self.heartbeat is None:
             return False
         heartbeat, self.heartbeat = self.heartbeat, None
-        heartbeat.stop(failed=error is not None and not (isinstance(error, SystemExit) and not error.code))
-        return heartbeat.ending
+        return heartbeat.leave(error)
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in zip(self.roles, self.mesh.shape, strict=True))
@@ -367,6 +367,23 @@ def get_context() -> ParallelContext:
     context = current_context()
     if context is None:
         raise RuntimeError("there is no parallel context: call paramp.launch_from_torch(config) first")
+    return context
+
+
+def required_context(function: str, context: ParallelContext | None) -> ParallelContext | None:
+    """``context``, or the current one for None, for the public ``function``; None in one process without any.
+
+    Raises:
+        ConfigError: it is not a context, or was closed; or there is none in a world of several ranks.
+    """
+    require(context is None or isinstance(context, ParallelContext), "context", context, "a ParallelContext, or None")
+    require(context is None or context in _contexts, "context", context, "one that is open; this one was closed")
+    context = context or current_context()
+    if context is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"{function}: got no context in a world of {dist.get_world_size()} ranks, so it is not known what the "
+            "other ranks hold; call paramp.ParallelContext.from_mesh(mesh) or paramp.launch_from_torch(config) first"
+        )
     return context
 
 

@@ -23,8 +23,9 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .failures import SECONDS_OF_GRACE, end_process, write_stderr
+from .failures import SECONDS_OF_GRACE, end_process, mark_as_echo, write_stderr
 from .liveness import Beat, LivenessMonitor, PhaseTracker, describe_stuck
+from .rendezvous import read_all
 
 LOST = (DistError, RuntimeError)
 """The exceptions that the store raises when its host is gone."""
@@ -51,6 +52,7 @@ class Heartbeat:
         after ``timeout`` seconds of silence.
         """
         self.ending = False  # because another rank is silent
+        self.is_running = False
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._timeout, self._interval = timeout, min(1.0, timeout / 5)
@@ -83,6 +85,7 @@ class Heartbeat:
     def start(self, name_of: Callable[[int], str]) -> None:
         """Start to send and read beats. ``name_of`` returns a rank's name with its coordinates on the mesh."""
         self._name_of = name_of
+        self.is_running = True
         self._store = self._store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=10 * self._timeout))  # the second thread ends the process earlier
         self._threads = [
@@ -95,9 +98,26 @@ class Heartbeat:
     def stop(self, *, failed: bool = False) -> None:
         """Report to the others that this rank leaves, and whether it ``failed``; end the threads."""
         self._failed = failed
+        self.is_running = False
         self._stopped.set()
         while self._threads:
             self._threads.pop().join(2 * self._patience)  # a store that does not answer may block a thread
+
+    def leave(self, error: BaseException | None) -> bool:
+        """:meth:`stop`, because the program goes on without this or fails with an ``error``.
+
+        Returns:
+            Whether this rank was about to end because another one is silent.
+        """
+        self.stop(failed=error is not None and not (isinstance(error, SystemExit) and not error.code))
+        return self.ending
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self.leave(error) and error is not None:
+            mark_as_echo(error)
 
     @property
     def _patience(self) -> float:
@@ -140,13 +160,13 @@ class Heartbeat:
     def _beat(self, *, gone: bool = False) -> Beat:
         return Beat(self._number, self._tracker.record, self._tracker.num_done, gone)
 
-    def _read(self) -> bytes:
+    def _read(self) -> str:
         """Read the leader's beat (as the leader: every rank's) into ``_beats``. Returns the failure report."""
         while True:
             leading = self._leader == self._rank
             wanted = set(range(self._world_size)) if leading else {self._leader}
             ranks = sorted(wanted - self._left - {self._rank})
-            *texts, report = self._store.multi_get([*map(_beat_key, ranks), REPORT])
+            *texts, report = read_all(self._store, [*map(_beat_key, ranks), REPORT])
             beats = {rank: Beat.decode(text) for rank, text in zip(ranks, texts, strict=True)}
             self._left.update(rank for rank, beat in beats.items() if beat.gone)
             if leading or self._leader not in self._left:
@@ -155,7 +175,7 @@ class Heartbeat:
         self._beats = {rank: beat for rank, beat in beats.items() if rank not in self._left}
         if leading:
             self._beats[self._rank] = self._beat()
-        return bytes(report)
+        return report
 
     def _leave(self) -> None:
         """Send the last beat, and a failure report if this rank failed."""

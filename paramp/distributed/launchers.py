@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from ..base.errors import LaunchError
+from ..base.errors import ConfigError, LaunchError, require
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
 from .collectives import gather_dtensors_over_gloo
-from .context import ParallelContext
+from .context import ParallelContext, required_context
 from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
-from .rendezvous import agree, agree_on_config, choose_interface, host_store, join_store, meet
+from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -155,6 +155,58 @@ def launch(
     return _join(settings, LauncherRank("launch", rank, world_size, local_rank, host, port), backend, device, seed)
 
 
+def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None = None) -> Heartbeat:
+    """Watch the ranks of a loop whose process group another made (:mod:`paramp.distributed.heartbeat`).
+
+    Every rank calls it. From then on a rank that is silent for ``timeout`` seconds is named by every other rank, with
+    its phase, and they end; an exception that ends a rank inside the ``with`` ends the others, and is printed once.
+    ``context.phase(name)`` names phases, and each phase ``"step"`` counts a step. It ends with the context, by
+    ``stop()``, or at the end of ``with paramp.start_heartbeat():``. In one process it does nothing.
+
+    Args:
+        timeout: below that of the collectives, which is 10 minutes on NCCL.
+        context: None: the current one.
+
+    Raises:
+        ConfigError: on every rank: ``timeout`` is not above 0 or differs between ranks; the context has a heartbeat
+            already, or there is none in a world of several ranks.
+        LaunchError: a rank did not call it in time.
+    """
+    problem = None
+    try:
+        context = required_context("start_heartbeat", context)
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
+        if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
+            raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
+    except ConfigError as error:
+        problem = error
+    alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    text = None if problem is None else str(problem)
+    different = "" if alone else agree_on_call("start_heartbeat", text, {"timeout": str(timeout)})
+    if problem is not None or different:
+        raise problem or ConfigError(different)
+    if context is None or alone:
+        heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
+    else:
+        report_once()
+        heartbeat = _heartbeat_of_world(timeout)
+        heartbeat.start(context.name_of)
+    if context is not None:
+        context.heartbeat = heartbeat
+    return heartbeat
+
+
+def _heartbeat_of_world(timeout: float) -> Heartbeat:
+    """One for the process group that exists, in its store."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    host = "the file system" if not store.has_extended_api() else "the launcher" if _has_agent() else ""  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, timeout, host=host)
+    agree(store, "heartbeat", "", rank, world_size, lambda _: "made")
+    return heartbeat
+
+
 def _check_port(port: int | None) -> int | None:
     if port is not None and not 0 < port < 2**16:
         raise LaunchError(f"port: got {port}, expected 1 to 65535")
@@ -273,7 +325,11 @@ def _shared_store(place: LauncherRank) -> Store:
 
 def _agent_listens(place: LauncherRank) -> bool:
     """Whether torchrun's agent hosts the store, which then outlives the ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
+    return _has_agent() and place.launcher == "torchrun"
+
+
+def _has_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:

@@ -86,7 +86,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes) -> Beat:
+    def decode(text: str | bytes) -> Beat:
         fields = json.loads(text)
         return Beat(**fields | {"record": ProgressRecord(*fields["record"])})
 

@@ -17,11 +17,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ..base.errors import ConfigError, LaunchError
@@ -170,7 +171,7 @@ def _call(store: Store, prefix: str, world_size: int) -> str:
     here = [f"{prefix}/here/{other}" for other in range(world_size)]
     name, tokens = "", [""]
     for _ in _polls(world_size):
-        if store.check(here) and (found := _read(store, here)) != tokens:
+        if store.check(here) and (found := read_all(store, here)) != tokens:
             name, tokens = f"{prefix}/{secrets.token_hex(8)}", found
             for other, token in enumerate(tokens):
                 store.set(f"{name}/token/{other}", token)
@@ -219,9 +220,9 @@ def _look(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _read(store: Store, keys: list[str]) -> list[str]:
+def read_all(store: Store, keys: Sequence[str]) -> list[str]:
     """The values at ``keys``, as soon as all exist; one request, if the store can."""
-    values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)  # type: ignore[attr-defined]
+    values = store.multi_get(list(keys)) if store.has_extended_api() else map(store.get, keys)  # type: ignore[attr-defined]
     return [value.decode() for value in values]
 
 
@@ -235,7 +236,7 @@ def agree(store: Store, name: str, value: str, rank: int, world_size: int, decid
     store.set(keys[rank], value)
     try:
         if rank == 0:
-            store.set(f"{name}/agreed", decide(_read(store, keys)))
+            store.set(f"{name}/agreed", decide(read_all(store, keys)))
         return store.get(f"{name}/agreed").decode()
     except (DistError, RuntimeError) as error:
         lost = _first_missing(store, keys)
@@ -249,6 +250,53 @@ def _first_missing(store: Store, keys: Sequence[str]) -> int:
     with contextlib.suppress(DistError, RuntimeError):
         return next((index for index, key in enumerate(keys) if not store.check([key])), 0)
     return 0
+
+
+def agree_on_call(
+    function: str, problem: str | None, settings: Mapping[str, Any], place: object = None, model: str = ""
+) -> str:
+    """What is wrong on some rank with the call of ``function``, or different between ranks; empty if nothing is.
+
+    Every rank of the world calls it before the function's first collective. It uses the store alone, so that a rank
+    that calls a function alone, or another one than the others, raises in bounded time.
+
+    Args:
+        problem: with this rank's arguments; None: there is none.
+        settings: the same on every rank; of JSON's types.
+        place: ranks with an equal place have equal models.
+        model: describes this rank's.
+
+    Raises:
+        LaunchError: a rank did not call any such function within the launch's time-out.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if dist.get_backend() == "fake":  # only this rank runs
+        return problem or ""
+    state = {"function": function, "problem": problem, "settings": dict(settings), "place": str(place), "model": model}
+    try:
+        store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    except LaunchError as error:
+        raise LaunchError(f"{function}: every rank has to call it; {error}") from None
+    return agree(store, "call", json.dumps(state), rank, world_size, _first_problem_of_call)
+
+
+def _first_problem_of_call(texts: list[str]) -> str:
+    states = [json.loads(text) for text in texts]
+    function = states[0]["function"]
+    first_at: dict[str, int] = {}
+    for rank, state in enumerate(states):
+        if state["function"] != function:
+            return f"rank 0 calls {function}, but rank {rank} {state['function']}; call the same function on every rank"
+        if state["problem"] is not None:
+            return f"rank {rank}: {state['problem']}" if len(states) > 1 else str(state["problem"])
+        first = first_at.setdefault(state["place"], rank)
+        if state["model"] != states[first]["model"]:
+            return (
+                f"{function}: the parameters of rank {first} ({states[first]['model']}) have other names, shapes or "
+                f"dtypes than those of rank {rank} ({state['model']}); pass the same model on every rank"
+            )
+    different = first_difference([json.dumps(state["settings"]) for state in states])
+    return f"{function}: {different}" if different else ""
 
 
 OWN_SETTINGS = (

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..base.dtensor import local
+from ..base.dtensor import is_dtensor, local
+from ..base.errors import ConfigError
+from ..distributed.context import ParallelContext
 from ..optim.flat_params import FlatWeights
+from ..optim.grad_norm import norm_weight
+from .own_loop import agreed_call, checked_scale
 
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the smallest subnormal and of the largest float64."""
@@ -98,13 +103,70 @@ class GradientHistogram:
 @torch.no_grad()
 def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> GradientHistogram:
     """The histogram of the gradients of ``weights``, which carry the loss scale ``scale``. A world collective."""
-    table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=weights.device)
-    largest = torch.zeros((), dtype=torch.float64, device=weights.device)
-    for gradient, norm_weight in weights.gradients.before_reduction():
+    return _summed(weights.gradients.before_reduction(), weights.device, scale, dtype)
+
+
+@torch.no_grad()
+def gradient_histogram(
+    model: nn.Module,
+    *,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float16,
+    context: ParallelContext | None = None,
+) -> GradientHistogram:
+    """The histogram of the gradients of a model in a loop without an engine; it changes nothing.
+
+    Every rank calls it between backward and ``zero_grad``. Each element of the logical model counts once: a shard on
+    the rank that holds it, a replica as the average over its ranks, a partial sum of a DTensor as the sum. Gradients
+    that ``fully_shard`` has not reduced yet, as before the last backward of an accumulation, are not counted.
+
+    Args:
+        model: this rank's, or its stage; plain, in DDP, sharded by ``fully_shard``, or of DTensors.
+        scale: the loss scale that the gradients carry; 1 after ``unscale_``.
+        dtype: that of the computation, which defines underflow and headroom.
+        context: None: the current one; none is needed in one process.
+
+    Raises:
+        ConfigError: on every rank: a rank has wrong arguments, or others than another rank; or no parameter has a
+            gradient.
+        LaunchError: a rank did not call it in time.
+    """
+
+    def check(_: ParallelContext | None) -> tuple[nn.Module, dict[str, object]]:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"dtype: got {dtype!r}, expected a floating-point dtype, such as torch.float16")
+        return model, {"scale": checked_scale(scale), "dtype": str(dtype)}
+
+    context = agreed_call("gradient_histogram", context, check)
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    device = context.device if context else next((one.device for one in parameters), torch.device("cpu"))
+    pairs = ((_in_placements(parameter), norm_weight(parameter, context)) for parameter in parameters)
+    histogram = _summed(pairs, device, float(scale), dtype)
+    if not histogram.total:
+        raise ConfigError("gradient_histogram: no parameter has a gradient; call it after backward, before zero_grad")
+    return histogram
+
+
+def _in_placements(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient of ``parameter``, dense and in its placements."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if is_dtensor(gradient) and is_dtensor(parameter):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _summed(
+    gradients: Iterable[tuple[torch.Tensor, float]], device: torch.device, scale: float, dtype: torch.dtype
+) -> GradientHistogram:
+    """The histogram of this rank's ``gradients``, each with its norm weight, and the other ranks'."""
+    table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=device)
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, weight in gradients:
         counts, most = _count(local(gradient).reshape(-1))
-        table += counts * norm_weight  # counts replicated elements once
-        largest = torch.maximum(largest, most)
-    if dist.get_world_size() > 1:
+        table += (counts * weight).to(device)  # counts replicated elements once
+        largest = torch.maximum(largest, most.to(device))
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(table)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     *exponents, zeros, non_finite = table.tolist()

@@ -47,7 +47,7 @@ class Finding:
 class Findings:
     """The findings of this rank in one run of a window."""
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext | None) -> None:
         self._context = context
         self._found: dict[tuple[StagePass, bool], Finding] = {}  # key: pass, is backward
         self._met: set[tuple[int, int, str]] = set()  # call, microbatch, module
@@ -69,7 +69,7 @@ class Findings:
 
     def batch(self, at: StagePass) -> Batch:
         """The microbatch of ``at``, unique over data ranks."""
-        return self._context.batch_axis.rank, at.call, at.microbatch
+        return self._context.batch_axis.rank if self._context else 0, at.call, at.microbatch
 
     def add(
         self,

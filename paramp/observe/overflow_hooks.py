@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.trees import map_tensors, tensors
-from ..base.wrapped_models import class_name
+from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
 from ..optim.overflow_report import flaw
 from ..parallel.batches import Batch
@@ -34,6 +34,8 @@ BATCH = "the batch"
 CAST = "the cast of the batch to the compute dtype"
 CRITERION = "the criterion"
 TARGET = "the target"
+INPUT = "the model's input"
+"""In a loop without an engine: what a function of the user's makes of the batch for the model."""
 FORWARDS = ("forward", "loss")
 """Spans in which a forward runs. The recomputation of checkpointing runs in a backward span and is not checked."""
 AFTER_NODES = (1, 0, 0)
@@ -44,9 +46,12 @@ class Tracer:
     """Checks one run of a window on this rank's ``stages``, whose indices in the model are ``places``.
 
     It is an :class:`~paramp.base.spans.Observer` of the engine, and a context manager that registers the hooks.
+    With ``in_function``, a function of the user's calls the model and computes the loss, in one ``forward``.
     """
 
-    def __init__(self, stages: Stages, places: Sequence[int], context: ParallelContext) -> None:
+    def __init__(
+        self, stages: Stages, places: Sequence[int], context: ParallelContext | None, *, in_function: bool = False
+    ) -> None:
         self._stages = dict(zip(places, stages, strict=True))  # key: index in the model
         self.findings = Findings(context)
         """The first non-finite value of each call, microbatch, stage and pass."""
@@ -57,13 +62,15 @@ class Tracer:
         for stage in stages:
             for name, parameter in stage.module.named_parameters(remove_duplicate=False):
                 used = stages.used_for(parameter)
-                self._parameters.setdefault(names.setdefault(id(used), name), used)
+                self._parameters.setdefault(names.setdefault(id(used), plain_name(name)), used)
         self._graph = GraphHooks(names, self.findings)
         self._handles: list[RemovableHandle] = []
         self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span
         self._num_checks = 0
         self._running: list[str] = []  # the stack of running modules
+        self._in_function = in_function
         self._batch = ""  # the name of what a non-finite input comes from
+        self._batch_is_bad = False
 
     # ---- called by the engine
 
@@ -88,7 +95,7 @@ class Tracer:
         """Check the inputs of the next call, before and after the cast to the compute dtype."""
         inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
         dtype = next(iter(self._stages.values())).precision.compute
-        self._batch = BATCH
+        self._batch, self._batch_is_bad = INPUT if self._in_function else BATCH, False
         for name, cast in ((BATCH, None), (CAST, dtype)):
             for index, (path, tensor) in enumerate(inputs):
                 value = tensor.to(cast) if cast and tensor.is_floating_point() else tensor
@@ -96,6 +103,7 @@ class Tracer:
                     _is_bad(_without_masked(value), masks=True) or (batch.args and not index)
                 ):
                     self._batch = name if len(inputs) == 1 else name.replace("the batch", f"{path} of the batch")
+                    self._batch_is_bad = True
                     return
 
     def see_loss(self, output: Any, target: Any, value: torch.Tensor) -> None:
@@ -103,7 +111,7 @@ class Tracer:
         if self._check(self._stage_output(), [output], masks=True):
             self.findings.meet(self._at, CRITERION)
         self._check(TARGET, [target], masks=True)
-        self._check(CRITERION, [value], masks=True)
+        self._check(self._batch if self._in_function and self._batch_is_bad else CRITERION, [value], masks=True)
         if flaw(value):
             self.findings.failed.add(self.findings.batch(self._at))
 
@@ -125,7 +133,7 @@ class Tracer:
                 # A container that spans stages is copied to each of them, and the copies share one dict of hooks.
                 if id(module._forward_hooks) not in done:
                     done.add(id(module._forward_hooks))
-                    self._add_hooks(name or f"the model's {class_name(module)}", module)
+                    self._add_hooks(plain_name(name) or f"the model's {class_name(module)}", module)
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(functools.partial(self._on_gradient, name)))
@@ -195,6 +203,8 @@ class Tracer:
 
     def _stage_output(self) -> str:
         stage = self._at.stage
+        if self._in_function:
+            return CRITERION
         return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
 
     def _check(

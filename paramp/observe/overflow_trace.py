@@ -5,17 +5,22 @@ The batches of the skipped step are rerun (:mod:`paramp.observe.replay`) with ho
 non-finite value over all ranks (:mod:`paramp.observe.overflow_findings`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
-from ..base.errors import TrainingDiverged
-from ..distributed.collectives import gather_objects
+from ..base.errors import ConfigError, TrainingDiverged
+from ..base.trees import children
+from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
+from ..distributed.rng import random_states
 from ..optim.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
+from ..parallel.batches import Batch
 from .overflow_hooks import Tracer, owner_of
+from .own_loop import OwnModel, agreed_call, checked_scale
 from .replay import Call, Window
 
 NOT_RECORDED = (
@@ -44,9 +49,10 @@ def diagnose_overflow(
     window: Window,
     rerun: Callable[[Call, torch.Tensor, Tracer], None],
     gradients: Gradients,
-    context: ParallelContext,
+    context: ParallelContext | None,
     *,
     skipped: bool,
+    in_function: bool = False,
 ) -> OverflowReport:
     """Find the origin of the overflow in ``window``, and drop its gradients. A collective of the world.
 
@@ -54,16 +60,18 @@ def diagnose_overflow(
         rerun: runs a batch forward and backward at a loss scale, 0-dim, with a tracer and without a reduction over
             data ranks.
         skipped: whether the window's step was skipped for an overflow.
+        in_function: ``rerun`` calls a function of the user's, which computes the loss too.
 
     Raises:
         RuntimeError: it was not, or the window had no step yet.
     """
     if window.scale is None or not skipped:
         raise RuntimeError("diagnose_overflow: no step was skipped; call it after one that was, before the next batch")
-    stage_of = _stages_by_parameter(window, context)
+    places = context.local_stages if context else [0]
+    stage_of = _stages_by_parameter(window, places)
 
     def run(scale: torch.Tensor) -> Tracer:
-        tracer = Tracer(window.stages, context.local_stages, context)
+        tracer = Tracer(window.stages, places, context, in_function=in_function)
         gradients.drop()
         with torch.enable_grad(), window.again() as calls, tracer:
             for call in calls:
@@ -72,13 +80,150 @@ def diagnose_overflow(
         return tracer
 
     def find() -> tuple[NonFiniteGradient, ...]:
-        own = find_gradients(window.stages.module.named_parameters(), context, stage_of)
+        named = ((plain_name(name), parameter) for name, parameter in window.stages.module.named_parameters())
+        own = find_gradients(named, context, stage_of)
         return tuple(found for of_rank in gather_findings(own) for found in of_rank)
 
     try:
         return _investigate(window, run, find, gradients)
     finally:
         gradients.drop()
+
+
+class RecordedBatch(NamedTuple):
+    """A batch, and the states of torch's random streams before it ran; :func:`record_batch` makes one."""
+
+    batch: Any
+    random: list[torch.Tensor]
+    """Of the CPU's default generator and, where CUDA is in use, of the current GPU's."""
+
+
+def record_batch(batch: Any) -> RecordedBatch:
+    """``batch`` for :func:`trace_overflow`, with the states of torch's random streams.
+
+    Call it before the batch runs, if the model has dropout: the rerun then drops what the step dropped. It keeps a
+    reference to the batch, and copies some kilobytes.
+    """
+    return RecordedBatch(batch, random_states(_random_device()))
+
+
+def _random_device() -> torch.device:
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
+
+
+def trace_overflow(
+    model: nn.Module,
+    loss: Callable[[Any], torch.Tensor],
+    batches: Iterable[Any],
+    *,
+    scale: float,
+    context: ParallelContext | None = None,
+) -> OverflowReport:
+    """Why a step was skipped in a loop without an engine: the first value that is not finite, its module and its rank.
+
+    Every rank calls it after the skipped step, before the weights change. It runs the batches again with hooks, forward
+    and backward, and leaves no gradients; random streams and buffers are as before.
+
+    Args:
+        model: what ``loss`` calls: plain, in DDP, sharded by ``fully_shard``, or of DTensors.
+        loss: returns the unscaled loss of one of ``batches``, 0-dim, as the loop gives it to ``scaler.scale``.
+        batches: those of the skipped step, one for each backward; the data rank's own. Each is any object, or one of
+            :func:`record_batch`.
+        scale: the loss scale of the skipped step: ``scaler.get_scale()`` before ``scaler.update()``. Without loss
+            scaling 1.
+        context: None: the current one; none is needed in one process.
+
+    Returns:
+        The same on every rank. ``call`` of its origin is the index in ``batches``.
+
+    Raises:
+        ConfigError: on every rank: a rank has wrong arguments, or others than another rank; or the model has
+            pipeline stages.
+        LaunchError: a rank did not call it in time.
+    """
+    own: list[RecordedBatch] = []
+
+    def check(context: ParallelContext | None) -> tuple[nn.Module, dict[str, Any]]:
+        own.extend(_checked_batches(loss, batches, context))
+        return model, {"scale": checked_scale(scale), "number of batches": len(own)}
+
+    context = agreed_call("trace_overflow", context, check)
+    stages = OwnModel(model, context)
+    window = Window(stages, _random_device() if len(own[0].random) > 1 else torch.device("cpu"))
+    window.calls = [Call(_Given.of_user(one.batch), (one.random, [])) for one in own]
+    window.end(torch.tensor(scale, dtype=torch.float32, device=stages.device))
+
+    def rerun(call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
+        assert isinstance(call.batch, _Given)
+        _rerun_function(loss, call.batch.given, scale, stages, tracer)
+
+    report = diagnose_overflow(window, rerun, stages, context, skipped=True, in_function=True)
+    unknown = report.unknown.replace(FINITE_AGAIN, f"{FINITE_AGAIN}; or scale or batches are not those of the step")
+    if stages.is_compiled and EAGERLY not in unknown:
+        unknown = "; ".join(filter(None, (unknown, EAGERLY)))
+    return replace(report, unknown=unknown, scaled=report.origin is not None)  # those of the step may be unscaled
+
+
+def _checked_batches(loss: Any, batches: Any, context: ParallelContext | None) -> list[RecordedBatch]:
+    """The arguments of :func:`trace_overflow` as recorded batches; a ConfigError if they are wrong."""
+    if context is not None and context.stage_axis.size > 1:
+        raise ConfigError(
+            f"trace_overflow: got a context of {context.stage_axis.size} pipeline stages, whose schedule runs the "
+            "batches; use an engine, or scaler.diagnose(model.named_parameters()), which names gradients"
+        )
+    if not callable(loss):
+        raise ConfigError(f"loss: got {type(loss).__name__}, expected a function from a batch to its loss")
+    if isinstance(batches, (torch.Tensor, Mapping, RecordedBatch)) or not isinstance(batches, Iterable):
+        raise ConfigError(f"batches: got {type(batches).__name__}, expected a list of the batches of the step")
+    own = [one if isinstance(one, RecordedBatch) else record_batch(one) for one in batches]
+    if not own:
+        raise ConfigError("batches: got none, expected those of the skipped step")
+    if len({len(one.random) for one in own}) > 1:
+        raise ConfigError("batches: CUDA was first used after some were recorded; record them after model.to('cuda')")
+    return own
+
+
+@dataclass(frozen=True)
+class _Given(Batch):
+    """A user's batch, and the tree of its tensors."""
+
+    given: Any = None
+
+    @staticmethod
+    def of_user(given: Any) -> "_Given":
+        parts = children(given)
+        if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+            return _Given((), dict(given), given=given)
+        return _Given((given,) if parts is None else tuple(parts.values()), given=given)
+
+
+def _rerun_function(
+    loss: Callable[[Any], torch.Tensor], batch: Any, scale: torch.Tensor, stages: OwnModel, tracer: Tracer
+) -> None:
+    """Run a batch through the user's function and backward; a failure is recorded, so that no rank waits for this."""
+    tracer.begin_call()
+    try:
+        with stages.running(backward=True):
+            with tracer.span("forward", 0, 0):
+                value = loss(batch)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+                    raise ConfigError(
+                        f"loss: returned {_shown(value)}, expected a tensor of one element with a gradient"
+                    )
+                tracer.see_loss(None, None, value)
+                scaled = value * scale.to(value.device)
+                tracer.see_scaled(scaled)
+            with tracer.span("backward", 0, 0):
+                scaled.backward()
+    except Exception as error:
+        tracer.failure = f"{type(error).__name__}: {error}"
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
 
 
 def divergence(counts: Sequence[int], diagnose: Callable[[], OverflowReport]) -> TrainingDiverged:
@@ -128,17 +273,17 @@ def _investigate(
         # If everything is finite at a scale of 1, the loss scale is the cause.
         helped = scale > 1 and run(torch.ones_like(window.scale)).findings.origin() is None
         origin = replace(origin, helped_by_scale=helped)
-    failure = next(filter(None, gather_objects(tracer.failure)), None)
+    failure = next((text for (text,) in gather_findings([tracer.failure]) if text), None)
     problem = f"the rerun failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
-    compiled = any(module._compiled_call_impl is not None for module in window.stages.modules())
+    compiled = any(map(is_compiled, window.stages.modules()))
     unknown = "; ".join(filter(None, (problem, EAGERLY if compiled else "")))  # for the hooks
     return OverflowReport(scale, (non_finite or of_step) if problem else non_finite, origin, unknown)
 
 
-def _stages_by_parameter(window: Window, context: ParallelContext) -> dict[str, int]:
+def _stages_by_parameter(window: Window, places: Sequence[int]) -> dict[str, int]:
     """Parameter name -> the index in the model of the first of this rank's stages that has it."""
     found: dict[str, int] = {}
-    for place, stage in zip(context.local_stages, window.stages, strict=True):
+    for place, stage in zip(places, window.stages, strict=True):
         for name, _ in stage.module.named_parameters(remove_duplicate=False):
-            found.setdefault(name, place)
+            found.setdefault(plain_name(name), place)
     return found

@@ -22,14 +22,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.dtensor import local
-from ..base.errors import ReplicaDrift
+from ..base.errors import ReplicaDrift, require
+from ..base.wrapped_models import unwrapped
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter, get_context
+from ..distributed.context import ParallelContext, TiedParameter
 from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.loss_scaler import DistributedGradScaler
 from .bit_hash import hash_bits
+from .own_loop import agreed_call
 from .replay import Window
 from .same_data import different_data
 
@@ -97,16 +99,31 @@ def check_replicas(
     """Compare the replicas of a model in a loop without an engine; a collective of the world, which changes nothing.
 
     Args:
-        module: this rank's model, or its stage; parameters are plain or DTensors, on any meshes.
+        module: this rank's model, or its stage: plain, in DDP, sharded by ``fully_shard``, or of DTensors on any
+            meshes.
         optimizer: of these parameters, whose state is compared too.
         scaler: its scale and counters are compared too.
-        context: None: the current one.
+        context: None: the current one; none is needed in one process.
 
     Returns:
         What differs, and on which ranks; the same on every rank. It synchronises with the device.
+
+    Raises:
+        ConfigError: on every rank: a rank has wrong arguments, or another model than another rank.
+        LaunchError: a rank did not call it in time.
     """
-    context = context or get_context()
-    return Replicas(module, optimizer, context.ties, scaler, None, context).check()
+
+    def check(_: ParallelContext | None) -> tuple[nn.Module, dict[str, bool]]:
+        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+        require(optimizer is None or is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer, or None")
+        is_scaler = isinstance(scaler, DistributedGradScaler)
+        require(scaler is None or is_scaler, "scaler", scaler, "a paramp.DistributedGradScaler, or None")
+        return module, {"optimizer": optimizer is not None, "scaler": scaler is not None}
+
+    context = agreed_call("check_replicas", context, check)
+    if context is None:
+        return []
+    return Replicas(unwrapped(module), optimizer, context.ties, scaler, None, context).check()
 
 
 class Replicas:
@@ -217,7 +234,8 @@ class Replicas:
         hashes = self._hashes()
         device = self._context.device
         sums = torch.zeros(len(columns), dtype=torch.int64, device=device)
-        sums.index_add_(0, torch.tensor([columns.index(part.column) for part in self._parts], device=device), hashes)
+        places = [columns.index(part.column) for part in self._parts]  # none, where a stage has no replicas
+        sums.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
         all_gather_shards(table.view(-1), sums)
         suspects = list(self._unequal(columns, table.cpu()))
@@ -225,11 +243,11 @@ class Replicas:
 
     def _hashes(self) -> torch.Tensor:
         """One hash for each part: 1-dim int64 on the device."""
-        hashes = [torch.zeros((), dtype=torch.int64, device=self._context.device) for _ in self._parts]
+        hashes = torch.zeros(len(self._parts), dtype=torch.int64, device=self._context.device)
         for total, part in zip(hashes, self._parts, strict=True):
             for number, tensor in enumerate(part.tensors()):
                 total += hash_bits(tensor) * (2 * number + 1)
-        return torch.stack(hashes)
+        return hashes
 
     def _agreed_columns(self) -> list[Column]:
         """The columns of all ranks of the world; gathered once, then cached."""

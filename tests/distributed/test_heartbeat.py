@@ -15,7 +15,7 @@ from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRe
 # --------------------------------------------------------------------------------------------- ranks of their own
 
 
-CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait", "leave"]
+CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait", "leave", "plain", "plain_failure"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def output(tmp_path_factory):
         assert result.returncode == 0, result.stderr
         codes = json.loads((folder / "codes.json").read_text())
         texts = {(case, rank): (folder / f"{case}.{rank}").read_text() for case in CASES for rank in range(3)}
-        if not any("choose another port" in text for text in texts.values()):  # another program took one of the eight
+        if not any("choose another port" in text for text in texts.values()):  # another program took one of the ten
             break
     return {case: [(texts[case, rank], codes[case][rank]) for rank in range(3)] for case in CASES}
 
@@ -40,6 +40,7 @@ def output(tmp_path_factory):
         ("backward", "rank 1 (pp 1, dp 0, tp 0)", "in backward of microbatch 1, stage 1, step 2"),
         ("step", "rank 2 (pp 0, dp 2, tp 0)", "in step, step 2"),
         ("checkpoint", "rank 1 (pp 0, dp 1, tp 0)", "in checkpoint, step 1"),
+        ("plain", "rank 1 (dp 1)", "in data, step 2"),
     ],
 )
 def test_a_stopped_rank_is_named_with_its_phase_by_every_other(output, case, victim, place):
@@ -48,7 +49,8 @@ def test_a_stopped_rank_is_named_with_its_phase_by_every_other(output, case, vic
         assert code == 1
         assert text.count("\n") == 1, text
         assert text.startswith(f"paramp: {victim} has been silent for "), text
-        assert f"; it was last seen {place}; ending rank {rank} (pp " in text
+        axis = "dp" if case == "plain" else "pp"
+        assert f"; it was last seen {place}; ending rank {rank} ({axis} " in text
     assert len(others) == 2
 
 
@@ -60,8 +62,9 @@ def test_a_stopped_rank_that_hosts_the_store_is_named_too(output):
         assert "; it was last seen in forward of microbatch 0, stage 0, step 2; ending rank " in text
 
 
-def test_one_ranks_exception_ends_all_and_is_shown_once(output):
-    texts, codes = zip(*output["failure"], strict=True)
+@pytest.mark.parametrize("case", ["failure", "plain_failure"])
+def test_one_ranks_exception_ends_all_and_is_shown_once(output, case):
+    texts, codes = zip(*output[case], strict=True)
     assert codes == (1, 1, 1)
     assert sum(text.count("disk on fire") for text in texts) == 2  # the line of source, and the message
     assert not texts[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def drop_prefetched(group: Any) -> None:
 def held(one: Any) -> Any:
     """The parameter that the module of torch's record ``one`` has now."""
     return one._module_info.module._parameters[one._module_info.param_name]
+
+
+def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
+    """The gathered parameter that modules have in a batch; ``parameter`` if none of ``records`` has gathered it."""
+    found = (one for one in records if held(one) is parameter and has_been_gathered(one))
+    return next((one._unsharded_param for one in found), parameter)
 
 
 def has_been_gathered(one: Any) -> bool:

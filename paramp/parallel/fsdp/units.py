@@ -33,7 +33,17 @@ from ...base.module_surgery import BATCH_NORMS, PassThrough
 from ...base.trees import map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
-from .records import drop_prefetched, gradient_of, groups, groups_of, has_been_gathered, held, is_mismatched, reset
+from .records import (
+    drop_prefetched,
+    gathered,
+    gradient_of,
+    groups,
+    groups_of,
+    has_been_gathered,
+    held,
+    is_mismatched,
+    reset,
+)
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -151,8 +161,7 @@ class ShardedUnits:
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
-        found = (one for one in self._params() if held(one) is parameter and has_been_gathered(one))
-        return next((one._unsharded_param for one in found), parameter)
+        return gathered(self._params(), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""

@@ -101,6 +101,36 @@ def leave(context):
         time.sleep(6)
 
 
+def plain(context):
+    """A loop of plain torch, in a process group that it made itself."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with paramp.start_heartbeat(3.0, context=context):
+        for number in (1, 2):
+            with context.phase("data"):
+                if number == 2 and context.rank == 1:
+                    stop()
+            with context.phase("backward"):
+                model(torch.ones(8, 4)).sum().backward()
+            with context.phase("step"):
+                model.zero_grad()
+
+
+def plain_failure(context):
+    """Rank 1 fails; rank 0 does not notice by itself."""
+    with paramp.start_heartbeat(3.0):
+        if context.rank == 1:
+            raise ValueError("disk on fire")
+        if context.rank == 0:
+            time.sleep(60)
+        dist.barrier()
+
+
+def from_mesh(config, device):
+    """A context over a mesh of torch's own."""
+    dist.init_process_group("gloo")
+    return paramp.ParallelContext.from_mesh(dist.device_mesh.init_device_mesh(device, (SIZE,), mesh_dim_names=("dp",)))
+
+
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE}
 
 
@@ -112,7 +142,8 @@ def run(case, rank, port, folder):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     config = {"hang_timeout": 3.0, "parallel": LAYOUTS.get(case, {})}
     try:
-        with paramp.launch_from_torch(config, device="cpu") as context:
+        launch = from_mesh if case.startswith("plain") else paramp.launch_from_torch
+        with launch(config, device="cpu") as context:
             globals()[case](context)
         code = 0
     except Exception:
