@@ -1,5 +1,7 @@
 """Units of FSDP2 over the stages of a rank."""
 
+import functools
+
 import pytest
 import torch
 from pool import on_ranks
@@ -82,3 +84,17 @@ def test_prefetch_with_several_stages_on_a_rank(world):
         own = slice(4 * context.dp.rank, 4 * context.dp.rank + 4)
         torch.testing.assert_close(engine.forward_backward(x[own], y[own]), expected)
         assert engine.step().stepped
+
+
+@on_ranks(2)
+def test_models_that_data_ranks_cannot_train_together_are_refused(world):
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    table = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4))
+    parts = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
+    for data in (2, {"shard": 2}):
+        with paramp.launch_from_torch({"parallel": {"data": data}}):
+            with pytest.raises(paramp.ConfigError, match=r"'0' has max_norm=1, expected none, because each of 2 data"):
+                paramp.initialize(table, sgd, nn.functional.mse_loss)
+            if data != 2:
+                with pytest.raises(paramp.ConfigError, match=r"'phase' has the dtype torch.complex64, expected a real"):
+                    paramp.initialize(parts, sgd, nn.functional.mse_loss)
