@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -84,12 +85,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
     """Check that an engine or amp can use ``optimizer``.
 
     Raises:
-        ConfigError: it has stepped, is LBFGS or SparseAdam, or holds a tensor that is not in ``names_of``.
+        ConfigError: it has stepped, needs a closure, is SparseAdam, or holds a tensor that is not in ``names_of``.
     """
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the model many times per step, which engine.step() cannot do")
+    if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"optimizer: {kind} evaluates the model in its step, which engine.step() cannot do")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError("optimizer: SparseAdam needs sparse gradients, but an engine makes them dense; use Adam")
     for group in optimizer.param_groups:
@@ -99,6 +101,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` has an argument without a default."""
+    parameters = inspect.signature(type(optimizer).step).parameters.values()
+    own = [one for one in parameters if one.name != "self"]
+    return any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in own)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:

@@ -60,3 +60,16 @@ def test_an_unfinished_window_accumulates_under_either():
                 clear(engine)
             norms.append(result.grad_norm)
     assert norms[1] == norms[0] > 0
+
+
+class Sharpness(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness])
+def test_an_optimizer_that_evaluates_the_model_is_refused(kind):
+    model = nn.Linear(2, 2)
+    found = f"optimizer: {kind.__name__} evaluates the model in its step"
+    with paramp.launch_from_torch({}), pytest.raises(paramp.ConfigError, match=found):
+        paramp.initialize(model, kind(model.parameters(), lr=0.1), F.mse_loss)

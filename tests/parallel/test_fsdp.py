@@ -1,11 +1,15 @@
 """Units of FSDP2 over the stages of a rank."""
 
+import functools
+
 import pytest
 import torch
 from pool import on_ranks
 from torch import nn
 
 import paramp
+from paramp.parallel.fsdp.checks import is_unit
+from paramp.parallel.fsdp.records import groups
 
 
 @on_ranks(4)
@@ -70,6 +74,32 @@ def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
         torch.testing.assert_close(engine.evaluate(x, y), nn.functional.mse_loss(plain(x), y).detach())
 
 
+def gathered_early(engine):
+    """A list that gets, when a block begins to compute, its name and the blocks that are gathered or about to be."""
+    blocks = {name: module for name, module in engine.module.named_modules() if name and is_unit(module)}
+    seen = []
+
+    def see(name, *_):
+        found = (other for other, block in blocks.items() for group in groups(block) if group._all_gather_result)
+        seen.append((name, [*found]))
+
+    for name, block in blocks.items():
+        block[0].register_forward_pre_hook(functools.partial(see, name))
+    return seen
+
+
+@on_ranks(2)
+def test_prefetch_gathers_the_next_blocks_while_one_computes(world):
+    following = ["1", "2", "3"]
+    for count in (0, 1, 2):
+        with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "prefetch": count}}}):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+            seen = gathered_early(engine)
+            engine.evaluate(torch.ones(2, 4), torch.zeros(2, 4))
+        assert seen == [(str(index), following[index : index + count]) for index in range(4)]
+
+
 @on_ranks(4)
 def test_prefetch_with_several_stages_on_a_rank(world):
     torch.manual_seed(0)
@@ -82,3 +112,23 @@ def test_prefetch_with_several_stages_on_a_rank(world):
         own = slice(4 * context.dp.rank, 4 * context.dp.rank + 4)
         torch.testing.assert_close(engine.forward_backward(x[own], y[own]), expected)
         assert engine.step().stepped
+        seen = gathered_early(engine)
+        engine.evaluate(x[own], y[own])
+        ends = [4, 8] if context.pp.rank else [2, 6]  # of the rank's stages, whose blocks are gathered only for them
+        for name, early in seen:
+            assert early in ([], [] if int(name) + 1 in ends else [str(int(name) + 1)])
+        assert any(early for _, early in seen)
+
+
+@on_ranks(2)
+def test_models_that_data_ranks_cannot_train_together_are_refused(world):
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    table = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4))
+    parts = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
+    for data in (2, {"shard": 2}):
+        with paramp.launch_from_torch({"parallel": {"data": data}}):
+            with pytest.raises(paramp.ConfigError, match=r"'0' has max_norm=1, expected none, because each of 2 data"):
+                paramp.initialize(table, sgd, nn.functional.mse_loss)
+            if data != 2:
+                with pytest.raises(paramp.ConfigError, match=r"'phase' has the dtype torch.complex64, expected a real"):
+                    paramp.initialize(parts, sgd, nn.functional.mse_loss)

@@ -81,6 +81,61 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(world):
     follows(InPlace)
 
 
+class Carrier:
+    """Of a class that torch's hooks do not look into."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Carrying(Transposing):
+    def forward(self, carrier):
+        return Carrier(super().forward(carrier.hidden))
+
+
+class Carriers(nn.Module):
+    """Blocks that pass objects, whose tensors are views that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Carrying() for _ in range(2))
+
+    def forward(self, x):
+        carrier = Carrier(x)
+        for block in self.blocks:
+            carrier = block(carrier)
+            carrier.hidden += 1
+        return carrier.hidden
+
+
+@on_ranks(2)
+def test_a_block_may_return_an_object_of_any_class(world):
+    """Without a hook on its tensors the backward reads parameters that were freed, and may end the process."""
+    follows(Carriers)
+
+
+class Looked(nn.Module):
+    """Rows of a table, whose gradients autograd makes sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 6, sparse=True)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        x = x + self.table((x[:, 0] > 0).long())
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_made_dense(world):
+    follows(Looked)
+
+
 class Twice(nn.Module):
     """Runs its first block before and after the second, and on an input without a gradient."""
 

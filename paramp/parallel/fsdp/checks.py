@@ -1,4 +1,4 @@
-"""What FSDP2 cannot shard, as errors before it is called."""
+"""What data ranks cannot train together, and what FSDP2 cannot shard, as errors before it is called."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from ...base.module_surgery import num_hooks
 from ...distributed.context import ParallelContext
 
 
+def check_embeddings(model: nn.Module, context: ParallelContext) -> None:
+    """Raise a ConfigError for a layer whose forward writes to its weight, on each data rank to other rows."""
+    size = context.batch_axis.size
+    for name, module in model.named_modules() if size > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"model: {name!r} has max_norm={module.max_norm:g}, expected none, because each of {size} data ranks "
+                "would shrink the rows of its own batch only; leave it out, and normalise rows after a step"
+            )
+
+
 def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Raise a ConfigError for a parameter without dims, or with hooks on its gradient, which would never be called."""
+    """Raise a ConfigError for what FSDP2 does not take: trained parameters without dims, complex ones, and hooks."""
     if context.config.parallel.shard == 1:
         return
     for parameter, names in names_of.items():
@@ -21,6 +32,12 @@ def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: Par
             raise ConfigError(
                 f"model: {names[0]!r} has no dims, expected at least one, because parallel.data.shard is "
                 f"{context.config.parallel.shard}; give it the shape (1,), or freeze it"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ConfigError(
+                f"model: {names[0]!r} has the dtype {parameter.dtype}, expected a real one, because "
+                f"parallel.data.shard is {context.config.parallel.shard}; keep real and imaginary parts in a real "
+                "parameter, and compute with torch.view_as_complex of it"
             )
         if num_hooks(parameter):
             raise ConfigError(

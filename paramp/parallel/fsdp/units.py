@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...base.module_surgery import BATCH_NORMS, PassThrough
-from ...base.trees import map_tensors
+from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
 from .records import (
@@ -109,7 +110,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        module.register_forward_hook(_without_views)  # before that of fully_shard
+        module.register_forward_hook(_prepare_output)  # before that of fully_shard
         number = len(self._units) + 1
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
@@ -246,6 +247,8 @@ class ShardedUnits:
             return  # the unit has not run yet, as in a pipeline's first microbatch
         trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and has_been_gathered(one)]
         for one in trained:
+            if (gradient := one._unsharded_param.grad) is not None and gradient.is_sparse:
+                one._unsharded_param.grad = gradient.to_dense()
             for call in self._listeners if gradient_of(one) is not None else ():
                 call(one.sharded_param)
         if group.reduce_grads and trained:
@@ -301,12 +304,21 @@ def _set_prefetch(blocks: Sequence[Any], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(blocks[max(0, index - count) : index][::-1]))
 
 
-def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """``output`` with tensors that are no views, but share their memory.
+def _prepare_output(module: Any, _: Any, output: Any) -> Any:
+    """The ``output`` of a unit, so that autograd calls the hook that gathers ``module`` for the backward.
 
-    The caller may change it in place. Of a view, autograd would then call no hook that gathers for the backward.
+    It would call none of a view that the caller changes in place, so the tensors are no views, but share the memory.
+    ``fully_shard`` finds no tensors in objects of other classes; without the hook, the backward reads freed memory.
     """
-    return map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+    output = map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+    if torch.is_grad_enabled() and not any(map(_has_gradient, tree_leaves(output))):
+        held = (one if one._base is None else one._base for one in held_tensors(output))
+        module._get_fsdp_state()._register_pre_backward_hook([*filter(_has_gradient, held)])
+    return output
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 class _NoView(torch.autograd.Function):
