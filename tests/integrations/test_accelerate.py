@@ -146,10 +146,14 @@ def train(accelerator, world, *, adopt_late=False, overflow=OVERFLOWS):
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     assert adopt(accelerator) is adopt(accelerator) is accelerator
     rank, size = data_place(accelerator, world)
+    seen = set()
+    getattr(model, "module", model).up.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     losses, norms, scales, skipped = [], [], [], []
     for step in range(STEPS):
         x, y = batch(step, rank, size)
-        loss = nn.functional.mse_loss(model(x), y)
+        output = model(x)
+        assert output.dtype is torch.float32
+        loss = nn.functional.mse_loss(output, y)
         accelerator.backward(loss)
         if step == overflow and world.rank == world.size - 1:
             local(next(iter(optimizer.param_groups[0]["params"])).grad).view(-1)[0] = INF
@@ -163,6 +167,7 @@ def train(accelerator, world, *, adopt_late=False, overflow=OVERFLOWS):
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach().view(1)).mean().item())
         scales.append(accelerator.loss_scale)
+    assert seen == {{"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}[accelerator.mixed_precision]}
     assert skipped == [step == overflow for step in range(STEPS)]
     assert accelerator.num_skipped == sum(skipped)
     assert schedule.scheduler.last_epoch == (STEPS - sum(skipped)) * world.size
@@ -246,6 +251,25 @@ def test_losses_are_those_of_the_engine(world, layout):
             assert norms[step] == pytest.approx(float(result.grad_norm), rel=1e-2)
         for name, value in engine.module.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=5e-3)
+
+
+class Loss(MLP):
+    """Computes its loss itself, as Hugging Face models do."""
+
+    def forward(self, x):
+        return super().forward(x).float().square().mean()
+
+
+@on_ranks(2)
+def test_a_loss_of_the_model_does_not_overflow_at_65536_under_fsdp2(world):
+    """Accelerate lets FSDP2 cast it to fp16, and so its gradient, which is the scale."""
+    with accelerating(world, "fsdp", "fp16") as accelerator:
+        torch.manual_seed(4)
+        model = Loss()
+        model, optimizer = adopt(accelerator).prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        accelerator.backward(model(batch(0, world.rank, world.size)[0]) / 4096)
+        optimizer.step()
+        assert (accelerator.loss_scale, accelerator.num_skipped) == (65536, 0)
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -506,6 +530,15 @@ def test_two_optimizers_share_one_scale():
         assert not second.step_was_skipped
         torch.testing.assert_close(two.weight.detach(), before - 1)
         assert accelerator.loss_scale == SCALE / 2
+        # Also if the second was unscaled before the scale changed.
+        accelerator.backward((one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum())
+        two.weight.grad.fill_(SCALE / 2)
+        one.weight.grad.fill_(INF)
+        accelerator.clip_grad_norm_(two.parameters(), 100.0)
+        first.step()
+        assert accelerator.loss_scale == SCALE / 4
+        second.step()
+        torch.testing.assert_close(two.weight.detach(), before - 2)
         # A backward after clipping adds to gradients of the same scale, and a batch that is left out changes nothing.
         first.zero_grad()
         second.zero_grad()
