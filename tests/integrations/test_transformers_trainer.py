@@ -303,7 +303,8 @@ def check_resume(world, layout):
     _, host = hosts()
     folder = shared_folder()
     host = planting(host, world.rank)
-    options = {"save_strategy": "steps", "save_steps": OVERFLOWS + 1}
+    # With a state, which torch cannot load for FSDP2 where an optimizer has none, as SGD without momentum.
+    options = {"save_strategy": "steps", "save_steps": OVERFLOWS + 1, "optim": "adamw_torch", "learning_rate": 0.01}
     trainer = trainer_of(host, world, folder, layout, **options)
     logs = train(trainer)
     state = torch.load(folder / layout / f"checkpoint-{OVERFLOWS + 1}" / "scaler.pt", weights_only=True)
