@@ -74,7 +74,7 @@ class ParampTrainerMixin:
         layout = arguments.get("parallelism_config")
         loaded_sharded = getattr(self.model, "is_distributed_loading_by_transformers", False)
         if layout is not None and loaded_sharded and self.args.device.type == "cpu":
-            layout.__class__ = _for_cpus(type(layout))
+            layout.__class__ = _for_cpus(type(layout))  # type: ignore[arg-type]  # classes are hashable
         return arguments
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -374,7 +374,8 @@ def test_stock_trainer_ignores_fp16_on_a_cpu_and_takes_infinite_gradients(tmp_pa
     check_training(trainer, train(trainer), "fp16", reference()[0])
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+@family
+@pytest.mark.parametrize("optim", cases("skips", ["adamw_torch_fused", "adamw_torch"], ["adamw_torch_fused"], 1))
 def test_the_schedule_does_not_advance_on_a_skipped_step(tmp_path, alone, optim):
     """Accelerate takes the call of a fused optimizer, the default here, for a step. The reference counts by hand."""
     stock, host = hosts()
@@ -502,7 +503,8 @@ def regression(host, folder, precision, poisoned=(), **options):
         return host(Regression(poisoned), arguments_of(folder, 1, precision, **options), train_dataset=data)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@family
+@pytest.mark.parametrize("precision", cases("own tests", ["fp16", "bf16"], ["fp16"], 1))
 def test_mixed_precision_as_in_transformers_own_test(tmp_path, alone, precision):
     """test_mixed_fp16 and test_mixed_bf16 of transformers' tests/trainer/test_trainer.py."""
     stock, host = hosts()
@@ -516,7 +518,8 @@ def test_mixed_precision_as_in_transformers_own_test(tmp_path, alone, precision)
     assert logs[0]["grad_norm"] < 100
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@family
+@pytest.mark.parametrize("accumulated", cases("own skips", [1, 2], [2], 1))
 def test_skipped_updates_as_in_transformers_own_tests(tmp_path, alone, accumulated):
     """Of tests/trainer/test_trainer_optimizer_skip.py, without the count of attempts, which 5.23 does not have."""
     _, host = hosts()
