@@ -173,6 +173,8 @@ def name_faults(kind, world):
             assert origin.kind == ("NaN" if math.isnan(value) else "inf")
             assert (report.scale, origin.weight) == (loop.scaler.get_scale() * 2, None)
             assert dict(origin.place.axes) == context.coordinates_of(bad)
+            if kind == "ddp":  # which does not reduce in the rerun
+                assert {gradient.place.rank for gradient in report.gradients} == {bad}
             assert loop.step(batches()) is None
         name_a_batch_and_a_weight(loop, context, bad)
 
@@ -243,6 +245,11 @@ def test_without_a_context_in_one_process_all_four_work():
     assert paramp.check_replicas(model, loop.optimizer, loop.scaler) == []
     with paramp.start_heartbeat(5.0) as heartbeat:
         assert not heartbeat.is_running
+    for loss, name in (
+        (lambda batch: model(batch["x"] * INF).mean(), "the model's input"),
+        (lambda batch: loop.loss(batch) * NAN, "the criterion"),
+    ):
+        assert paramp.trace_overflow(model, loss, batches(1), scale=2.0).origin.module == name
     model[1].fault, model[1].value = "activation", NAN
     origin = paramp.trace_overflow(model, loop.loss, batches(1), scale=2.0).origin
     assert (origin.module, origin.place.rank, origin.place.axes) == ("1", 0, ())
