@@ -172,7 +172,7 @@ class TrainerPrecision(LightningPrecision):
             checkpoint.setdefault(type(self).__qualname__, {})["masters"] = self._masters.find_in(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict` or a checkpoint, or that of torch's ``GradScaler``."""
+        """Load a state of :meth:`state_dict`, of a checkpoint, or of torch's ``GradScaler``."""
         rest = dict(state_dict)
         masters = rest.pop("masters", None)
         super().load_state_dict(rest)
