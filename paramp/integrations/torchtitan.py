@@ -59,7 +59,8 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
         raise ConfigError(f"config: got {type(config).__qualname__}, expected a Trainer.Config of torchtitan's")
     _check(precision, config)
     values = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
-    kind: Any = _adopted(type(config)).Config
+    of: Any = type(config)
+    kind = _adopted(of).Config
     return kind(**values, precision=precision, loss_scaling=loss_scaling or LossScaling())
 
 

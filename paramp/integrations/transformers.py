@@ -199,8 +199,8 @@ def _for_cpus(kind: type[Any]) -> type[Any]:
 
 def _allow_fsdp_on_cpus() -> None:
     """Let the next accelerator use FSDP2, which Accelerate leaves out on CPUs without a word, to train with DDP."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
+    from accelerate.state import PartialState  # type: ignore[import-untyped]
+    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 
     if PartialState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
