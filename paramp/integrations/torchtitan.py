@@ -171,7 +171,7 @@ def _torchtitan(name: str) -> Any:
 
 
 @functools.cache
-def _adopted(config: type) -> type:
+def _adopted(config: type) -> Any:
     """The subclass of the trainer of ``config``; its ``Config`` has two fields more."""
     trainer: type = config._owner  # type: ignore[attr-defined]
     added = [("precision", Dtype, "float16"), ("loss_scaling", LossScaling, field(default_factory=LossScaling))]
