@@ -53,14 +53,14 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def held_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tree and in the attributes of its leaves, except modules, and of their attributes."""
+    """The tensors in a tree and in the attributes of its leaves, and of their attributes; not those of modules."""
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
             yield one
-        elif id(one) not in seen and not isinstance(one, (torch.nn.Module, type, Callable)):
+        elif id(one) not in seen and not callable(one):
             seen[id(one)] = one
             parts = children(one)
             waiting += (attributes(one) if parts is None else parts).values()
