@@ -60,7 +60,7 @@ def held_tensors(value: Any) -> Iterator[torch.Tensor]:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
             yield one
-        elif id(one) not in seen and not callable(one):  # such as a module
+        elif id(one) not in seen and not callable(one):
             seen[id(one)] = one
             parts = children(one)
             waiting += (attributes(one) if parts is None else parts).values()
