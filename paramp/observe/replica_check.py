@@ -122,7 +122,7 @@ def check_replicas(
     context = agreed_call("check_replicas", context, check)
     if context is None:
         return []
-    return Replicas(module, optimizer, context.ties, scaler, None, context).check()
+    return Replicas(unwrapped(module), optimizer, context.ties, scaler, None, context).check()
 
 
 class Replicas:
