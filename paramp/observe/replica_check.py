@@ -23,6 +23,7 @@ from torch import nn
 
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift, require
+from ..base.wrapped_models import unwrapped
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter
