@@ -110,10 +110,26 @@ class Carriers(nn.Module):
         return carrier.hidden
 
 
+class Beside(Carriers):
+    """Blocks that also return a tensor that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, carrier: (carrier.hidden.sum(), carrier))
+
+    def forward(self, x):
+        carrier = Carrier(x)
+        for block in self.blocks:
+            _, carrier = block(carrier)
+        return carrier.hidden
+
+
+@pytest.mark.parametrize("model", [Carriers, Beside])
 @on_ranks(2)
-def test_a_block_may_return_an_object_of_any_class(world):
+def test_a_block_may_return_an_object_of_any_class(world, model):
     """Without a hook on its tensors the backward reads parameters that were freed, and may end the process."""
-    follows(Carriers)
+    follows(model)
 
 
 class Looked(nn.Module):

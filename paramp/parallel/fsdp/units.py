@@ -311,14 +311,12 @@ def _prepare_output(module: Any, _: Any, output: Any) -> Any:
     ``fully_shard`` finds no tensors in objects of other classes; without the hook, the backward reads freed memory.
     """
     output = map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
-    if torch.is_grad_enabled() and not any(map(_has_gradient, tree_leaves(output))):
-        held = (one if one._base is None else one._base for one in held_tensors(output))
-        module._get_fsdp_state()._register_pre_backward_hook([*filter(_has_gradient, held)])
+    if torch.is_grad_enabled():
+        found = set(map(id, tree_leaves(output)))
+        hidden = [one if one._base is None else one._base for one in held_tensors(output) if id(one) not in found]
+        if with_gradient := [one for one in hidden if one.requires_grad]:
+            module._get_fsdp_state()._register_pre_backward_hook(with_gradient)
     return output
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 class _NoView(torch.autograd.Function):
