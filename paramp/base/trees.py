@@ -52,6 +52,10 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
+NUMBERS_AND_TEXT = (int, float, complex, str, bytes, type(None))
+"""Hold no tensors."""
+
+
 def held_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in a tree and in the attributes of its leaves, except modules, and of their attributes."""
     seen: dict[int, Any] = {}
@@ -60,7 +64,7 @@ def held_tensors(value: Any) -> Iterator[torch.Tensor]:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
             yield one
-        elif id(one) not in seen and not callable(one):
+        elif id(one) not in seen and not isinstance(one, NUMBERS_AND_TEXT) and not callable(one):
             seen[id(one)] = one
             parts = children(one)
             waiting += (attributes(one) if parts is None else parts).values()

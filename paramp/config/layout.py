@@ -129,7 +129,6 @@ class DataConfig:
         require(self.replicate == "auto" or self.replicate >= 1, "replicate", self.replicate, f"'auto' or {number}")
         require(self.shard >= 1, "shard", self.shard, number)
         require(self.prefetch >= 0, "prefetch", self.prefetch, "an integer of 0 or more")
-        require(self.shard > 1 or not self.prefetch, "prefetch", self.prefetch, "0, because shard is 1")
 
 
 @dataclass(frozen=True, kw_only=True)

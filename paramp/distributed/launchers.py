@@ -168,8 +168,8 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
         context: None: the current one.
 
     Raises:
-        ConfigError: on every rank: ``timeout`` is not above 0 or differs between ranks; the context has a heartbeat
-            already, or there is none in a world of several ranks.
+        ConfigError: on every rank: ``timeout`` is not above 0 or differs between ranks; the context has a heartbeat or
+            an engine already, or there is none in a world of several ranks.
         LaunchError: a rank did not call it in time.
     """
     problem = None
@@ -179,6 +179,10 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
         if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
+        if context is not None and context.num_engines:
+            raise ConfigError(
+                "start_heartbeat: call it before paramp.initialize, whose engine reports its phases to it"
+            )
     except ConfigError as error:
         problem = error
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
@@ -227,10 +231,12 @@ def _join(
     if seed != DEFAULT_SEED:
         config = replace(config, seed=seed)
     config.parallel.data_size(world_size)  # raise before any rank waits for another
-    device = _set_device(device, place.local_rank)
     owns_world = not dist.is_initialized()
     if not owns_world:
         _check_world(place)
+        device = device or _device_of_group()
+    device = _set_device(device, place.local_rank)
+    if not owns_world:
         _check_backend(backend, device)
         store = dist.distributed_c10d._get_default_store()
     elif store is None:
@@ -257,6 +263,14 @@ def _join(
         owns_world=owns_world,
         heartbeat=heartbeat,
     )
+
+
+def _device_of_group() -> torch.device | None:
+    """The GPU that the process group, or whoever made it, has chosen for this rank; None: neither has."""
+    bound: torch.device | None = dist.distributed_c10d._get_default_group().bound_device_id
+    if bound is None and torch.cuda.is_initialized() and torch.cuda.current_device():
+        return torch.device("cuda", torch.cuda.current_device())
+    return bound
 
 
 def _check_world(place: LauncherRank) -> None:

@@ -2,6 +2,6 @@
 
 For users: ``accelerate``, ``transformers``, ``lightning``, ``fabric`` and ``torchtitan``. What they share:
 ``shared_scale``, one loss scale for several optimizers; ``shared_grad_scaler``, the same as a ``GradScaler``;
-``logical_gradient``, for clipping; ``module_masters``, fp32 masters; ``lightning_precision``, the base of both Lightning
-plugins.
+``logical_gradient``, for clipping; ``module_masters``, fp32 masters; ``lightning_precision``, the base of
+both Lightning plugins.
 """

@@ -96,7 +96,8 @@ class Tracer:
         inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
         dtype = next(iter(self._stages.values())).precision.compute
         self._batch, self._batch_is_bad = INPUT if self._in_function else BATCH, False
-        for name, cast in ((BATCH, None), (CAST, dtype)):
+        # A function of the user's may never cast what this finds too large, such as targets.
+        for name, cast in ((BATCH, None),) if self._in_function else ((BATCH, None), (CAST, dtype)):
             for index, (path, tensor) in enumerate(inputs):
                 value = tensor.to(cast) if cast and tensor.is_floating_point() else tensor
                 if _is_bad(value, masks=True) and (

@@ -23,6 +23,7 @@ from ..config.schema import Config
 from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
+from ..optim.grad_reduce import align_gradients
 from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import gathered, groups, has_been_gathered, held, reset
 from ..parallel.stage import Joined, Stage, Stages
@@ -58,6 +59,8 @@ def agreed_call(
         different = agree_on_call(function, text, settings, place, model)
     if problem is not None or different:
         raise problem or ConfigError(different)
+    for unit in filter(is_unit, module.modules()):
+        unit.reshard()  # type: ignore[operator]  # after an evaluation, units may have their gathered copies still
     return context
 
 
@@ -103,6 +106,7 @@ class OwnModel(Stages):
             if self.is_compiled:
                 stack.enter_context(_eagerly())
             for one in self._ddp:
+                stack.callback(setattr, one, "require_forward_param_sync", one.require_forward_param_sync)
                 stack.enter_context(one.no_sync())  # type: ignore[operator]
             try:
                 yield
@@ -138,8 +142,11 @@ class OwnModel(Stages):
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if self._ddp:
-                parameter.grad /= dist.get_world_size(group)
+            elif parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+        align_gradients(trained)  # sums that are pending over tensor ranks may overflow too
+        for gradient in [one.grad for one in trained if one.grad is not None] if self._ddp else []:
+            gradient /= dist.get_world_size(group)
         sum_([local(parameter.grad) for parameter in trained if parameter.grad is not None], group)
 
 

@@ -233,7 +233,6 @@ def test_the_table_of_modes_has_the_documented_rows():
         ({"parallel": {"data": {"shard": 0}}}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
         ({"parallel": {"data": {"replicate": 0}}}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
         ({"parallel": {"data": {"prefetch": -1}}}, r"prefetch: got -1, expected an integer of 0 or more"),
-        ({"parallel": {"data": {"prefetch": 1}}}, r"parallel\.data\.prefetch: got 1, expected 0, because shard is 1"),
         ({"parallel": {"data": {"shards": 2}}}, r"shards: no such key.*did you mean 'shard'"),
         ({"train": {"trace": 3}}, r"train\.trace: got 3, expected None, because there is no log_dir"),
         ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),

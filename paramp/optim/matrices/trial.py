@@ -65,9 +65,10 @@ def _keeps(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int,
     start = 1e6 * weight
     try:
         (after,), tried = _stepped(optimizer, options, [start], [[one] for one in gradients])
-    except Exception:  # such as of one that takes 2-dim matrices only
+        state = list(tried.state[tried.param_groups[0]["params"][0]].values())
+    except Exception:  # such as of one that takes 2-dim matrices only, or keeps its state elsewhere
         return False
-    tensors = [value for value in tried.state[tried.param_groups[0]["params"][0]].values() if torch.is_tensor(value)]
+    tensors = [value for value in state if torch.is_tensor(value)]
     elementwise = [value.float() for value in tensors if value.shape == start.shape]
     return any(bool((value - after).norm() < 0.1 * after.norm()) for value in elementwise)
 

@@ -110,7 +110,9 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        module.register_forward_hook(_prepare_output)  # before that of fully_shard
+        output = _Output()
+        module.register_forward_pre_hook(output.begin)
+        module.register_forward_hook(output.prepare)  # before that of fully_shard
         number = len(self._units) + 1
         reduce_dtype = context.config.precision.reduce_dtypes.dp
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
@@ -304,19 +306,32 @@ def _set_prefetch(blocks: Sequence[Any], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(blocks[max(0, index - count) : index][::-1]))
 
 
-def _prepare_output(module: Any, _: Any, output: Any) -> Any:
-    """The ``output`` of a unit, so that autograd calls the hook that gathers ``module`` for the backward.
+class _Output:
+    """The output of a unit, so that autograd calls the hook that gathers the unit for the backward.
 
     It would call none of a view that the caller changes in place, so the tensors are no views, but share the memory.
     ``fully_shard`` finds no tensors in objects of other classes; without the hook, the backward reads freed memory.
     """
-    output = map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
-    if torch.is_grad_enabled():
-        found = set(map(id, tree_leaves(output)))
-        hidden = [one if one._base is None else one._base for one in held_tensors(output) if id(one) not in found]
-        if with_gradient := [one for one in hidden if one.requires_grad]:
-            module._get_fsdp_state()._register_pre_backward_hook(with_gradient)
-    return output
+
+    def __init__(self) -> None:
+        self._first = 0  # autograd's number of the first operation of the unit
+
+    def begin(self, *_: Any) -> None:
+        self._first = torch._C._autograd._get_sequence_nr()
+
+    def prepare(self, module: Any, _: Any, output: Any) -> Any:
+        output = map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+        leaves = tree_leaves(output)
+        if torch.is_grad_enabled() and not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            found = set(map(id, leaves))
+            hidden = [one if one._base is None else one._base for one in held_tensors(output) if id(one) not in found]
+            if made := [one for one in hidden if self._has_made(one)]:
+                module._get_fsdp_state()._register_pre_backward_hook(made)
+        return output
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has a gradient through the unit; an object may also carry those of earlier ones."""
+        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first  # type: ignore[attr-defined]
 
 
 class _NoView(torch.autograd.Function):
