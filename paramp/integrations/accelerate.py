@@ -193,6 +193,11 @@ class AdoptedAccelerator(_Adopted):
         with self._compute.enter():
             super().backward(loss, **kwargs)  # type: ignore[misc]
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, of the optimizers that the loss scale holds too; the scale stays."""
+        self._shared.forget()
+        return super().free_memory(*objects)  # type: ignore[misc]
+
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """As Accelerate's, with the norms and softmax of CUDA on CPUs."""

@@ -1,12 +1,14 @@
 """Accelerate with paramp's scaler, clipping and skipping, against plain torch in one process and paramp's engine."""
 
 import copy
+import gc
 import os
 import pickle
 import re
 import sys
 import tempfile
 import warnings
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -551,6 +553,19 @@ def test_two_optimizers_share_one_scale():
         accelerator.backward(two(torch.ones(1, 2)).sum())
         accelerator.clip_grad_value_(two.weight, 0.5)
         torch.testing.assert_close(two.weight.grad, torch.full((1, 2), 0.5))
+
+
+@arguments("free", ["free_memory", "clear"])
+def test_freed_optimizers_are_released_and_the_scale_stays(free):
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        accelerator.backward(model(batch(0)[0]).sum() * INF)
+        optimizer.step()
+        held = weakref.ref(optimizer.optimizer)
+        model, optimizer = getattr(accelerator, free)(model, optimizer)
+        gc.collect()
+        assert held() is None
+        assert (accelerator.loss_scale, accelerator._shared.scaler._per_optimizer_states) == (SCALE / 2, {})
 
 
 @arguments("adopted", [False, True])
