@@ -568,6 +568,35 @@ def test_freed_optimizers_are_released_and_the_scale_stays(free):
         assert (accelerator.loss_scale, accelerator._shared.scaler._per_optimizer_states) == (SCALE / 2, {})
 
 
+@arguments("precision", ["fp16", "bf16", "no"])
+def test_value_clipping_does_not_hide_an_overflow(precision):
+    with accelerating(ALONE, "ddp", precision, kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        before = weights(model)
+
+        def backward_and_clip(overflow=False):
+            accelerator.backward(model(batch(0)[0]).sum())
+            if overflow:
+                model.up.bias.grad[0] = -INF
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+        def step(skipped):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped is skipped
+
+        backward_and_clip(overflow=True)
+        step(skipped=True)
+        backward_and_clip(overflow=True)  # of an accumulation
+        backward_and_clip()
+        step(skipped=True)
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+        backward_and_clip(overflow=True)
+        optimizer.zero_grad()  # the batch is left out
+        backward_and_clip()
+        step(skipped=False)
+
+
 @arguments("adopted", [False, True])
 def test_a_fused_optimizer_that_skips_says_so(adopted):
     """torch's fused optimizers skip on the device, in a step that is called; Accelerate looks at calls."""
