@@ -597,6 +597,21 @@ def test_value_clipping_does_not_hide_an_overflow(precision):
         step(skipped=False)
 
 
+@arguments("late", [False, True])
+def test_a_deep_copy_computes_with_its_own_weights(late):
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, _ = prepared(accelerator if late else adopt(accelerator))
+        adopt(accelerator)
+        copied = copy.deepcopy(model)
+        before = copied(batch(0)[0])
+        with torch.no_grad():
+            model.down.bias.fill_(100.0)
+        assert torch.equal(copied(batch(0)[0]), before)
+        assert model(batch(0)[0]).min() > 50
+        inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert (inner.forward.__self__, inner.forward.__func__) == (model, MLP.forward)
+
+
 @arguments("adopted", [False, True])
 def test_a_fused_optimizer_that_skips_says_so(adopted):
     """torch's fused optimizers skip on the device, in a step that is called; Accelerate looks at calls."""
