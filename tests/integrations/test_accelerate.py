@@ -612,6 +612,35 @@ def test_a_deep_copy_computes_with_its_own_weights(late):
         assert (inner.forward.__self__, inner.forward.__func__) == (model, MLP.forward)
 
 
+@arguments("overflow", [None, 0, 1])
+@arguments(
+    "reading", [lambda one: one.loss_scale, lambda one: one.scaler.get_scale(), lambda one: one.scaler.state_dict()]
+)
+def test_reading_the_scale_between_two_steps_changes_nothing(reading, overflow):
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        models = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        one, two, first, second = adopt(accelerator).prepare(*models, *optimizers)
+        for count in (1, 2, 3):
+            before = two.weight.detach().clone()
+            accelerator.backward((one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum())
+            if overflow is not None and count == 2:
+                (one, two)[overflow].weight.grad.fill_(INF)
+            gradient = two.weight.grad.clone()
+            first.step()
+            reading(accelerator)
+            assert torch.equal(two.weight.grad, gradient)
+            second.step()
+            if not second.step_was_skipped:
+                torch.testing.assert_close(two.weight.detach(), before - 1)
+            first.zero_grad()
+            second.zero_grad()
+        # It grows after 2 steps without an overflow, and each backward counts once.
+        expected = (2 * SCALE, 1) if overflow is None else (SCALE / 2, 1)
+        state = accelerator.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"], accelerator.num_skipped) == (*expected, overflow is not None)
+
+
 @arguments("adopted", [False, True])
 def test_a_fused_optimizer_that_skips_says_so(adopted):
     """torch's fused optimizers skip on the device, in a step that is called; Accelerate looks at calls."""
