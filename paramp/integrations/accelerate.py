@@ -142,11 +142,13 @@ class AdoptedAccelerator(_Adopted):
         return args if self.is_fsdp2 else super()._prepare_tp(*args)  # type: ignore[misc]
 
     def _take_model(self: Any, model: nn.Module) -> None:
+        if self.is_fsdp2:  # also of a model that was not sharded yet when it was seen first
+            _widen_outputs(model)
         if model in self._shared.models:
             return
         self._shared.models.add(model)
         if self.is_fsdp2:
-            _widen_outputs(model)
+            _return_fp32(model)
         elif self.native_amp:
             self._autocast_forward(model)
         if self._compute.precision.autocast and self.device.type == "cpu":
@@ -274,18 +276,22 @@ def _blank(addition: type, host: type) -> Any:
 
 
 def _widen_outputs(model: nn.Module) -> None:
-    """Let ``model``, under FSDP2, return floating-point tensors in fp32, as Accelerate's other models do.
+    """Let the units of FSDP2 in ``model`` return tensors as they are; the model then casts them to fp32.
 
     Accelerate's policy casts them to half precision, and so the gradient of the scaled loss, which overflows in fp16
     from a scale of 65536 on.
     """
-    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, output_dtype=None)
+
+
+def _return_fp32(model: nn.Module) -> None:
+    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+
     model.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
 
 

@@ -268,7 +268,8 @@ def test_a_loss_of_the_model_does_not_overflow_at_65536_under_fsdp2(world):
     with accelerating(world, "fsdp", "fp16") as accelerator:
         torch.manual_seed(4)
         model = Loss()
-        model, optimizer = adopt(accelerator).prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        adopt(accelerator).prepare_model(model, evaluation_mode=True)  # it is not sharded yet
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
         accelerator.backward(model(batch(0, world.rank, world.size)[0]))
         optimizer.step()
         assert (accelerator.loss_scale, accelerator.num_skipped) == (65536, 0)
