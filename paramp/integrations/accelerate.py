@@ -186,6 +186,17 @@ class AdoptedAccelerator(_Adopted):
         if not isinstance(optimizer, AdoptedOptimizer):
             optimizer.__class__ = _combined(AdoptedOptimizer, optimizer.__class__)
 
+    def join_uneven_inputs(self: Any, joinables: Any, even_batches: bool | None = None) -> Any:
+        """As Accelerate's. Raises ConfigError if some ranks would finish before others."""
+        even = self.even_batches if even_batches is None else even_batches
+        if self.num_processes > 1 and not even:
+            raise ConfigError(
+                "join_uneven_inputs: got even_batches=False, with which ranks that have finished would not decide with "
+                "the others whether to step, which would wait for ever; pass even_batches=True, or drop_last=True to "
+                "the data loader"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)  # type: ignore[misc]
+
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's. Raises ConfigError for tensor parallelism alone, of which that saves one rank's."""
         if self.parallelism_config is not None and self.parallelism_config.tp_enabled and not self.is_fsdp2:

@@ -770,6 +770,23 @@ def test_optimizers_and_weights_that_cannot_work_are_refused():
             optimizer.step()
 
 
+@arguments("configured", [False, True])
+def test_ranks_may_not_finish_before_others(configured):
+    from accelerate import DataLoaderConfiguration
+
+    options = {"dataloader_config": DataLoaderConfiguration(even_batches=not configured)}
+    uneven = {} if configured else {"even_batches": False}
+    with accelerating(ALONE, "ddp", "no", **options) as accelerator:
+        model, _ = prepared(adopt(accelerator))
+        with accelerator.join_uneven_inputs([model], **uneven):  # one rank has nobody to wait for
+            pass
+        with mock.patch.object(type(accelerator), "num_processes", 2):
+            with accelerator.join_uneven_inputs([model], even_batches=True):
+                pass
+            with pytest.raises(paramp.ConfigError, match=r"even_batches=False.*pass even_batches=True, or drop_last"):
+                accelerator.join_uneven_inputs([model], **uneven)
+
+
 def test_without_accelerate_an_error_names_the_extra(monkeypatch):
     import accelerate
 
