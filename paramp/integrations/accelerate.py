@@ -142,17 +142,19 @@ class AdoptedAccelerator(_Adopted):
         return args if self.is_fsdp2 else super()._prepare_tp(*args)  # type: ignore[misc]
 
     def _take_model(self: Any, model: nn.Module) -> None:
+        if self.is_fsdp2:  # also of a model that was not sharded yet when it was seen first
+            _widen_outputs(model)
         if model in self._shared.models:
             return
         self._shared.models.add(model)
         if self.is_fsdp2:
-            _widen_outputs(model)
+            _return_fp32(model)
         elif self.native_amp:
             self._autocast_forward(model)
         if self._compute.precision.autocast and self.device.type == "cpu":
             while isinstance(model, DistributedDataParallel):
                 model = model.module
-            model.forward = self._computing_forward(model.forward)
+            self._compute_forward(model)
 
     def _autocast_forward(self: Any, model: nn.Module) -> None:
         """Do what ``prepare_model`` does in mixed precision, for a model that went through it before :func:`adopt`."""
@@ -166,18 +168,34 @@ class AdoptedAccelerator(_Adopted):
             wrapped = utils.convert_outputs_to_fp32(autocast(function))
             inner.forward = wrapped if function is inner.forward else MethodType(wrapped, inner)
 
-    def _computing_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def _compute_forward(self, model: nn.Module) -> None:
+        """Let ``forward`` compute in the mode; bound to ``model``, so that a deep copy computes with its own weights."""
+        forward = model.forward
+        is_bound = getattr(forward, "__self__", None) is model
+        function = forward.__func__ if is_bound else forward
+
+        @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
             with self._compute.enter():
-                return forward(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return compute
+        model.forward = MethodType(compute, model) if is_bound else compute
 
     def _take_optimizer(self, optimizer: Any) -> None:
         optimizer.scaler = SharedGradScaler(self._shared)
         if not isinstance(optimizer, AdoptedOptimizer):
             optimizer.__class__ = _combined(AdoptedOptimizer, optimizer.__class__)
+
+    def join_uneven_inputs(self: Any, joinables: Any, even_batches: bool | None = None) -> Any:
+        """As Accelerate's. Raises ConfigError if some ranks would finish before others."""
+        even = self.even_batches if even_batches is None else even_batches
+        if self.num_processes > 1 and not even:
+            raise ConfigError(
+                "join_uneven_inputs: got even_batches=False, with which ranks that have finished would not decide with "
+                "the others whether to step, which would wait for ever; pass even_batches=True, or drop_last=True to "
+                "the data loader"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)  # type: ignore[misc]
 
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's. Raises ConfigError for tensor parallelism alone, of which that saves one rank's."""
@@ -192,6 +210,11 @@ class AdoptedAccelerator(_Adopted):
         """As Accelerate's, also of fp16 products on CPUs without fp16 arithmetic."""
         with self._compute.enter():
             super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, of the optimizers that the loss scale holds too; the scale stays."""
+        self._shared.forget()
+        return super().free_memory(*objects)  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -264,18 +287,22 @@ def _blank(addition: type, host: type) -> Any:
 
 
 def _widen_outputs(model: nn.Module) -> None:
-    """Let ``model``, under FSDP2, return floating-point tensors in fp32, as Accelerate's other models do.
+    """Let the units of FSDP2 in ``model`` return tensors as they are; the model then casts them to fp32.
 
     Accelerate's policy casts them to half precision, and so the gradient of the scaled loss, which overflows in fp16
     from a scale of 65536 on.
     """
-    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, output_dtype=None)
+
+
+def _return_fp32(model: nn.Module) -> None:
+    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+
     model.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
 
 

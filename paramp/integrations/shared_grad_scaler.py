@@ -30,7 +30,7 @@ class SharedGradScaler:
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Set the scale to ``new_scale``. Without it no effect: the scale is updated when the next backward begins."""
         if new_scale is not None:
-            self.shared.update()
+            self.shared.advance()
             self.shared.scaler.update(new_scale)
 
     def is_enabled(self) -> bool:

@@ -38,7 +38,8 @@ Unscaling: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[
 class SharedScale:
     """The loss scale of ``models``, which is updated when the first backward after their steps begins.
 
-    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps. A step for
+    So all optimizers are unscaled with the scale of their backward, whatever the order of their steps, and also if the
+    scale is read between these: :meth:`update` is undone by the next step. A step for
     which no loss was scaled does not count, such as those with which torch's ``get_optimizer_state_dict`` creates the
     state of an optimizer.
 
@@ -63,9 +64,10 @@ class SharedScale:
         self._group = group
         self._unscaling = unscaling
         self._device = device
-        self._scaled = False  # whether a loss was, since the last update of the scale
+        self._scaled = False  # whether a loss was, since the scale was last changed for good
         self._scaler: DistributedGradScaler | None = None
-        self._stepped: dict[int, torch.optim.Optimizer] = {}  # since the last update of the scale
+        self._stepped: dict[int, torch.optim.Optimizer] = {}  # since then
+        self._before: list[torch.Tensor] | None = None  # what ``update`` has changed
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
         self.num_skipped = 0
         """The number of skipped steps."""
@@ -85,7 +87,7 @@ class SharedScale:
 
         Gradients may be there if an optimizer steps less often than others, or was unscaled without a step.
         """
-        self.update()
+        self.advance()
         if self.mode.scaling is not None:
             _multiply(self._gradients(scaled=False), self.scaler.scale_tensor())
         self.scaler._per_optimizer_states.clear()
@@ -96,8 +98,9 @@ class SharedScale:
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer`` with ``kwargs``, on every rank or on none; returns the result of its ``step``."""
         if id(optimizer) in self._stepped:
-            self.update()
-        elif self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            self.advance()
+        self._undo_update()
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             del self.scaler._per_optimizer_states[id(optimizer)]
         result = self.scaler.step(optimizer, **kwargs)
         if self._scaled or self.mode.scaling is None:
@@ -113,22 +116,45 @@ class SharedScale:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
         if id(optimizer) not in self._unscaled:
+            self._undo_update()
             with self._unscaling(optimizer):
                 self.scaler.unscale_(optimizer)
             self._unscaled[id(optimizer)] = optimizer
 
     def update(self) -> None:
-        """Update the scale after the steps since the last backward, if there were any."""
-        if not self._stepped:
+        """Bring the scale to its value after the steps so far; another step of this backward undoes that."""
+        if self._stepped and self._before is None:
+            states = [self.scaler._per_optimizer_states[one] for one in self._stepped]
+            found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            self._before = [tensor.clone() for tensor in self.scaler.tensors()]
+            self.scaler.update_from_flag(torch.stack(found).amax())
+
+    def _undo_update(self) -> None:
+        for tensor, value in zip(self.scaler.tensors(), self._before or [], strict=False):
+            tensor.copy_(value)
+        self._before = None
+
+    def advance(self) -> None:
+        """Update the scale for good after the steps since the last backward, if there were any."""
+        self.update()
+        if self._before is None:
             return
-        before, states = self.scaler.scale_tensor(), self.scaler._per_optimizer_states
-        unscaled = {one: states[one] for one in self._unscaled if one not in self._stepped}  # they step later
-        self.scaler.update()
-        states.update(unscaled)
+        states = self.scaler._per_optimizer_states
+        for one in {*states} - {one for one in self._unscaled if one not in self._stepped}:  # those step later
+            del states[one]
         if self.mode.scaling is not None:
-            _multiply(self._gradients(scaled=True), self.scaler.scale_tensor() / before)
+            _multiply(self._gradients(scaled=True), self.scaler.scale_tensor() / self._before[0])
         self._scaled = False
+        self._before = None
         self._stepped.clear()
+
+    def forget(self) -> None:
+        """Release the optimizers and what is known of their gradients, after an update; the scale stays."""
+        self.advance()
+        self._stepped.clear()
+        self._unscaled.clear()
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
 
     def _gradients(self, *, scaled: bool) -> list[torch.Tensor]:
         """The gradients, plain and local, that were unscaled since the last backward, or the others of the models."""
@@ -139,7 +165,7 @@ class SharedScale:
         return dense_gradients(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.update()
+        self.advance()
         return vars(self) | {"models": set(), "_group": None, "_stepped": {}, "_unscaled": {}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,6 +177,7 @@ class SharedScale:
         """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
         if self.mode.scaling is not None:
             self._scaled = False
+            self._before = None
             self._stepped.clear()
             self._unscaled.clear()
             self.scaler._per_optimizer_states.clear()

@@ -1,12 +1,14 @@
 """Accelerate with paramp's scaler, clipping and skipping, against plain torch in one process and paramp's engine."""
 
 import copy
+import gc
 import os
 import pickle
 import re
 import sys
 import tempfile
 import warnings
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -266,7 +268,8 @@ def test_a_loss_of_the_model_does_not_overflow_at_65536_under_fsdp2(world):
     with accelerating(world, "fsdp", "fp16") as accelerator:
         torch.manual_seed(4)
         model = Loss()
-        model, optimizer = adopt(accelerator).prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        adopt(accelerator).prepare_model(model, evaluation_mode=True)  # it is not sharded yet
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
         accelerator.backward(model(batch(0, world.rank, world.size)[0]))
         optimizer.step()
         assert (accelerator.loss_scale, accelerator.num_skipped) == (65536, 0)
@@ -553,6 +556,92 @@ def test_two_optimizers_share_one_scale():
         torch.testing.assert_close(two.weight.grad, torch.full((1, 2), 0.5))
 
 
+@arguments("free", ["free_memory", "clear"])
+def test_freed_optimizers_are_released_and_the_scale_stays(free):
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        accelerator.backward(model(batch(0)[0]).sum() * INF)
+        optimizer.step()
+        held = weakref.ref(optimizer.optimizer)
+        model, optimizer = getattr(accelerator, free)(model, optimizer)
+        gc.collect()
+        assert held() is None
+        assert (accelerator.loss_scale, accelerator._shared.scaler._per_optimizer_states) == (SCALE / 2, {})
+
+
+@arguments("precision", ["fp16", "bf16", "no"])
+def test_value_clipping_does_not_hide_an_overflow(precision):
+    with accelerating(ALONE, "ddp", precision, kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        before = weights(model)
+
+        def backward_and_clip(overflow=False):
+            accelerator.backward(model(batch(0)[0]).sum())
+            if overflow:
+                model.up.bias.grad[0] = -INF
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+        def step(skipped):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped is skipped
+
+        backward_and_clip(overflow=True)
+        step(skipped=True)
+        backward_and_clip(overflow=True)  # of an accumulation
+        backward_and_clip()
+        step(skipped=True)
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+        backward_and_clip(overflow=True)
+        optimizer.zero_grad()  # the batch is left out
+        backward_and_clip()
+        step(skipped=False)
+
+
+@arguments("late", [False, True])
+def test_a_deep_copy_computes_with_its_own_weights(late):
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, _ = prepared(accelerator if late else adopt(accelerator))
+        adopt(accelerator)
+        copied = copy.deepcopy(model)
+        before = copied(batch(0)[0])
+        with torch.no_grad():
+            model.down.bias.fill_(100.0)
+        assert torch.equal(copied(batch(0)[0]), before)
+        assert model(batch(0)[0]).min() > 50
+        inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert (inner.forward.__self__, inner.forward.__func__) == (model, MLP.forward)
+
+
+@arguments("overflow", [None, 0, 1])
+@arguments(
+    "reading", [lambda one: one.loss_scale, lambda one: one.scaler.get_scale(), lambda one: one.scaler.state_dict()]
+)
+def test_reading_the_scale_between_two_steps_changes_nothing(reading, overflow):
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        models = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        one, two, first, second = adopt(accelerator).prepare(*models, *optimizers)
+        for count in (1, 2, 3):
+            before = two.weight.detach().clone()
+            accelerator.backward((one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum())
+            if overflow is not None and count == 2:
+                (one, two)[overflow].weight.grad.fill_(INF)
+            gradient = two.weight.grad.clone()
+            first.step()
+            reading(accelerator)
+            assert torch.equal(two.weight.grad, gradient)
+            second.step()
+            if not second.step_was_skipped:
+                torch.testing.assert_close(two.weight.detach(), before - 1)
+            first.zero_grad()
+            second.zero_grad()
+        # It grows after 2 steps without an overflow, and each backward counts once.
+        expected = (2 * SCALE, 1) if overflow is None else (SCALE / 2, 1)
+        state = accelerator.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"], accelerator.num_skipped) == (*expected, overflow is not None)
+
+
 @arguments("adopted", [False, True])
 def test_a_fused_optimizer_that_skips_says_so(adopted):
     """torch's fused optimizers skip on the device, in a step that is called; Accelerate looks at calls."""
@@ -679,6 +768,23 @@ def test_optimizers_and_weights_that_cannot_work_are_refused():
         accelerator.backward(model(batch(0)[0].half()).sum())
         with pytest.raises(paramp.ConfigError, match=r"parameters in float16, expected float32.*dtype=torch\.float32"):
             optimizer.step()
+
+
+@arguments("configured", [False, True])
+def test_ranks_may_not_finish_before_others(configured):
+    from accelerate import DataLoaderConfiguration
+
+    options = {"dataloader_config": DataLoaderConfiguration(even_batches=not configured)}
+    uneven = {} if configured else {"even_batches": False}
+    with accelerating(ALONE, "ddp", "no", **options) as accelerator:
+        model, _ = prepared(adopt(accelerator))
+        with accelerator.join_uneven_inputs([model], **uneven):  # one rank has nobody to wait for
+            pass
+        with mock.patch.object(type(accelerator), "num_processes", 2):
+            with accelerator.join_uneven_inputs([model], even_batches=True):
+                pass
+            with pytest.raises(paramp.ConfigError, match=r"even_batches=False.*pass even_batches=True, or drop_last"):
+                accelerator.join_uneven_inputs([model], **uneven)
 
 
 def test_without_accelerate_an_error_names_the_extra(monkeypatch):
