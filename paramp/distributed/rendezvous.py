@@ -7,7 +7,6 @@ interface on the route to the other ranks instead. On one machine nothing has to
 
 import contextlib
 import ipaddress
-import itertools
 import json
 import os
 import queue
@@ -160,9 +159,11 @@ def meet(store: Store, rank: int, world_size: int) -> Store:
     changed, until every rank has confirmed that its token is among them. Raises LaunchError if a rank does not join
     in time.
     """
-    prefix, token = f"paramp/{next(_meetings)}", secrets.token_hex(8)
+    global _num_meetings
+    prefix, token = f"paramp/{_num_meetings}", secrets.token_hex(8)
     store.set(f"{prefix}/here/{rank}", token)
     found = _call(store, prefix, world_size) if rank == 0 else _answer(store, prefix, rank, token, world_size)
+    _num_meetings += 1  # only now: ranks that have waited for others in vain meet them at the next call
     return PrefixStore(found, store)
 
 
@@ -212,7 +213,7 @@ def _not_joined(missing: list[int], world_size: int) -> LaunchError:
     )
 
 
-_meetings = itertools.count()
+_num_meetings = 0
 
 
 def _look(store: Store, key: str) -> str:

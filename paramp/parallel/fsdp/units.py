@@ -331,7 +331,7 @@ class _Output:
 
     def _has_made(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has a gradient through the unit; an object may also carry those of earlier ones."""
-        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first  # type: ignore[attr-defined]
+        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first
 
 
 class _NoView(torch.autograd.Function):
