@@ -158,6 +158,7 @@ class TrainerPrecision(LightningPrecision):
         if self._masters is None:
             yield from super().main_params(optimizer)
         else:
+            self._masters.take_changes(_bare(optimizer))  # of hooks, which come first: later they would undo clipping
             yield logical_parameter(self._masters.stepped(_bare(optimizer)), device_types(self._models)[0])
 
     # --------------------------------------------------------------------------------------------------- checkpoints

@@ -86,6 +86,14 @@ class ModuleMasters:
         finally:
             self._put_weights(optimizer)
 
+    def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the masters those gradients of weights that a hook of the user's has changed since the last call."""
+        for one in self._held(optimizer):
+            gradient, count = self._given.get(one.weight, (None, 0))
+            if gradient is not one.weight.grad or count != _version(gradient):
+                one.hand_over_gradient()
+                self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+
     def check_scaled(self) -> None:
         """Raise a RuntimeError if weights have unscaled gradients: in half precision they cannot be scaled again."""
         for weight, (gradient, _) in self._given.items():
@@ -132,12 +140,8 @@ class ModuleMasters:
                 "of self.optimizers(), or leave the closure out"
             )
         self._put_masters(optimizer)
-        held = self._held(optimizer)
-        for one in held:
-            gradient, count = self._given.get(one.weight, (None, 0))
-            if gradient is not one.weight.grad or count != _version(gradient):  # a hook of the user's has changed it
-                one.hand_over_gradient()
-        follow_changes(held)
+        self.take_changes(optimizer)
+        follow_changes(self._held(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         write_back(self._held(optimizer))

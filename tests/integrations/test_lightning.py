@@ -372,6 +372,24 @@ def test_masters_follow_loads_changes_hooks_and_copies():
     assert late.tolist() == [torch.tensor(1 - 5 * 2.0**-13).half().item()] * 3 != [1.0] * 3
 
 
+def test_gradients_that_a_hook_has_changed_are_clipped():
+    """The hook multiplies gradients of 1 by 8, or replaces them; their norm is clipped to 1."""
+    for replaces in (False, True):
+        model, masters, optimizer = sgd_on_masters()
+        plugin = TrainerPrecision(MODES["O2"][0])
+        plugin._masters = masters
+        before = copy.deepcopy(model.state_dict())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * plugin.loss_scale
+        plugin.unscale_gradients(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 8 if replaces else parameter.grad.mul_(8)
+        plugin.clip_grad_by_norm(optimizer, 1.0)
+        plugin._scale.step(optimizer)
+        moved = torch.cat([(before[key] - value).flatten() for key, value in model.state_dict().items()])
+        torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)  # the learning rate
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
 
 
