@@ -27,7 +27,7 @@ from ..parallel.fsdp.records import groups, held
 from ..precision.policy import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter
-from .module_masters import ModuleMasters
+from .module_masters import ModuleMasters, plain_name
 from .shared_scale import device_types
 
 
@@ -164,13 +164,15 @@ class TrainerPrecision(LightningPrecision):
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the masters of a whole ``checkpoint``, which share storage with its ``state_dict``.
+        """Add what may be masters in a whole ``checkpoint``, the fp32 tensors of its ``state_dict``; they share storage.
 
         ``ModelParallelStrategy`` loads that file into the half-precision weights themselves, so they are loaded again.
         """
         state = checkpoint.get("state_dict", {})
         if self._masters is not None and not any(map(is_dtensor, state.values())):
-            checkpoint.setdefault(type(self).__qualname__, {})["masters"] = self._masters.find_in(state)
+            tensors = {plain_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            masters = {name: value for name, value in tensors.items() if value.dtype is torch.float32}
+            checkpoint.setdefault(type(self).__qualname__, {})["masters"] = masters
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, of a checkpoint, or of torch's ``GradScaler``."""

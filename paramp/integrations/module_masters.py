@@ -103,29 +103,20 @@ class ModuleMasters:
                     "ones cannot be added; call its step() or zero_grad() before the next backward"
                 )
 
-    def find_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of ``state``, a state of the module, that are masters; without wrappers' parts in the names."""
-        return {name: state[name] for name, _ in self._by_plain_name() if name in state}
-
     @torch.no_grad()
     def load_whole(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load ``masters``, the whole tensors of :meth:`find_in`, and round them to the weights.
+        """Take over the whole tensors ``masters``, by :func:`plain_name`, where a weight is the rounding of its own.
 
-        Raises:
-            ValueError: one is missing, or has another shape.
+        Only in a module with DTensors: ``ModelParallelStrategy`` loads into the rounded weights. Other strategies load
+        before weights are rounded; there a callback may have loaded other values, such as averages.
         """
-        for name, one in self._by_plain_name():
-            value = masters.get(name)
-            if value is None or value.shape != one.weight.shape:
-                raise ValueError(f"masters: {name!r} is missing or has another shape; load a checkpoint of this model")
-            local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
-            write_back([one])
-
-    def _by_plain_name(self) -> list[tuple[str, MasterWeight]]:
-        def plain(name: str) -> str:
-            return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-        return [(plain(name), one) for name, one in self._named(self._module, "")]
+        if not any(map(is_dtensor, self._module.parameters())):
+            return
+        for name, one in self._named(self._module, ""):
+            value = masters.get(plain_name(name))
+            if value is not None and value.shape == one.weight.shape:
+                local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
+                follow_changes([one])
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
@@ -183,6 +174,11 @@ class ModuleMasters:
                 continue  # torch reports it
             if is_dtensor(value) == is_dtensor(one.stepped):
                 one.stepped.copy_(value)
+
+
+def plain_name(name: str) -> str:
+    """``name`` of a parameter without the parts of :data:`WRAPPERS`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

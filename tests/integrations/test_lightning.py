@@ -390,6 +390,19 @@ def test_gradients_that_a_hook_has_changed_are_clipped():
         torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)  # the learning rate
 
 
+def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
+    """As with callbacks that average weights: the ``state_dict`` is loaded first, and its values are others."""
+    model, loaded = build(), build(seed=8).state_dict()
+    model.load_state_dict(loaded)
+    plugin = TrainerPrecision("O2")
+    plugin.convert_module(model)
+    plugin.load_state_dict({**plugin.state_dict(), "masters": build().state_dict()})
+    torch.testing.assert_close(dict(model.state_dict()), dict(loaded), rtol=0, atol=0)
+    assert torch.equal(model.up.weight, loaded["up.weight"].half())
+
+    plugin.load_state_dict({**plugin.state_dict(), "masters": {}})  # as of a model with other frozen parameters
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
 
 
