@@ -89,6 +89,7 @@ class TrainerPrecision(LightningPrecision):
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Called by the strategy when the optimizers are made."""
+        self._has_scaled = False  # in an earlier fit
         for wrapped in optimizers:
             optimizer = _bare(wrapped)
             self._check_optimizer(optimizer)

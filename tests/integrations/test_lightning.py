@@ -297,10 +297,11 @@ def test_what_the_plugin_refuses(world):
 
     cannot, missing = "scaled ones cannot be added", r"call self\.manual_backward\(loss\)"
     for mode, clips, message in (("16-naive", True, cannot), ("16-mixed", False, missing)):
+        used = fit(trained_module()(), MODES[mode][0], "auto", 1, max_epochs=1).precision_plugin
         module = Wrong()
         module.clips = clips
         with pytest.raises(RuntimeError, match=message):
-            fit(module, MODES[mode][0], "auto", 1, gradient_clip_val=None)
+            fit(module, None, "auto", 1, gradient_clip_val=None, plugin=used)
 
     module = trained_module()()
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
@@ -431,8 +432,8 @@ def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
 @on_ranks(2)
 def test_lightnings_own_tests_of_precision(world):
     """The promises of ``tests/tests_pytorch/plugins/precision`` and ``models/test_amp.py`` in lightning 2.6's
-    repository (its source distribution has no tests): test_half (8 cases), test_double (7), test_all (3), test_amp (4),
-    test_amp_integration (1), models/test_amp (4)."""
+    repository (its source distribution has no tests): test_half, test_double, test_all, test_amp, test_amp_integration
+    and models/test_amp."""
     host = pytest.importorskip("lightning.pytorch.demos.boring_classes")
     quiet = {**QUIET, "devices": 1, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     quiet |= {"limit_test_batches": 1, "limit_predict_batches": 1}
