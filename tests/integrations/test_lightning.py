@@ -404,6 +404,17 @@ def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
     plugin.load_state_dict({**plugin.state_dict(), "masters": {}})  # as of a model with other frozen parameters
 
 
+def test_copies_of_a_plugin_keep_its_group():
+    group = mock.Mock(spec=dist.ProcessGroup)
+    plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
+    copied = copy.deepcopy(plugin)
+    assert copied.mode == plugin.mode
+    assert copied._emulate is True
+    assert copied.scaler._group is group
+    with pytest.raises(paramp.ConfigError, match="group: a process group cannot be pickled"):
+        pickle.dumps(plugin)
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
 
 
