@@ -103,6 +103,12 @@ class TrainerPrecision(LightningPrecision):
         """Cast a batch to the compute dtype in modes without autocast, targets too, as Lightning's plugins do."""
         return data if self.mode.autocast else super().convert_input(data)
 
+    def teardown(self) -> None:
+        """Called at the end of a fit or an evaluation: store the masters as the module's parameters, in fp32."""
+        if self._masters is not None:
+            self._masters.restore()
+        super().teardown()  # type: ignore[misc]
+
     # ------------------------------------------------------------------------------------------------------ training
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:

@@ -118,6 +118,24 @@ class ModuleMasters:
                 local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
                 follow_changes([one])
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the masters into the parameters in place of the rounded weights, and forget them.
+
+        A module with DTensors keeps its masters: ``data`` of a DTensor cannot be set.
+        """
+        if any(map(is_dtensor, self._module.parameters())):
+            return
+        for one in filter(lambda one: one.has_master, self._weights.values()):
+            weight, gradient = one.weight, one.weight.grad
+            one.stepped.data = one.stepped.data.to(weight.device)  # Lightning has moved the module to the CPU
+            follow_changes([one])
+            weight.grad = None  # of another dtype than the weight would be
+            weight.data = one.stepped.detach()
+            weight.grad = None if gradient is None else gradient.to(weight.dtype)
+        self._weights.clear()
+        self._given.clear()
+
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
         for one in self._held(optimizer):

@@ -404,6 +404,28 @@ def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
     plugin.load_state_dict({**plugin.state_dict(), "masters": {}})  # as of a model with other frozen parameters
 
 
+def test_after_the_end_parameters_hold_the_masters():
+    """So that callbacks that copy the module at the start of a fit, and a fit in another mode, have them in fp32."""
+    model, plugin = build(), TrainerPrecision("O2")
+    weight, start = model.up.weight, copy.deepcopy(build().up.weight.detach())
+    for fits in (1, 2):
+        plugin.convert_module(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plugin.connect(model, [optimizer], [])
+        assert model.up.weight is weight
+        assert weight.dtype is FP16
+        weight.grad = torch.full_like(weight, 2.0**-16)  # which a weight in half precision would not follow
+        optimizer.step()
+        plugin.teardown()
+        assert {one.dtype for one in model.parameters()} == {weight.grad.dtype} == {torch.float32}
+        torch.testing.assert_close(weight.detach(), start - fits * 2.0**-16, rtol=0, atol=3e-8)
+        checkpoint = {"state_dict": model.state_dict()}
+        plugin.on_save_checkpoint(checkpoint)  # after the fit
+        assert checkpoint["TrainerPrecision"]["masters"]["up.weight"].data_ptr() == weight.data_ptr()
+    optimizer.step()  # with the gradient of the last step
+    torch.testing.assert_close(weight.detach(), start - 3 * 2.0**-16, rtol=0, atol=3e-8)
+
+
 def test_copies_of_a_plugin_keep_its_group():
     group = mock.Mock(spec=dist.ProcessGroup)
     plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
