@@ -171,7 +171,7 @@ class TrainerPrecision(LightningPrecision):
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what may be masters in a whole ``checkpoint``, the fp32 tensors of its ``state_dict``; they share storage.
+        """Add what may be masters in a whole ``checkpoint``: the fp32 tensors of its ``state_dict``, without copies.
 
         ``ModelParallelStrategy`` loads that file into the half-precision weights themselves, so they are loaded again.
         """

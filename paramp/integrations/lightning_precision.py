@@ -67,7 +67,7 @@ class LightningPrecision:
         if self._group is not None:
             raise ConfigError(
                 f"{type(self).__name__}: group: a process group cannot be pickled; expected None, or a strategy that "
-                "does not send the plugin to the processes it starts; make the plugin in each process, as under torchrun"
+                "does not send the plugin to the processes it starts; make it in each process, as under torchrun"
             )
         return self._remade(), (self.mode,)
 
