@@ -152,7 +152,7 @@ class AdoptedAccelerator(_Adopted):
         if self._compute.precision.autocast and self.device.type == "cpu":
             while isinstance(model, DistributedDataParallel):
                 model = model.module
-            model.forward = self._computing_forward(model.forward)
+            self._compute_forward(model)
 
     def _autocast_forward(self: Any, model: nn.Module) -> None:
         """Do what ``prepare_model`` does in mixed precision, for a model that went through it before :func:`adopt`."""
@@ -166,13 +166,18 @@ class AdoptedAccelerator(_Adopted):
             wrapped = utils.convert_outputs_to_fp32(autocast(function))
             inner.forward = wrapped if function is inner.forward else MethodType(wrapped, inner)
 
-    def _computing_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def _compute_forward(self, model: nn.Module) -> None:
+        """Let ``forward`` compute in the mode; bound to ``model``, so that a deep copy computes with its own weights."""
+        forward = model.forward
+        is_bound = getattr(forward, "__self__", None) is model
+        function = forward.__func__ if is_bound else forward
+
+        @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
             with self._compute.enter():
-                return forward(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return compute
+        model.forward = MethodType(compute, model) if is_bound else compute
 
     def _take_optimizer(self, optimizer: Any) -> None:
         optimizer.scaler = SharedGradScaler(self._shared)
@@ -192,6 +197,11 @@ class AdoptedAccelerator(_Adopted):
         """As Accelerate's, also of fp16 products on CPUs without fp16 arithmetic."""
         with self._compute.enter():
             super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, of the optimizers that the loss scale holds too; the scale stays."""
+        self._shared.forget()
+        return super().free_memory(*objects)  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -17,6 +17,7 @@ from ..optim.grad_reduce import align_gradients
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""
+INF = float("inf")
 
 
 def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> torch.Tensor:
@@ -40,7 +41,8 @@ def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> t
 class LogicalGradient(torch.Tensor):
     """The gradient of the whole model, sharded over the ranks; plain ``parts`` are the same on every rank.
 
-    Its own value has no meaning. Elementwise methods apply to each part, and its norm is the whole model's.
+    Its own value has no meaning. Elementwise methods apply to each part, and its norm is the whole model's. Clamping
+    makes NaN of infinite elements: as finite ones they would hide from the step that the gradient has overflowed.
     """
 
     parts: list[torch.Tensor]
@@ -55,6 +57,8 @@ class LogicalGradient(torch.Tensor):
             return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
         if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
             for part in logical.parts:
+                if func.__name__ != "mul_":
+                    part.masked_fill_(part.abs() == INF, float("nan"))
                 getattr(part, func.__name__)(*args[1:], **kwargs)
             return logical
         return super().__torch_function__(func, types, args, kwargs)

@@ -130,6 +130,14 @@ class SharedScale:
         self._scaled = False
         self._stepped.clear()
 
+    def forget(self) -> None:
+        """Release the optimizers and what is known of their gradients, after an update; the scale stays."""
+        self.update()
+        self._stepped.clear()
+        self._unscaled.clear()
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+
     def _gradients(self, *, scaled: bool) -> list[torch.Tensor]:
         """The gradients, plain and local, that were unscaled since the last backward, or the others of the models."""
         groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)

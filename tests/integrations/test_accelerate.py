@@ -1,12 +1,14 @@
 """Accelerate with paramp's scaler, clipping and skipping, against plain torch in one process and paramp's engine."""
 
 import copy
+import gc
 import os
 import pickle
 import re
 import sys
 import tempfile
 import warnings
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -551,6 +553,63 @@ def test_two_optimizers_share_one_scale():
         accelerator.backward(two(torch.ones(1, 2)).sum())
         accelerator.clip_grad_value_(two.weight, 0.5)
         torch.testing.assert_close(two.weight.grad, torch.full((1, 2), 0.5))
+
+
+@arguments("free", ["free_memory", "clear"])
+def test_freed_optimizers_are_released_and_the_scale_stays(free):
+    with accelerating(ALONE, "ddp", "fp16", kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        accelerator.backward(model(batch(0)[0]).sum() * INF)
+        optimizer.step()
+        held = weakref.ref(optimizer.optimizer)
+        model, optimizer = getattr(accelerator, free)(model, optimizer)
+        gc.collect()
+        assert held() is None
+        assert (accelerator.loss_scale, accelerator._shared.scaler._per_optimizer_states) == (SCALE / 2, {})
+
+
+@arguments("precision", ["fp16", "bf16", "no"])
+def test_value_clipping_does_not_hide_an_overflow(precision):
+    with accelerating(ALONE, "ddp", precision, kwargs_handlers=scaling()) as accelerator:
+        model, optimizer = prepared(adopt(accelerator))
+        before = weights(model)
+
+        def backward_and_clip(overflow=False):
+            accelerator.backward(model(batch(0)[0]).sum())
+            if overflow:
+                model.up.bias.grad[0] = -INF
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+        def step(skipped):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped is skipped
+
+        backward_and_clip(overflow=True)
+        step(skipped=True)
+        backward_and_clip(overflow=True)  # of an accumulation
+        backward_and_clip()
+        step(skipped=True)
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+        backward_and_clip(overflow=True)
+        optimizer.zero_grad()  # the batch is left out
+        backward_and_clip()
+        step(skipped=False)
+
+
+@arguments("late", [False, True])
+def test_a_deep_copy_computes_with_its_own_weights(late):
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, _ = prepared(accelerator if late else adopt(accelerator))
+        adopt(accelerator)
+        copied = copy.deepcopy(model)
+        before = copied(batch(0)[0])
+        with torch.no_grad():
+            model.down.bias.fill_(100.0)
+        assert torch.equal(copied(batch(0)[0]), before)
+        assert model(batch(0)[0]).min() > 50
+        inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert (inner.forward.__self__, inner.forward.__func__) == (model, MLP.forward)
 
 
 @arguments("adopted", [False, True])

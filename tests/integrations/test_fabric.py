@@ -331,6 +331,13 @@ def test_fabric_with_the_plugin(world):
         assert model.linear.weight.isfinite().all()
         optimizer.zero_grad()
         optimizer.step()  # without gradients there is nothing to do, and nothing to complain of
+        for count in (2, 3):  # clipping does not make an overflow finite
+            model(torch.ones(2, 4)).square().mean().backward()
+            model.linear.weight.grad[0, 0] = float("inf")
+            fabric.clip_gradients(model, optimizer, clip_val=1.0)
+            optimizer.step()
+            assert plugin.num_skipped == count
+            optimizer.zero_grad()
     for mode in (scaled, "bf16-mixed"):
         fabric, plugin, model, optimizer = start(mode, "auto", 1, Recorder())
         with pytest.raises(RuntimeError, match=r"requires you to call `fabric\.backward"):
