@@ -105,6 +105,7 @@ class TrainerPrecision(LightningPrecision):
 
     def teardown(self) -> None:
         """Called at the end of a fit or an evaluation: store the masters as the module's parameters, in fp32."""
+        self._scale.forget()  # the next fit makes other optimizers
         if self._masters is not None:
             self._masters.restore()
         super().teardown()  # type: ignore[misc]

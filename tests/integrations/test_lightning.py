@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import gc
 import os
 import pickle
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -415,8 +417,10 @@ def test_after_the_end_parameters_hold_the_masters():
         plugin.connect(model, [optimizer], [])
         assert model.up.weight is weight
         assert weight.dtype is FP16
-        weight.grad = torch.full_like(weight, 2.0**-16)  # which a weight in half precision would not follow
-        optimizer.step()
+        # A weight in half precision would not follow this step.
+        weight.grad = torch.full_like(weight, 2.0**-16 * plugin.loss_scale)
+        plugin.unscale_gradients(optimizer)
+        plugin._scale.step(optimizer)
         plugin.teardown()
         assert {one.dtype for one in model.parameters()} == {weight.grad.dtype} == {torch.float32}
         torch.testing.assert_close(weight.detach(), start - fits * 2.0**-16, rtol=0, atol=3e-8)
@@ -425,6 +429,10 @@ def test_after_the_end_parameters_hold_the_masters():
         assert checkpoint["TrainerPrecision"]["masters"]["up.weight"].data_ptr() == weight.data_ptr()
     optimizer.step()  # with the gradient of the last step
     torch.testing.assert_close(weight.detach(), start - 3 * 2.0**-16, rtol=0, atol=3e-8)
+    released = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert released() is None
 
 
 def test_copies_of_a_plugin_keep_its_group():
