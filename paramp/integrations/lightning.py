@@ -27,7 +27,7 @@ from ..parallel.fsdp.records import groups, held
 from ..precision.policy import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter
-from .module_masters import ModuleMasters
+from .module_masters import ModuleMasters, plain_name
 from .shared_scale import device_types
 
 
@@ -89,6 +89,7 @@ class TrainerPrecision(LightningPrecision):
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Called by the strategy when the optimizers are made."""
+        self._has_scaled = False  # in an earlier fit
         for wrapped in optimizers:
             optimizer = _bare(wrapped)
             self._check_optimizer(optimizer)
@@ -101,6 +102,13 @@ class TrainerPrecision(LightningPrecision):
     def convert_input(self, data: Any) -> Any:
         """Cast a batch to the compute dtype in modes without autocast, targets too, as Lightning's plugins do."""
         return data if self.mode.autocast else super().convert_input(data)
+
+    def teardown(self) -> None:
+        """Called at the end of a fit or an evaluation: store the masters as the module's parameters, in fp32."""
+        self._scale.forget()  # the next fit makes other optimizers
+        if self._masters is not None:
+            self._masters.restore()
+        super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -158,18 +166,21 @@ class TrainerPrecision(LightningPrecision):
         if self._masters is None:
             yield from super().main_params(optimizer)
         else:
+            self._masters.take_changes(_bare(optimizer))  # of hooks, which come first: later they would undo clipping
             yield logical_parameter(self._masters.stepped(_bare(optimizer)), device_types(self._models)[0])
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the masters of a whole ``checkpoint``, which share storage with its ``state_dict``.
+        """Add what may be masters in a whole ``checkpoint``: the fp32 tensors of its ``state_dict``, without copies.
 
         ``ModelParallelStrategy`` loads that file into the half-precision weights themselves, so they are loaded again.
         """
         state = checkpoint.get("state_dict", {})
         if self._masters is not None and not any(map(is_dtensor, state.values())):
-            checkpoint.setdefault(type(self).__qualname__, {})["masters"] = self._masters.find_in(state)
+            tensors = {plain_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            masters = {name: value for name, value in tensors.items() if value.dtype is torch.float32}
+            checkpoint.setdefault(type(self).__qualname__, {})["masters"] = masters
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, of a checkpoint, or of torch's ``GradScaler``."""

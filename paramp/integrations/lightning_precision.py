@@ -54,13 +54,30 @@ class LightningPrecision:
         """The attribute that Lightning reads."""
         self._check_mode()
         self._emulate = emulate_fp16
+        self._group = group
         self._models: WeakSet[nn.Module] = WeakSet()
         self._scale = SharedScale(self.mode, self._models, group, self._unscaling)
 
     def __reduce__(self) -> Any:
-        """Pickle for strategies that start processes and send the plugin to them, before anything was set up."""
+        """Pickle for strategies that start processes and send the plugin to them, before anything was set up.
+
+        Raises:
+            ConfigError: it has a group; without it the other processes would decide over the whole world.
+        """
+        if self._group is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: group: a process group cannot be pickled; expected None, or a strategy that "
+                "does not send the plugin to the processes it starts; make it in each process, as under torchrun"
+            )
+        return self._remade(), (self.mode,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy in this process, before anything was set up; it has the same group."""
+        return self._remade()(self.mode, group=self._group)
+
+    def _remade(self) -> functools.partial[Self]:
         without_lightning = type(self).__mro__[1]
-        return functools.partial(without_lightning, emulate_fp16=self._emulate), (self.mode,)
+        return functools.partial(without_lightning, emulate_fp16=self._emulate)
 
     def _check_mode(self) -> None:
         """Raise a ConfigError if Lightning's loop does not support the mode, or an option of it."""

@@ -86,6 +86,14 @@ class ModuleMasters:
         finally:
             self._put_weights(optimizer)
 
+    def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the masters those gradients of weights that a hook of the user's has changed since the last call."""
+        for one in self._held(optimizer):
+            gradient, count = self._given.get(one.weight, (None, 0))
+            if gradient is not one.weight.grad or count != _version(gradient):
+                one.hand_over_gradient()
+                self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+
     def check_scaled(self) -> None:
         """Raise a RuntimeError if weights have unscaled gradients: in half precision they cannot be scaled again."""
         for weight, (gradient, _) in self._given.items():
@@ -95,29 +103,38 @@ class ModuleMasters:
                     "ones cannot be added; call its step() or zero_grad() before the next backward"
                 )
 
-    def find_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of ``state``, a state of the module, that are masters; without wrappers' parts in the names."""
-        return {name: state[name] for name, _ in self._by_plain_name() if name in state}
-
     @torch.no_grad()
     def load_whole(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load ``masters``, the whole tensors of :meth:`find_in`, and round them to the weights.
+        """Take over the whole tensors ``masters``, by :func:`plain_name`, where a weight is the rounding of its own.
 
-        Raises:
-            ValueError: one is missing, or has another shape.
+        Only in a module with DTensors: ``ModelParallelStrategy`` loads into the rounded weights. Other strategies load
+        before weights are rounded; there a callback may have loaded other values, such as averages.
         """
-        for name, one in self._by_plain_name():
-            value = masters.get(name)
-            if value is None or value.shape != one.weight.shape:
-                raise ValueError(f"masters: {name!r} is missing or has another shape; load a checkpoint of this model")
-            local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
-            write_back([one])
+        if not any(map(is_dtensor, self._module.parameters())):
+            return
+        for name, one in self._named(self._module, ""):
+            value = masters.get(plain_name(name))
+            if value is not None and value.shape == one.weight.shape:
+                local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
+                follow_changes([one])
 
-    def _by_plain_name(self) -> list[tuple[str, MasterWeight]]:
-        def plain(name: str) -> str:
-            return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the masters into the parameters in place of the rounded weights, and forget them.
 
-        return [(plain(name), one) for name, one in self._named(self._module, "")]
+        A module with DTensors keeps its masters: ``data`` of a DTensor cannot be set.
+        """
+        if any(map(is_dtensor, self._module.parameters())):
+            return
+        for one in filter(lambda one: one.has_master, self._weights.values()):
+            weight, gradient = one.weight, one.weight.grad
+            one.stepped.data = one.stepped.data.to(weight.device)  # Lightning has moved the module to the CPU
+            follow_changes([one])
+            weight.grad = None  # of another dtype than the weight would be
+            weight.data = one.stepped.detach()
+            weight.grad = None if gradient is None else gradient.to(weight.dtype)
+        self._weights.clear()
+        self._given.clear()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
@@ -132,12 +149,8 @@ class ModuleMasters:
                 "of self.optimizers(), or leave the closure out"
             )
         self._put_masters(optimizer)
-        held = self._held(optimizer)
-        for one in held:
-            gradient, count = self._given.get(one.weight, (None, 0))
-            if gradient is not one.weight.grad or count != _version(gradient):  # a hook of the user's has changed it
-                one.hand_over_gradient()
-        follow_changes(held)
+        self.take_changes(optimizer)
+        follow_changes(self._held(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         write_back(self._held(optimizer))
@@ -179,6 +192,11 @@ class ModuleMasters:
                 continue  # torch reports it
             if is_dtensor(value) == is_dtensor(one.stepped):
                 one.stepped.copy_(value)
+
+
+def plain_name(name: str) -> str:
+    """``name`` of a parameter without the parts of :data:`WRAPPERS`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import gc
 import os
 import pickle
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -297,10 +299,11 @@ def test_what_the_plugin_refuses(world):
 
     cannot, missing = "scaled ones cannot be added", r"call self\.manual_backward\(loss\)"
     for mode, clips, message in (("16-naive", True, cannot), ("16-mixed", False, missing)):
+        used = fit(trained_module()(), MODES[mode][0], "auto", 1, max_epochs=1).precision_plugin
         module = Wrong()
         module.clips = clips
         with pytest.raises(RuntimeError, match=message):
-            fit(module, MODES[mode][0], "auto", 1, gradient_clip_val=None)
+            fit(module, None, "auto", 1, gradient_clip_val=None, plugin=used)
 
     module = trained_module()()
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
@@ -372,6 +375,77 @@ def test_masters_follow_loads_changes_hooks_and_copies():
     assert late.tolist() == [torch.tensor(1 - 5 * 2.0**-13).half().item()] * 3 != [1.0] * 3
 
 
+def test_gradients_that_a_hook_has_changed_are_clipped():
+    """The hook multiplies gradients of 1 by 8, or replaces them; their norm is clipped to 1."""
+    for replaces in (False, True):
+        model, masters, optimizer = sgd_on_masters()
+        plugin = TrainerPrecision(MODES["O2"][0])
+        plugin._masters = masters
+        before = copy.deepcopy(model.state_dict())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * plugin.loss_scale
+        plugin.unscale_gradients(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 8 if replaces else parameter.grad.mul_(8)
+        plugin.clip_grad_by_norm(optimizer, 1.0)
+        plugin._scale.step(optimizer)
+        moved = torch.cat([(before[key] - value).flatten() for key, value in model.state_dict().items()])
+        torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)  # the learning rate
+
+
+def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
+    """As with callbacks that average weights: the ``state_dict`` is loaded first, and its values are others."""
+    model, loaded = build(), build(seed=8).state_dict()
+    model.load_state_dict(loaded)
+    plugin = TrainerPrecision("O2")
+    plugin.convert_module(model)
+    for others in (build().state_dict(), {key: value * (1 + 2.0**-20) for key, value in loaded.items()}):
+        plugin.load_state_dict({**plugin.state_dict(), "masters": others})
+    torch.testing.assert_close(dict(model.state_dict()), dict(loaded), rtol=0, atol=0)
+    assert torch.equal(model.up.weight, loaded["up.weight"].half())
+
+    plugin.load_state_dict({**plugin.state_dict(), "masters": {}})  # as of a model with other frozen parameters
+
+
+def test_after_the_end_parameters_hold_the_masters():
+    """So that callbacks that copy the module at the start of a fit, and a fit in another mode, have them in fp32."""
+    model, plugin = build(), TrainerPrecision("O2")
+    weight, start = model.up.weight, copy.deepcopy(build().up.weight.detach())
+    for fits in (1, 2):
+        plugin.convert_module(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plugin.connect(model, [optimizer], [])
+        assert model.up.weight is weight
+        assert weight.dtype is FP16
+        # A weight in half precision would not follow this step.
+        weight.grad = torch.full_like(weight, 2.0**-16 * plugin.loss_scale)
+        plugin.unscale_gradients(optimizer)
+        plugin._scale.step(optimizer)
+        plugin.teardown()
+        assert {one.dtype for one in model.parameters()} == {weight.grad.dtype} == {torch.float32}
+        torch.testing.assert_close(weight.detach(), start - fits * 2.0**-16, rtol=0, atol=3e-8)
+        checkpoint = {"state_dict": model.state_dict()}
+        plugin.on_save_checkpoint(checkpoint)  # after the fit
+        assert checkpoint["TrainerPrecision"]["masters"]["up.weight"].data_ptr() == weight.data_ptr()
+    optimizer.step()  # with the gradient of the last step
+    torch.testing.assert_close(weight.detach(), start - 3 * 2.0**-16, rtol=0, atol=3e-8)
+    released = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert released() is None
+
+
+def test_copies_of_a_plugin_keep_its_group():
+    group = mock.Mock(spec=dist.ProcessGroup)
+    plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
+    copied = copy.deepcopy(plugin)
+    assert copied.mode == plugin.mode
+    assert copied._emulate is True
+    assert copied.scaler._group is group
+    with pytest.raises(paramp.ConfigError, match="group: a process group cannot be pickled"):
+        pickle.dumps(plugin)
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
 
 
@@ -400,8 +474,8 @@ def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
 @on_ranks(2)
 def test_lightnings_own_tests_of_precision(world):
     """The promises of ``tests/tests_pytorch/plugins/precision`` and ``models/test_amp.py`` in lightning 2.6's
-    repository (its source distribution has no tests): test_half (8 cases), test_double (7), test_all (3), test_amp (4),
-    test_amp_integration (1), models/test_amp (4)."""
+    repository (its source distribution has no tests): test_half, test_double, test_all, test_amp, test_amp_integration
+    and models/test_amp."""
     host = pytest.importorskip("lightning.pytorch.demos.boring_classes")
     quiet = {**QUIET, "devices": 1, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     quiet |= {"limit_test_batches": 1, "limit_predict_batches": 1}
