@@ -503,6 +503,7 @@ def test_a_rank_that_calls_alone_raises_in_bounded_time(world):
                     paramp.check_replicas(plain_model())
             finally:
                 del os.environ["PARAMP_LAUNCH_TIMEOUT"]
+        dist.barrier()
         assert paramp.check_replicas(plain_model()) == []
 
 
