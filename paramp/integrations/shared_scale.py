@@ -69,6 +69,7 @@ class SharedScale:
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since then
         self._before: list[torch.Tensor] | None = None  # what ``update`` has changed
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
+        self._skipped: dict[int, bool] = {}  # of the steps since the last backward
         self.num_skipped = 0
         """The number of skipped steps."""
 
@@ -91,6 +92,7 @@ class SharedScale:
         if self.mode.scaling is not None:
             _multiply(self._gradients(scaled=False), self.scaler.scale_tensor())
         self.scaler._per_optimizer_states.clear()
+        self._skipped.clear()
         self._unscaled.clear()
         self._scaled = True
         return self.scaler.scale(losses)
@@ -106,12 +108,13 @@ class SharedScale:
         if self._scaled or self.mode.scaling is None:
             self._stepped[id(optimizer)] = optimizer
         self._unscaled[id(optimizer)] = optimizer
-        self.num_skipped += self.skipped(optimizer)
+        self._skipped[id(optimizer)] = skipped = self.scaler.has_overflowed(optimizer)
+        self.num_skipped += skipped
         return result
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last step of ``optimizer`` was skipped; to be asked before the next backward."""
-        return self.scaler.has_overflowed(optimizer)
+        return self._skipped.get(id(optimizer), False)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
@@ -151,6 +154,7 @@ class SharedScale:
     def forget(self) -> None:
         """Release the optimizers and what is known of their gradients, after an update; the scale stays."""
         self.advance()
+        self._skipped.clear()
         self._stepped.clear()
         self._unscaled.clear()
         if self._scaler is not None:
