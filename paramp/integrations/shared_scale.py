@@ -66,6 +66,7 @@ class SharedScale:
         self._device = device
         self._scaled = False  # whether a loss was, since the scale was last changed for good
         self._scaler: DistributedGradScaler | None = None
+        self._is_placed = False  # whether the scaler was made on the device of the models
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since then
         self._before: list[torch.Tensor] | None = None  # what ``update`` has changed
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
@@ -75,12 +76,17 @@ class SharedScale:
 
     @property
     def scaler(self) -> DistributedGradScaler:
-        """The scaler, made at the first use, when the models' device is known. Without loss scaling its scale is 1."""
-        if self._scaler is None:
+        """The scaler, on the models' device, or on the CPU until there are any. Without loss scaling its scale is 1."""
+        is_placed = self._device is not None or len(self.models) > 0
+        if self._scaler is None or (is_placed and not self._is_placed):
+            known = None if self._scaler is None else self._scaler.state_dict()
             kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
             scaling = self.mode.scaling or LossScaling.static(1.0)
-            device = self._device or torch.device(device_types(self.models)[0])
+            device = self._device or torch.device(device_types(self.models)[0] if is_placed else "cpu")
             self._scaler = kind(device, **asdict(scaling), group=self._group)
+            if known:
+                self._scaler.load_state_dict(known)
+            self._is_placed = is_placed
         return self._scaler
 
     def scale(self, losses: Any) -> Any:
@@ -88,6 +94,8 @@ class SharedScale:
 
         Gradients may be there if an optimizer steps less often than others, or was unscaled without a step.
         """
+        if not self.models and self._device is None and isinstance(losses, torch.Tensor):
+            self._device = losses.device
         self.advance()
         if self.mode.scaling is not None:
             _multiply(self._gradients(scaled=False), self.scaler.scale_tensor())
