@@ -77,17 +77,20 @@ class SharedScale:
     @property
     def scaler(self) -> DistributedGradScaler:
         """The scaler, on the models' device, or on the CPU until there are any. Without loss scaling its scale is 1."""
-        is_placed = self._device is not None or len(self.models) > 0
-        if self._scaler is None or (is_placed and not self._is_placed):
-            known = None if self._scaler is None else self._scaler.state_dict()
-            kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
-            scaling = self.mode.scaling or LossScaling.static(1.0)
-            device = self._device or torch.device(device_types(self.models)[0] if is_placed else "cpu")
-            self._scaler = kind(device, **asdict(scaling), group=self._group)
-            if known:
+        if self._scaler is None or not self._is_placed:
+            self._is_placed = self._device is not None or len(self.models) > 0
+            device = self._device or torch.device(device_types(self.models)[0] if self._is_placed else "cpu")
+            if self._scaler is None:
+                self._scaler = self._make_scaler(device)
+            elif device.type != self._scaler.scale_tensor().device.type:
+                known = self._scaler.state_dict()
+                self._scaler = self._make_scaler(device)
                 self._scaler.load_state_dict(known)
-            self._is_placed = is_placed
         return self._scaler
+
+    def _make_scaler(self, device: torch.device) -> DistributedGradScaler:
+        kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
+        return kind(device, **asdict(self.mode.scaling or LossScaling.static(1.0)), group=self._group)
 
     def scale(self, losses: Any) -> Any:
         """``losses``, a tensor or an iterable of tensors, times the scale, to which all gradients are brought first.

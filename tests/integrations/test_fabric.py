@@ -100,7 +100,9 @@ def test_a_scale_that_is_read_before_there_is_a_model_moves_to_its_device(monkey
     early = shared.scaler
     early.set_growth_interval(7)
     models.add(nn.Linear(2, 2))
-    placed = shared.scaler
+    with monkeypatch.context() as patch:
+        patch.setattr(early, "scale_tensor", lambda: torch.empty((), device="meta"))  # as if it had to move
+        placed = shared.scaler
     assert placed is not early
     assert placed is shared.scaler
     assert placed.state_dict() == early.state_dict()
