@@ -169,8 +169,8 @@ class AdoptedAccelerator(_Adopted):
             inner.forward = wrapped if function is inner.forward else MethodType(wrapped, inner)
 
     def _compute_forward(self, model: nn.Module) -> None:
-        """Let ``forward`` compute in the mode; bound to ``model``, so that a deep copy computes with its own weights."""
-        forward = model.forward
+        """Let ``forward`` compute in the mode; bound, so that deep copies of ``model`` use their own weights."""
+        forward: Any = model.forward
         is_bound = getattr(forward, "__self__", None) is model
         function = forward.__func__ if is_bound else forward
 

@@ -66,31 +66,44 @@ class SharedScale:
         self._device = device
         self._scaled = False  # whether a loss was, since the scale was last changed for good
         self._scaler: DistributedGradScaler | None = None
+        self._is_placed = False  # whether the scaler was made on the device of the models
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # since then
         self._before: list[torch.Tensor] | None = None  # what ``update`` has changed
         self._unscaled: dict[int, torch.optim.Optimizer] = {}  # also those not stepped yet
+        self._skipped: dict[int, bool] = {}  # of the steps since the last backward
         self.num_skipped = 0
         """The number of skipped steps."""
 
     @property
     def scaler(self) -> DistributedGradScaler:
-        """The scaler, made at the first use, when the models' device is known. Without loss scaling its scale is 1."""
-        if self._scaler is None:
-            kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
-            scaling = self.mode.scaling or LossScaling.static(1.0)
-            device = self._device or torch.device(device_types(self.models)[0])
-            self._scaler = kind(device, **asdict(scaling), group=self._group)
+        """The scaler, on the models' device, or on the CPU until there are any. Without loss scaling its scale is 1."""
+        if self._scaler is None or not self._is_placed:
+            self._is_placed = self._device is not None or len(self.models) > 0
+            device = self._device or torch.device(device_types(self.models)[0] if self._is_placed else "cpu")
+            if self._scaler is None:
+                self._scaler = self._make_scaler(device)
+            elif device.type != self._scaler.scale_tensor().device.type:
+                known = self._scaler.state_dict()
+                self._scaler = self._make_scaler(device)
+                self._scaler.load_state_dict(known)
         return self._scaler
+
+    def _make_scaler(self, device: torch.device) -> DistributedGradScaler:
+        kind = _FiniteCheck if self.mode.scaling is None else DistributedGradScaler
+        return kind(device, **asdict(self.mode.scaling or LossScaling.static(1.0)), group=self._group)
 
     def scale(self, losses: Any) -> Any:
         """``losses``, a tensor or an iterable of tensors, times the scale, to which all gradients are brought first.
 
         Gradients may be there if an optimizer steps less often than others, or was unscaled without a step.
         """
+        if not self.models and self._device is None and isinstance(losses, torch.Tensor):
+            self._device = losses.device
         self.advance()
         if self.mode.scaling is not None:
             _multiply(self._gradients(scaled=False), self.scaler.scale_tensor())
         self.scaler._per_optimizer_states.clear()
+        self._skipped.clear()
         self._unscaled.clear()
         self._scaled = True
         return self.scaler.scale(losses)
@@ -106,12 +119,13 @@ class SharedScale:
         if self._scaled or self.mode.scaling is None:
             self._stepped[id(optimizer)] = optimizer
         self._unscaled[id(optimizer)] = optimizer
-        self.num_skipped += self.skipped(optimizer)
+        self._skipped[id(optimizer)] = skipped = self.scaler.has_overflowed(optimizer)
+        self.num_skipped += skipped
         return result
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last step of ``optimizer`` was skipped; to be asked before the next backward."""
-        return self.scaler.has_overflowed(optimizer)
+        return self._skipped.get(id(optimizer), False)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
@@ -151,6 +165,7 @@ class SharedScale:
     def forget(self) -> None:
         """Release the optimizers and what is known of their gradients, after an update; the scale stays."""
         self.advance()
+        self._skipped.clear()
         self._stepped.clear()
         self._unscaled.clear()
         if self._scaler is not None:

@@ -715,7 +715,10 @@ def test_optimizers_say_whether_they_skipped():
                 parameter.grad.fill_(0.01)
             if overflow:
                 parameter.grad[0] = float("nan")
-            optimizer.step()
+            scaler = accelerator.scaler.shared.scaler
+            with mock.patch.object(scaler, "has_overflowed", wraps=scaler.has_overflowed) as synchronise:
+                optimizer.step()
+            assert synchronise.call_count == 1
             assert optimizer.step_was_skipped is overflow
         for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
             assert type(copied) is type(optimizer)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paramp
+from paramp.integrations.shared_scale import SharedScale
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -85,6 +86,27 @@ def test_without_lightning_an_error_names_the_extra(monkeypatch):
     with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[fabric\]"'):
         paramp.FabricPrecision("16-mixed")
     assert "lightning.fabric" not in sys.modules
+
+
+def test_a_scale_that_is_read_before_there_is_a_model_moves_to_its_device(monkeypatch):
+    state = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 3}
+    models = set()
+    shared = SharedScale(paramp.Precision.parse("16-mixed"), models)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # else the scaler would take the first GPU for all
+        assert shared.scaler.get_scale() == 2.0**16
+        shared.load_state_dict(state)
+        assert shared.scaler.scale_tensor().device.type == "cpu"
+    early = shared.scaler
+    early.set_growth_interval(7)
+    models.add(nn.Linear(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(early, "scale_tensor", lambda: torch.empty((), device="meta"))  # as if it had to move
+        placed = shared.scaler
+    assert placed is not early
+    assert placed is shared.scaler
+    assert placed.state_dict() == early.state_dict()
+    assert shared.state_dict().items() >= (state | {"growth_interval": 7}).items()
 
 
 # --------------------------------------------------------------------------------------------- Fabric on two ranks
