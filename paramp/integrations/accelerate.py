@@ -249,10 +249,17 @@ class AdoptedAccelerator(_Adopted):
     def _logical_parameter(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
         """All ``parameters`` as one, after those optimizers that step them were unscaled."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ids = set(map(id, given))
+        scaled = {id(parameter) for parameter in given if parameter.grad is not None}
         for optimizer in self._optimizers:
-            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not stepped.isdisjoint(map(id, given)):
                 self.unscale_gradients(optimizer)
+            scaled -= stepped
+        if scaled and self.scaler is not None:
+            raise ConfigError(
+                f"parameters: {len(scaled)} of {len(given)} have scaled gradients, because no prepared optimizer steps "
+                "them; give their optimizer to accelerator.prepare, or freeze them by requires_grad_(False)"
+            )
         return logical_parameter(given, self.device.type)
 
 

@@ -771,6 +771,14 @@ def test_optimizers_and_weights_that_cannot_work_are_refused():
         accelerator.backward(model(batch(0)[0].half()).sum())
         with pytest.raises(paramp.ConfigError, match=r"parameters in float16, expected float32.*dtype=torch\.float32"):
             optimizer.step()
+    model = build()
+    first = next(model.parameters())
+    with accelerating(ALONE, "ddp", "fp16") as accelerator:
+        model, _ = adopt(accelerator).prepare(model, torch.optim.SGD([first], lr=LR))
+        accelerator.backward(model(batch(0)[0]).sum())
+        accelerator.clip_grad_norm_([first], 1.0)
+        with pytest.raises(paramp.ConfigError, match=r"parameters: 5 of 6 have scaled gradients.*freeze them"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @arguments("configured", [False, True])
