@@ -59,7 +59,17 @@ def prepare() -> None:
     from torch.distributed.pipelining import schedules
 
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        kind.step = step_of_microbatches
+        kind.step = taking_microbatches(kind.step)
+
+
+def taking_microbatches(step):
+    """``step`` of a pipeline, which other tests call in this process too, also with torchtitan's arguments."""
+
+    @functools.wraps(step)
+    def either(self, *args, **kwargs):
+        return step_of_microbatches(self, **kwargs) if "arg_mbs" in kwargs else step(self, *args, **kwargs)
+
+    return either
 
 
 def step_of_microbatches(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
