@@ -25,7 +25,7 @@ from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
 from ..optim.grad_reduce import align_gradients
 from ..parallel.fsdp.checks import is_unit
-from ..parallel.fsdp.records import gathered, groups, has_been_gathered, held, reset
+from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
 from ..parallel.stage import Joined, Stage, Stages
 
 
@@ -119,10 +119,7 @@ class OwnModel(Stages):
         for unit in self._fully_sharded:
             if unit._get_fsdp_state()._is_root:
                 reset(unit)
-        for one in self._records():
-            one.unsharded_accumulated_grad = None
-            if has_been_gathered(one):
-                one._unsharded_param.grad = None
+        drop_gradients(self._records())
         for unit in self._fully_sharded:
             unit.reshard()
 

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import small_mlp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from families import cases, family, long
 from pool import World, on_ranks
+from small_mlp import batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -29,28 +31,16 @@ INF = float("inf")
 ALONE = World(0, 1, "cpu")
 
 
-class MLP(nn.Module):
-    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.down = nn.Linear(16, 8)
+class MLP(small_mlp.MLP):
+    """With a residual connection."""
 
     def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + super().forward(x)
 
 
 def build():
     torch.manual_seed(4)
     return MLP()
-
-
-def batch(step, rank=0, size=1):
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, 16, 8, generator=generator)
-    return x.chunk(size)[rank], y.chunk(size)[rank]
 
 
 # The layouts: sizes of ParallelismConfig by the number of ranks. Accelerate has DDP on CPUs; for the others these tests

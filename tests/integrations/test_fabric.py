@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from pool import on_ranks
+from small_mlp import batch, build, tensor_parallel
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,36 +113,6 @@ def test_a_scale_that_is_read_before_there_is_a_model_moves_to_its_device(monkey
 # --------------------------------------------------------------------------------------------- Fabric on two ranks
 
 SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 3, 0.5
-
-
-class MLP(nn.Module):
-    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def build():
-    torch.manual_seed(4)
-    return MLP()
-
-
-def batch(step, rank=0, size=1):
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, 16, 8, generator=generator)
-    return x.chunk(size)[rank], y.chunk(size)[rank]
-
-
-def shard(model, mesh):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def reference():
@@ -284,7 +255,7 @@ def test_fabric_with_the_plugin(world):
     scaled = {"mode": "16-mixed", "init_scale": SCALE}
 
     def parallelize(model, mesh):
-        return shard(model, mesh["tensor_parallel"])
+        return tensor_parallel(model, mesh["tensor_parallel"])
 
     for mode, rounding in ((scaled, 2.0**-11), ("bf16-mixed", 2.0**-8)):
         strategy = ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=2)
@@ -293,7 +264,7 @@ def test_fabric_with_the_plugin(world):
 
     # A model that is sharded already, in a process that Fabric takes for a single device.
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    setup = start(scaled, "auto", 1, shard(build(), mesh))
+    setup = start(scaled, "auto", 1, tensor_parallel(build(), mesh))
     check_training(train(*setup, world, 1), expected, 2.0**-11)
     state = setup[1].state_dict()
     again = paramp.FabricPrecision(scaled)

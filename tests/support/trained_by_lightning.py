@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from small_mlp import batch, build, tensor_parallel
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,36 +26,6 @@ QUIET = {
     "enable_model_summary": False,
     "use_distributed_sampler": False,
 }
-
-
-class MLP(nn.Module):
-    """Two layers that tensor parallelism shards, and a norm that stays a plain module."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def build(seed=4):
-    torch.manual_seed(seed)
-    return MLP()
-
-
-def batch(step, rank=0, size=1):
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, 16, 8, generator=generator)
-    return x.chunk(size)[rank], y.chunk(size)[rank]
-
-
-def tensor_parallel(model, mesh):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def shard(model, mesh, dtype):

@@ -71,6 +71,14 @@ def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
     return next((one._unsharded_param for one in found), parameter)
 
 
+def drop_gradients(records: Iterable[Any]) -> None:
+    """Drop the gradients of gathered parameters, which are not reduced yet."""
+    for one in records:
+        one.unsharded_accumulated_grad = None
+        if has_been_gathered(one):
+            one._unsharded_param.grad = None
+
+
 def has_been_gathered(one: Any) -> bool:
     """Whether torch has made the gathered parameter of its record ``one``."""
     return hasattr(one, "_unsharded_param")

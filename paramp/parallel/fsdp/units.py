@@ -35,6 +35,7 @@ from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
 from .records import (
+    drop_gradients,
     drop_prefetched,
     gathered,
     gradient_of,
@@ -220,10 +221,7 @@ class ShardedUnits:
             _set_reducing(root, True)
             if root._get_fsdp_state()._is_root:
                 reset(root)
-        for one in self._params():
-            one.unsharded_accumulated_grad = None
-            if has_been_gathered(one):
-                one._unsharded_param.grad = None
+        drop_gradients(self._params())
         self.reshard()
         self._order = 0
 
