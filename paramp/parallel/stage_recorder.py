@@ -62,6 +62,13 @@ class RecordedStage(PipelineStage):
             inputs = bwd_kwargs.get("input_values", ())
             return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: torch's drops the gradients of parameters of FSDP2, which earlier calls of a window have left there.
+
+        torch 2.13 calls it for the first batch of a shape, after it has run the stage to find the shapes of tensors. It
+        does not run this one, which is made with them.
+        """
+
     def _run_backward(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:

@@ -132,3 +132,21 @@ def test_models_that_data_ranks_cannot_train_together_are_refused(world):
             if data != 2:
                 with pytest.raises(paramp.ConfigError, match=r"'phase' has the dtype torch.complex64, expected a real"):
                     paramp.initialize(parts, sgd, nn.functional.mse_loss)
+
+
+@on_ranks(4)
+def test_a_batch_of_another_shape_drops_no_gradients_of_the_window(world):
+    """torch's pipeline prepares for the shape of each batch, and drops gradients of sharded parameters as it does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    batches = [tuple(torch.randn(2, 8, length, 8)) for length in (3, 5)]
+    losses = [nn.functional.mse_loss(model(x), y) for x, y in batches]
+    (sum(losses) / 2).backward()
+    expected = torch.stack([parameter.grad.double().square().sum() for parameter in model.parameters()]).sum().sqrt()
+    config = {"parallel": {"pipeline": 2, "data": {"shard": 2}}, "gradient_accumulation": 2}
+    with paramp.launch_from_torch(config) as context:
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for x, y in batches:
+            engine.forward_backward(*(one.chunk(2)[context.batch_axis.rank] for one in (x, y)))
+            result = engine.step()
+        torch.testing.assert_close(float(result.grad_norm), float(expected), rtol=1e-5, atol=0)
