@@ -21,6 +21,7 @@ from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...distributed.collectives import all_reduce_
+from ...distributed.reproducible.tree_sum import sum_over, tree_sum
 from .exchange import as_shards, local_shard
 
 if TYPE_CHECKING:
@@ -35,20 +36,22 @@ Autograd does not know that they share it, so the others would have the new valu
 
 
 @contextmanager
-def vocab_parallel_loss(*, others: bool = True) -> Iterator[None]:
+def vocab_parallel_loss(*, others: bool = True, computes: bool = True) -> Iterator[None]:
     """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
     With ``others``, what other functions of torch return is plain if it is not sharded, because DTensors do not mix
     with plain tensors: so losses can be masked and added to others. They gather the vocabulary where they need to.
+    Without ``computes`` the mode around this one computes cross-entropy.
     """
-    with _ShardedVocabulary(others):
+    with _ShardedVocabulary(others, computes):
         yield
 
 
 class _ShardedVocabulary(TorchFunctionMode):
-    def __init__(self, others: bool) -> None:
+    def __init__(self, others: bool, computes: bool) -> None:
         super().__init__()
         self._others = others
+        self._computes = computes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,8 +72,8 @@ class _ShardedVocabulary(TorchFunctionMode):
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is F.cross_entropy and _has_sharded_classes(args[0] if args else kwargs.get("input")):
-            return _cross_entropy(*args, **kwargs)
+        if self._computes and func is F.cross_entropy and has_sharded_classes(args[0] if args else kwargs.get("input")):
+            return cross_entropy(*args, **kwargs)
         if func is torch.autograd.grad:
             return grad(func, *args, **kwargs)
         if func is torch.Tensor.register_hook and is_dtensor(args[0]):
@@ -133,16 +136,24 @@ def _class_dim(logits: torch.Tensor) -> int:
     return 1 if logits.ndim > 1 else 0
 
 
-def _has_sharded_classes(logits: torch.Tensor) -> bool:
-    """Whether the classes of ``logits`` are sharded, over one axis, and nothing else is."""
+def has_sharded_classes(logits: object) -> bool:
+    """Whether ``logits``, of cross-entropy, are a DTensor with sharded classes, over one axis, and nothing else is."""
     if not is_dtensor(logits):
         return False
     others = [kind for kind in logits.placements if not kind.is_replicate()]
     return len(others) == 1 and others[0].is_shard(_class_dim(logits))
 
 
-def _cross_entropy(
-    input: DTensor,
+def group_of_classes(logits: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks over which the classes of ``logits`` are sharded; None for a plain tensor."""
+    if not is_dtensor(logits):
+        return None
+    axis = next(axis for axis, kind in enumerate(logits.placements) if kind.is_shard())
+    return logits.device_mesh.get_group(axis)
+
+
+def cross_entropy(
+    input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
@@ -150,8 +161,20 @@ def _cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    own_slices: int | None = None,
 ) -> torch.Tensor:
-    """:func:`torch.nn.functional.cross_entropy` of logits whose classes are sharded; a plain tensor, on every rank."""
+    """:func:`torch.nn.functional.cross_entropy` of logits whose classes are sharded; a plain tensor, on every rank.
+
+    Args:
+        input: a DTensor that :func:`has_sharded_classes`, or with ``own_slices`` also a plain tensor.
+        own_slices: the slices of this rank's classes, if the result is to have the same bits however many ranks have
+            the others; None for sums that are as fast as they can be.
+
+    Raises:
+        ConfigError: ``target`` holds probabilities.
+        ValueError: the shapes of ``input``, ``target`` and ``weight`` do not fit, or another argument is invalid.
+    """
     if target.is_floating_point():
         raise ConfigError(
             "criterion: cross_entropy got probabilities as target, expected classes because the vocabulary is sharded; "
@@ -159,12 +182,34 @@ def _cross_entropy(
         )
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    dim, target = _class_dim(input), full_tensor(target).long()
-    group = input.device_mesh.get_group(next(axis for axis, kind in enumerate(input.placements) if kind.is_shard()))
-    rows = local_shard(input).movedim(dim, -1)
+    dim, target, weight = _class_dim(input), full_tensor(target).long(), full_tensor(weight)
+    _check(input.shape, dim, target, weight, reduction, label_smoothing)
+    rows = local_shard(cast("DTensor", input)).movedim(dim, -1)
+    if own_slices is not None:
+        rows = rows.contiguous()
     rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
-    weights = rows.new_ones(1).expand(input.shape[dim]) if weight is None else full_tensor(weight).to(rows.dtype)
-    return cast(torch.Tensor, _Loss.apply(rows, target, weights, ignore_index, label_smoothing, reduction, group))
+    weights = rows.new_ones(1).expand(input.shape[dim]) if weight is None else weight.to(rows.dtype)
+    options = ignore_index, label_smoothing, reduction
+    return cast(torch.Tensor, _Loss.apply(rows, target, weights, *options, group_of_classes(input), own_slices))
+
+
+def _check(
+    shape: torch.Size, dim: int, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, smoothing: float
+) -> None:
+    """Raise a ValueError where torch does, with what it would say: for logits of ``shape`` with classes in ``dim``."""
+    _reduction.get_enum(reduction)
+    expected = (*shape[:dim], *shape[dim + 1 :])
+    if target.shape != expected:
+        raise ValueError(
+            f"cross_entropy got a target of shape {tuple(target.shape)} for logits of shape {tuple(shape)}, "
+            f"expected {expected}: one class for each row of logits"
+        )
+    if weight is not None and weight.shape != shape[dim : dim + 1]:
+        raise ValueError(
+            f"cross_entropy got a weight of shape {tuple(weight.shape)}, expected {(shape[dim],)}: one for each class"
+        )
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"cross_entropy got label_smoothing={smoothing}, expected a number from 0 to 1")
 
 
 class _Loss(torch.autograd.Function):
@@ -187,38 +232,36 @@ class _Loss(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
         reduction: str,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
+        own_slices: int | None,
     ) -> torch.Tensor:
         """The losses of ``logits``, (..., this rank's classes), and their classes ``target``, (...), int64.
 
         ``weights``, (classes), are those of all classes.
         """
         size, num_classes = logits.shape[-1], weights.shape[0]
-        first = group.rank() * -(-num_classes // group.size())  # DTensor shards as torch.chunk does
+        # DTensor shards as torch.chunk does.
+        first = 0 if group is None else group.rank() * -(-num_classes // group.size())
         ignored = target == ignore_index
         index = target.masked_fill(ignored, 0)
         own_weight = weights.gather(0, index.reshape(-1)).view_as(index)  # out of range: an error, as in torch
-        scale = own_weight = own_weight.masked_fill_(ignored, 0.0)
-        index = index - first
-        mine = (index >= 0) & (index < size)
-        place = index.clamp_(0, size - 1).unsqueeze(-1)
+        scale = factor = own_weight = own_weight.masked_fill_(ignored, 0.0)
+        index, part = index - first, None
         largest = logits.amax(-1)
-        all_reduce_(largest, group, dist.ReduceOp.MAX)
-        exponentials = (logits - largest.unsqueeze(-1)).exp_()  # of NaN: NaN, whatever the maximum has made of it
-        picked, factor, part = logits.gather(-1, place).squeeze(-1), scale, None
+        if group is not None:
+            all_reduce_(largest, group, dist.ReduceOp.MAX)
         if smoothing:
             scale = scale * (1 - smoothing)
             part = weights[first : first + size] * (smoothing / num_classes)
             factor = (scale + smoothing / num_classes * weights.sum()).masked_fill_(ignored, 0.0)
-        scale = scale * mine
-        subtracted = torch.where(mine, scale * picked, 0.0)
-        if part is not None:
-            subtracted += (logits * part).sum(-1)  # no matmul, which autocast computes in half precision
-        sums = torch.stack([exponentials.sum(-1), subtracted])
-        all_reduce_(sums, group)
+        softmax, sums = _exponentials_and_sums(logits, index, largest, scale, part, own_slices or 1)
+        if own_slices is not None:
+            sums = sum_over(sums, group)
+        elif group is not None:
+            all_reduce_(sums, group)
         losses = (factor * (largest + sums[0].log()) - sums[1]).masked_fill_(ignored, 0.0)
         total = own_weight.sum() if reduction == "mean" else None
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), factor, place, scale, part, total, ignored)
+        ctx.save_for_backward(softmax.div_(sums[0].unsqueeze(-1)), factor, index, scale, part, total, ignored)
         if total is not None:
             return losses.sum() / total
         return losses if reduction == "none" else losses.sum()
@@ -226,13 +269,45 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, factor, place, scale, part, total, ignored = ctx.saved_tensors
+        softmax, factor, index, scale, part, total, ignored = ctx.saved_tensors
         gradient = gradient if total is None else gradient / total
         result = softmax * (factor * gradient).unsqueeze(-1)
-        result.scatter_add_(-1, place, -(scale * gradient).unsqueeze(-1))
+        mine, position = _position(index, result.shape[-1])
+        # -0.0 is what changes no element, a zero with a sign included.
+        result.scatter_add_(-1, position, torch.where(mine, -(scale * gradient), -0.0).unsqueeze(-1))
         if part is not None:
             result.sub_(part * (gradient * ~ignored).unsqueeze(-1))
-        return result, *[None] * 6
+        return result, *[None] * 7
+
+
+def _position(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether the classes ``index`` (...), counted from the first of ``size``, are among them; and where: (..., 1)."""
+    return (index >= 0) & (index < size), index.clamp(0, size - 1).unsqueeze(-1)
+
+
+def _exponentials_and_sums(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    largest: torch.Tensor,
+    scale: torch.Tensor,
+    part: torch.Tensor | None,
+    num_slices: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponentials of ``logits - largest``, and of each row their sum and what its loss subtracts: (2, ...).
+
+    These are this rank's terms of the sums over all classes: ``scale`` x the logit of the class, and the sum of
+    ``part``, a weight for each class, x logits. ``num_slices`` are computed each by itself, and added by a tree.
+    """
+    size = logits.shape[-1] // num_slices
+    exponentials, sums = [], []
+    for number, own in enumerate(logits.split(size, -1)):
+        exponentials.append((own - largest.unsqueeze(-1)).exp_())  # of NaN: NaN, whatever the maximum has made of it
+        mine, position = _position(index - number * size, size)
+        subtracted = torch.where(mine, scale * own.gather(-1, position).squeeze(-1), 0.0)
+        if part is not None:  # no matmul, which autocast computes in half precision
+            subtracted += (own * part[number * size :][:size]).sum(-1)
+        sums.append(torch.stack([exponentials[-1].sum(-1), subtracted]))
+    return exponentials[0] if num_slices == 1 else torch.cat(exponentials, -1), tree_sum(sums)
 
 
 def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:

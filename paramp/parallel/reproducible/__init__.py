@@ -1,0 +1,1 @@
+"""Layers, losses and functions whose results have the same bits on every layout."""

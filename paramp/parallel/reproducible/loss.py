@@ -1,0 +1,85 @@
+"""Cross-entropy with the same bits whether a rank has all classes of the logits or a shard of them.
+
+The classes are cut into as many slices as the layers' dims, and a rank has some of them. Each slice is the same calls
+of the same shapes on contiguous memory wherever it is: its exponentials, and its sum of each row. The sums are added in
+one binary tree over the slices of all ranks. What is left, logarithms and the mean, is of tensors that have no classes,
+and the backward is of products, sums and quotients, which are rounded the same way whatever is beside them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ...base.dtensor import full_tensor, is_dtensor
+from ...base.errors import ConfigError
+from ...distributed.reproducible.place import Place
+from ..tensor import loss as any_order
+from ..tensor.loss import group_of_classes, has_sharded_classes
+
+
+def cross_entropy(
+    place: Place,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """:func:`torch.nn.functional.cross_entropy`, of logits with whole or sharded classes.
+
+    If the number of classes is no multiple of the slices of ``place``, whole classes are one slice. The gradient has
+    the dtype and the layout of ``input``.
+
+    Args:
+        input: (rows, classes), (classes,) or (rows, classes, ...); floating point. A plain tensor, or a DTensor. One
+            that is sharded in another way than over its classes alone is gathered.
+        target: classes, of the shape of ``input`` without its classes; or probabilities of whole classes, for which
+            torch's own function is called.
+
+    Returns:
+        A plain tensor, float32 for half-precision logits, else of their dtype.
+
+    Raises:
+        ConfigError: ``input`` is a sum that the ranks have not added up yet; or its classes are sharded, and do not
+            divide by the slices, or ``target`` holds probabilities.
+        ValueError: the shapes of ``input``, ``target`` and ``weight`` do not fit, or another argument is invalid.
+    """
+    if not has_sharded_classes(input):
+        input = _whole(input)
+        if target.is_floating_point():
+            options = size_average, ignore_index, reduce, reduction, label_smoothing
+            return F.cross_entropy(input, full_tensor(target), full_tensor(weight), *options)
+    own_slices = _own_slices(place, input)
+    options = size_average, ignore_index, reduce, reduction, label_smoothing
+    return any_order.cross_entropy(input, target, weight, *options, own_slices=own_slices)
+
+
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    if is_dtensor(logits) and any(kind.is_partial() for kind in logits.placements):
+        raise ConfigError(
+            f"criterion: cross_entropy got logits with the placements {logits.placements}, expected logits that are "
+            "summed up, because in the mode reproducible sums have one order; give their module the style "
+            "'rowwise' or 'vocab_logits' in the plan"
+        )
+    whole: torch.Tensor = full_tensor(logits)
+    return whole
+
+
+def _own_slices(place: Place, logits: torch.Tensor) -> int:
+    """The slices into which this rank's classes of ``logits`` are cut."""
+    num_classes, group = logits.shape[1 if logits.ndim > 1 else 0], group_of_classes(logits)
+    size = 1 if group is None else group.size()
+    if num_classes % place.slices == 0 and place.slices % size == 0:
+        return place.slices // size
+    if size == 1:
+        return 1
+    raise ConfigError(
+        f"criterion: cross_entropy got logits of {num_classes} classes sharded over {size} ranks, expected classes "
+        f"that divide by reproducible.slices = {place.slices}, and slices that divide by the ranks; pad the vocabulary "
+        f"to {-(-num_classes // place.slices) * place.slices} classes, or give the logits' module the style "
+        "'colwise_gather' in the plan"
+    )
