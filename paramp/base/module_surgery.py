@@ -56,8 +56,7 @@ def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContext
     Hooks of ``module`` run outside.
     """
     replaced = vars(module).get("forward")
-    assert replaced is None or isinstance(replaced, MethodType)
-    own = type(module).forward if replaced is None else replaced.__func__
+    own = type(module).forward if replaced is None else unbound(replaced, module)
 
     @functools.wraps(own)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +69,18 @@ def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContext
 
     setattr(forward, OF_CLASS, runs_forward_of_class(module))
     replace_forward(module, forward)
+
+
+def unbound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """``forward``, the value of that attribute of ``module``, as a function of the module and the inputs."""
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+
+    @functools.wraps(forward)
+    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return run
 
 
 OF_CLASS = "_runs_forward_of_class"

@@ -78,14 +78,17 @@ def sharded_random() -> Iterator[None]:
     """
     rank, size, device = TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu"))
     if size == 1:
-        yield
+        with _within(True):
+            yield
         return
-    common = int(torch.randint(2**62, ()))
+    with torch._C.DisableTorchFunction():  # not a draw of the model
+        common = int(torch.randint(2**62, ()))
     with _forked(device):
         torch.manual_seed(derive_seed(common, rank))
         COMMON.append(itertools.count(common))
         try:
-            yield
+            with _within(True):
+                yield
         finally:
             COMMON.pop()
 
@@ -101,8 +104,35 @@ def replicated_random() -> Iterator[None]:
     For dropout on a replicated activation. Outside of :func:`sharded_random` nothing changes.
     """
     if not COMMON:
-        yield
+        with _within(False):
+            yield
         return
-    with _forked(TENSOR_PLACES[-1][2]):
+    with _forked(TENSOR_PLACES[-1][2]), _within(False):
         torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield
+
+
+SHARDED: list[bool] = []
+"""For each open :func:`sharded_random` True, for each :func:`replicated_random` False, with one tensor rank too."""
+
+
+def in_sharded_random() -> bool:
+    """Whether the innermost of :func:`sharded_random` and :func:`replicated_random` is the first."""
+    return bool(SHARDED) and SHARDED[-1]
+
+
+def in_replicated_random() -> bool:
+    """Whether it is the second."""
+    return bool(SHARDED) and not SHARDED[-1]
+
+
+@contextmanager
+def _within(sharded: bool) -> Iterator[None]:
+    if torch.compiler.is_compiling():  # nobody asks there, and the graph would break
+        yield
+        return
+    SHARDED.append(sharded)
+    try:
+        yield
+    finally:
+        SHARDED.pop()

@@ -1,0 +1,49 @@
+"""Calls of torch that divide or reorder features, of which each tensor rank may have some only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+DIVIDES = {
+    **dict.fromkeys(("chunk", "tensor_split", "split", "split_with_sizes"), (2, "dim", 0)),
+    "roll": (2, "dims", None),
+    "flip": (1, "dims", None),
+    **dict.fromkeys(("narrow", "select", "index_select", "sort", "argsort", "gather"), (1, "dim", -1)),
+    "glu": (1, "dim", -1),
+}
+"""Functions that divide or reorder a dim, and which argument it is: its place, its name and its default."""
+
+
+def divided_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Into how many equal parts a call divides the last dim of 3 of its first argument; 0 if it reorders or cuts it.
+
+    None if it does neither.
+    """
+    x = args[0] if args else None
+    if not isinstance(x, torch.Tensor) or x.ndim != 3:
+        return None
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        reaches = len(index) == 3 or (Ellipsis in map(_plain, index) and index[-1] is not Ellipsis)
+        return 0 if reaches and index[-1] != slice(None) else None
+    if name not in DIVIDES:
+        return None
+    place, key, default = DIVIDES[name]
+    dims = kwargs.get(key, args[place] if len(args) > place else default)
+    if not {-1, 2} & {*(dims if isinstance(dims, (tuple, list)) else [dims])}:
+        return None
+    if name == "glu":
+        return 2
+    size: Any = args[1] if len(args) > 1 else kwargs.get("chunks", kwargs.get("split_size"))
+    if name in ("chunk", "tensor_split") and isinstance(size, int):
+        return size
+    if name == "split" and isinstance(size, int):
+        return x.shape[2] // size if x.shape[2] % size == 0 else 0
+    return len(size) if name == "split" and len({*size}) == 1 else 0
+
+
+def _plain(index: Any) -> Any:
+    return index if index is Ellipsis else None
