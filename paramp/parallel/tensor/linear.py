@@ -45,7 +45,7 @@ class Colwise(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not _has_forward_of(module, nn.Linear) or self.desired_input_layouts != (Replicate(),):
+        if not has_forward_of(module, nn.Linear) or self.desired_input_layouts != (Replicate(),):
             return super()._apply(module, device_mesh)
         distribute(module, "weight", device_mesh, Shard(0))
         distribute(module, "bias", device_mesh, Shard(0))
@@ -73,15 +73,15 @@ class Rowwise(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group, sums = device_mesh.get_group(), self.output_layouts[0].is_replicate()
-        if _is_lookup(module, device_mesh.size()):
+        if is_lookup(module, device_mesh.size()):
             distribute(module, "weight", device_mesh, Shard(0))
 
-            def look_up(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-                rows = _look_up(module, tokens, group)
+            def rows_of(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+                rows = look_up(module, tokens, group)
                 return sum_over_ranks(rows, group) if sums else sum_slices(rows, group, SEQUENCE.dim)
 
-            return replace_forward(module, look_up)
-        if not _has_forward_of(module, nn.Linear):
+            return replace_forward(module, rows_of)
+        if not has_forward_of(module, nn.Linear):
             return super()._apply(module, device_mesh)
         distribute(module, "weight", device_mesh, Shard(1))
         distribute(module, "bias", device_mesh, Replicate())
@@ -97,21 +97,21 @@ class Rowwise(RowwiseParallel):
         return replace_forward(module, forward)
 
 
-def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling ``module`` calls the forward of torch's ``kind``, with parameters of its own."""
     own = "forward" not in module.__dict__ and type(module).forward is kind.forward
     return own and "weight" in module._parameters
 
 
-def _is_lookup(module: nn.Module, size: int) -> bool:
+def is_lookup(module: nn.Module, size: int) -> bool:
     """Whether ``module`` is an Embedding that only looks up rows, which divide over ``size`` ranks."""
-    if not isinstance(module, nn.Embedding) or not _has_forward_of(module, nn.Embedding):
+    if not isinstance(module, nn.Embedding) or not has_forward_of(module, nn.Embedding):
         return False
     others = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     return not others and module.num_embeddings % size == 0
 
 
-def _look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The rows ``tokens`` (any dims, integers) that this rank has, and 0 for others' rows; dims of ``tokens`` + 1."""
     table = cast(nn.Embedding, module)
     on_host = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -190,11 +190,11 @@ class PackedColwise(ParallelStyle):
 
     def dim(self, module: nn.Module) -> int:
         """The dim of the weight of ``module`` that is sharded."""
-        return 1 if _is_conv1d(module) else 0
+        return 1 if is_conv1d(module) else 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that ``module`` is a linear layer whose sharded size divides over ``size`` ranks."""
-        if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
         features = module.get_parameter("weight").shape[self.dim(module)]
         if features % (self.parts * size):
@@ -218,7 +218,7 @@ class PackedColwise(ParallelStyle):
 
     def _weight(self, module: nn.Module) -> torch.Tensor:
         weight = self._own(module, "weight", self.dim(module))
-        return weight.t() if _is_conv1d(module) else weight
+        return weight.t() if is_conv1d(module) else weight
 
     def _run_on_dtensors(
         self,
@@ -260,7 +260,7 @@ class PackedRowwise(PackedColwise):
     what = "inputs"
 
     def dim(self, module: nn.Module) -> int:
-        return 0 if _is_conv1d(module) else 1
+        return 0 if is_conv1d(module) else 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._shard(module, "weight", self.dim(module), device_mesh)
@@ -290,6 +290,6 @@ def with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]
         module._parameters = own
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is transformers' ``Conv1D``, a Linear whose weight is (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
