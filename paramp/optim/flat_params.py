@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +38,8 @@ from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .replaced_parameters import ModelParameters
+from .reproducible.chunk_gradients import ChunkGradients
+from .reproducible.sharded_chunks import ShardedChunkGradients
 from .sharded_gradients import ShardedGradients, Units
 from .zero import gather_weights
 
@@ -79,6 +83,8 @@ class FlatWeights:
         """
         self._context = context
         stored = precision if units is None else precision.as_sharded
+        if units is not None and context.config.reproducible:
+            stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
         originals = cast_weights(module, stored, untrained=precision.weights)
         for tie in ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
@@ -113,7 +119,7 @@ class FlatWeights:
             self._model_parameters.follow_loads(self.follow_weights)
         tied, ranges = {tie.parameter for tie in ties}, StepRanges(self.buffers).everything
         given = self.params, self.buffers, ranges, self.frozen, tied, stored, context
-        self.gradients = FlatGradients(*given) if units is None else ShardedGradients(*given, units=units)
+        self.gradients = _gradients(given, units, context)
         self.gradients.before_batch = self.put_back
 
     @property
@@ -270,6 +276,14 @@ class OptimizerWeights:
     def gather_weights(self) -> None:
         """Under ZeRO, all-gather the stepped weights over data ranks."""
         gather_weights(self.buffers, self._context.batch_axis.group)
+
+
+def _gradients(given: tuple[Any, ...], units: Units | None, context: ParallelContext) -> FlatGradients:
+    """The gradients of the parameters in ``given``, the arguments of :class:`FlatGradients`."""
+    exact = bool(context.config.reproducible)
+    if units is None:
+        return ChunkGradients(*given) if exact else FlatGradients(*given)
+    return ShardedChunkGradients(*given, units=units) if exact else ShardedGradients(*given, units=units)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

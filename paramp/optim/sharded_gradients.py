@@ -1,4 +1,4 @@
-"""Gradients of parameters that FSDP2 shards: its units sum them over data ranks, into shards in the flat buffers."""
+"""Gradients of parameters that FSDP2 shards: shards of their sums over data ranks, in the flat buffers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class Units(Protocol):
 
     def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
 
+    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
-class ShardedGradients(FlatGradients):
-    """As :class:`~paramp.optim.flat_gradients.FlatGradients`, of which ``units`` have reduced each over data ranks."""
+
+class UnitGradients(FlatGradients):
+    """As :class:`~paramp.optim.flat_gradients.FlatGradients`, of parameters that ``units`` gather in a batch."""
 
     def __init__(self, *given: Any, units: Units) -> None:
         super().__init__(*given)
@@ -40,11 +42,6 @@ class ShardedGradients(FlatGradients):
         for hook in self._hooks:  # the gradients of gathered parameters are brought to their placements by the units
             hook.remove()
         self._hooks = []
-        # A reduction gives zeros to a parameter that got no gradient on any rank, so versions do not show its absence.
-        self._arrived: set[torch.Tensor] = set()  # what a backward of this rank, or the user, gave a gradient
-        self._reduced = [0] * len(self._params)  # versions after the last backward
-        self._in_backward = False
-        units.on_gradient(self._arrived.add)
 
     def begin_window(self) -> None:
         """As in the base class.
@@ -60,6 +57,30 @@ class ShardedGradients(FlatGradients):
             )
         super().begin_window()
         self._leaves = {}
+
+    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+        """As in the base class."""
+        return [_Handle(self._units.on_gradient(call))]  # type: ignore[list-item]
+
+    def take_order(self) -> int:
+        """As :meth:`Units.take_order`."""
+        return self._units.take_order()
+
+
+class ShardedGradients(UnitGradients):
+    """The gradients of parameters that units gather, which have reduced each over data ranks."""
+
+    def __init__(self, *given: Any, units: Units) -> None:
+        super().__init__(*given, units=units)
+        # A reduction gives zeros to a parameter that got no gradient on any rank, so versions do not show its absence.
+        self._arrived: set[torch.Tensor] = set()  # what a backward of this rank, or the user, gave a gradient
+        self._reduced = [0] * len(self._params)  # versions after the last backward
+        self._in_backward = False
+        units.on_gradient(self._arrived.add)
+
+    def begin_window(self) -> None:
+        """As in the base class."""
+        super().begin_window()
         self._note_changes()
         self._in_backward = True
 
@@ -102,14 +123,6 @@ class ShardedGradients(FlatGradients):
                 self._zeros[param] = param.version  # not counted
         return super().before_reduction()
 
-    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-        """As in the base class."""
-        return [_Handle(self._units.on_gradient(call))]  # type: ignore[list-item]
-
-    def take_order(self) -> int:
-        """As :meth:`Units.take_order`."""
-        return self._units.take_order()
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients of tied parameters over the stages that hold a copy."""
@@ -124,7 +137,7 @@ def order_of_units(gradients: FlatGradients, context: ParallelContext) -> list[t
     Returns:
         1-dim float64, for each pipeline rank a number for the order and its square; nothing without units.
     """
-    if not isinstance(gradients, ShardedGradients):
+    if not isinstance(gradients, UnitGradients):
         return []
     order = gradients.take_order()
     terms = torch.zeros(2 * context.stage_axis.size, dtype=torch.float64, device=context.device)

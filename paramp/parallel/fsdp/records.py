@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...base.dtensor import is_dtensor
+from ...base.dtensor import is_dtensor, local
 
 
 def reset(root: Any) -> None:
@@ -94,3 +94,32 @@ def is_mismatched(one: Any) -> bool:
     """Whether the gradient has other placements on the tensor axis than the parameter."""
     gradient = gradient_of(one)
     return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
+
+
+def sum_over_tensor_ranks(one: Any, dtype: torch.dtype | None) -> None:
+    """Bring a gradient to the parameter's placements on the tensor axis; None: sum in the gradient's own ``dtype``."""
+    gradient = gradient_of(one)
+    wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
+    summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
+    if one.unsharded_accumulated_grad is not None:
+        one.unsharded_accumulated_grad = summed
+    else:
+        one._unsharded_param.grad = summed
+
+
+def take_gradient(one: Any) -> torch.Tensor | None:
+    """The local gradient of a gathered parameter, which torch has not cast, and drop it there; None if it has none.
+
+    Raises:
+        RuntimeError: it is not complete over tensor ranks.
+    """
+    if not has_been_gathered(one):
+        return None
+    if is_mismatched(one):
+        raise RuntimeError(
+            f"the gradient of a parameter of {type(one._module_info.module).__name__} has the placements "
+            f"{gradient_of(one).placements}, expected those of the parameter, because reproducible is set; give the "
+            "layer a style of the tensor plan"
+        )
+    gradient, one._unsharded_param.grad = one._unsharded_param.grad, None
+    return None if gradient is None else local(gradient)

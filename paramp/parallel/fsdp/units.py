@@ -45,6 +45,8 @@ from .records import (
     held,
     is_mismatched,
     reset,
+    sum_over_tensor_ranks,
+    take_gradient,
 )
 
 CAST_LAYERS = (
@@ -73,8 +75,10 @@ class ShardedUnits:
         """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units."""
         self._context = context
         self._pipelined = context.stage_axis.size > 1
+        self._reduces = not context.config.reproducible
         self._roots: list[Any] = []
         self._units: list[Any] = []
+        self._records: dict[nn.Parameter, Any] = {}
         self._listeners: list[Callable[[torch.Tensor], None]] = []
         self._order = 0
         names = list(blocks)
@@ -141,7 +145,7 @@ class ShardedUnits:
         """Whether autocast casts the parameter wherever it is used."""
         precision, info = self._context.config.precision, one._module_info
         uses = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
-        if not precision.autocast or precision.float8 is not None:
+        if not precision.autocast or precision.float8 is not None or not self._reduces:
             return False
         return all(name == "weight" and _runs_cast_layer(module) for module, name in uses)
 
@@ -160,6 +164,7 @@ class ShardedUnits:
         """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
             one.sharded_param = held(one)
+            self._records[one.sharded_param] = one
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
 
@@ -180,8 +185,13 @@ class ShardedUnits:
         if backward and self._pipelined:
             for root in self._roots:
                 _set_reducing(root, False)
+        elif backward and not self._reduces:
+            for root in self._roots:
+                root.set_requires_gradient_sync(False)
         with self.resetting():
             yield
+        if not self._reduces:
+            drop_gradients(self._params())  # of a batch that is run again
         if backward and self._pipelined:
             for root in self._roots:
                 self._reduce(root)
@@ -241,6 +251,14 @@ class ShardedUnits:
         self._listeners.append(call)
         return partial(self._listeners.remove, call)
 
+    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Take this rank's gradient of all of ``parameter``, a shard, which no unit has reduced; None if it has none.
+
+        Units reduce none in training with the same bits on every layout. It is a plain tensor, of the dtype in which
+        the parameter is gathered; over the tensor axis this rank's part.
+        """
+        return take_gradient(self._records[parameter])
+
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
         if not any(map(has_been_gathered, group.fsdp_params)):
@@ -251,7 +269,7 @@ class ShardedUnits:
                 one._unsharded_param.grad = gradient.to_dense()
             for call in self._listeners if gradient_of(one) is not None else ():
                 call(one.sharded_param)
-        if group.reduce_grads and trained:
+        if group.reduce_grads and self._reduces and trained:
             self._complete(trained)
         own()
 
@@ -266,17 +284,7 @@ class ShardedUnits:
                 one.accumulate_unsharded_grad_if_needed()
                 one.to_accumulated_grad_if_needed()
         for one in filter(is_mismatched, trained):
-            self._sum_over_tensor_ranks(one)
-
-    def _sum_over_tensor_ranks(self, one: Any) -> None:
-        gradient = gradient_of(one)
-        dtype = self._context.config.precision.reduce_dtypes.tp
-        wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
-        summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
-        if one.unsharded_accumulated_grad is not None:
-            one.unsharded_accumulated_grad = summed
-        else:
-            one._unsharded_param.grad = summed
+            sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
 
 
 class _RecordsGathering:

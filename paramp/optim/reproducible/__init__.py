@@ -1,0 +1,1 @@
+"""Gradients and their norm with the same bits on every layout."""

@@ -1,0 +1,270 @@
+"""Gradients that are added up in one tree over the chunks of the global batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...distributed.axes import replicated_axes
+from ...distributed.reproducible.tree_sum import SumTree, Terms, sum_over_
+from ..flat_gradients import FlatGradients
+from ..grad_reduce import sum_tied_gradients
+from ..param_buffer import FlatParam
+
+
+class Tap:
+    """The use of a tied parameter under another name than its first; its gradient is kept apart from that of others.
+
+    Copies of the parameter on other pipeline stages have the gradients of their uses only. So those of one stage are
+    added up apart too, and summed at the step.
+    """
+
+    def __init__(self, param: FlatParam, name: str) -> None:
+        self.param = param
+        self.name = name
+        self.chunk: torch.Tensor | None = None
+        """The gradient of the chunk whose backward ran last; None if it has none."""
+        self.window: torch.Tensor | None = None
+        """The gradient of the window, in the dtype of the parameter's gradients."""
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight``, the parameter's local tensor, for a computation whose gradient comes here."""
+        return cast(torch.Tensor, _Tapped.apply(weight, self))
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Keep the ``gradient`` of a chunk.
+
+        Raises:
+            ConfigError: the parameter was used twice in the chunk.
+        """
+        if self.chunk is not None:
+            raise ConfigError(
+                f"reproducible: {self.name!r}, which is tied to {self.param.name!r}, is used twice in a forward; "
+                "expected one use of each name; use a second module, and tie its parameters"
+            )
+        self.chunk = gradient + 0.0  # 0 for -0, as where gradients are added to zeros
+
+
+class _Tapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, tap: Tap) -> torch.Tensor:
+        ctx.tap = tap
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.tap.take(gradient.detach())
+        return None, None
+
+
+class ChunkGradients(FlatGradients):
+    """As :class:`~paramp.optim.flat_gradients.FlatGradients`, complete over data ranks after each call.
+
+    The gradient of a call is the tree's sum over its chunks, this rank's first, in fp32; it is added to that of earlier
+    calls of the window, and rounded to the dtype of gradients.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._overlapped = None  # nothing is left to reduce at the step
+        self._stages: dict[int, list[FlatParam]] = {}
+        self._taps: dict[int, list[Tap]] = {}
+        self._trees: dict[int, SumTree] = {}
+        self._earlier: dict[FlatParam, torch.Tensor] = {}
+        self._in_call = False
+        self._written: dict[FlatParam, int] = {}  # versions of tapped parameters after a call
+        self.compares_replicas = True
+        """Whether the next step compares what tensor ranks replicate."""
+
+    def assign_stages(self, stages: Mapping[int, nn.Module], first_names: Mapping[str, str]) -> dict[str, Tap]:
+        """Tell apart the gradients of ``stages``, this rank's, by their index; taps for the names of tied parameters.
+
+        ``first_names``: any name of a parameter of the whole model -> its first name.
+        """
+        by_parameter = {param.parameter: param for param in self._params}
+        taps: dict[str, Tap] = {}
+        for index, stage in stages.items():
+            self._stages[index], self._taps[index] = [], []
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                param = by_parameter.get(parameter)
+                if param is None:
+                    continue
+                if first_names[name] == name:
+                    self._stages[index].append(param)
+                else:
+                    taps[name] = Tap(param, name)
+                    self._taps[index].append(taps[name])
+        return taps
+
+    def of_chunk(self, stage: int) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
+        """Name, parameter and gradient of the chunk whose backward through ``stage`` ends, before :meth:`end_chunk`.
+
+        Each gradient is of the uses of the parameter under one name, in the shape of its local part.
+        """
+        yield from ((param.name, param, param.local_gradient) for param in self._stages[stage] if self._has_one(param))
+        yield from ((tap.name, tap.param, tap.chunk) for tap in self._taps[stage] if tap.chunk is not None)
+
+    def of_window(self) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
+        """The gradients of the window, as :meth:`of_chunk`, before :meth:`collect`."""
+        params, taps = chain(*self._stages.values()), chain(*self._taps.values())
+        yield from ((param.name, param, param.local_gradient) for param in params if self._has_one(param))
+        yield from ((tap.name, tap.param, tap.window) for tap in taps if tap.window is not None)
+
+    def _has_one(self, param: FlatParam) -> bool:
+        """Whether a gradient of ``param`` was added since its last zero."""
+        return param.version != self._zeros[param]
+
+    def begin_call(self, num_chunks: int) -> None:
+        """Prepare a call of ``num_chunks`` chunks on each data rank."""
+        self._trees = {index: SumTree(num_chunks) for index in self._stages}
+        given = [param for param in self._params if self._has_one(param)]
+        self._earlier = {param: param.local_gradient.clone() for param in given}
+        self._clear(given)
+        for tap in chain(*self._taps.values()):
+            tap.chunk = None
+        self._in_call = True
+
+    @torch.no_grad()
+    def end_chunk(self, stage: int, index: int) -> None:
+        """Add the gradients of the chunk ``index``, whose backward through ``stage`` has just ended."""
+        params, taps = self._stages[stage], self._taps[stage]
+        others = [None if tap.chunk is None else tap.chunk.to(torch.float32, copy=True) for tap in taps]
+        for tap in taps:
+            tap.chunk = None
+        if self._in_call:  # else it is computed again, for a diagnosis
+            self._trees[stage].add(index, [*self._take(params), *others])
+
+    def _take(self, params: Sequence[FlatParam]) -> Terms:
+        """The gradients that the last chunk gave to ``params``, copied to fp32; they are dropped where they were."""
+        arrived = [param if self._has_one(param) else None for param in params]
+        taken = [None if param is None else param.local_gradient.to(torch.float32, copy=True) for param in arrived]
+        self._clear([param for param in arrived if param is not None])
+        return taken
+
+    def end_last_backward(self) -> None:
+        """End a call: sum its gradients over data ranks, and add those of earlier calls. A collective of these."""
+        if not self._in_call:
+            return
+        self._in_call = False
+        for stage, params in self._stages.items():
+            taps = self._taps[stage]
+            found = self._trees[stage].total() or [None] * (len(params) + len(taps))
+            sums = self._over_data_ranks(found, [*params, *(tap.param for tap in taps)])
+            for param, value in zip(params, sums, strict=False):
+                self._write(param, value)
+            for tap, value in zip(taps, sums[len(params) :], strict=True):
+                if value is not None:
+                    tap.window = _sum(tap.window, value, tap.param.local_gradient)
+        self._trees, self._earlier = {}, {}
+        self._written = {tap.param: tap.param.version for tap in chain(*self._taps.values()) if tap.window is not None}
+
+    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam]) -> Terms:
+        """The sums over data ranks of what each of these ``found`` for ``params``, of which some may be the same."""
+        group, device = self._context.batch_axis.group, self._context.device
+        if self._context.batch_axis.size == 1 or not params:
+            return found
+        values = [
+            torch.zeros(param.size, device=device) if value is None else value.reshape(-1)
+            for param, value in zip(params, found, strict=True)
+        ]
+        present = torch.tensor([float(value is not None) for value in found], device=device)
+        flat = torch.cat([*values, present])
+        sum_over_(flat, group)
+        *sums, counts = flat.split([*(param.size for param in params), len(params)])
+        return [value if count else None for value, count in zip(sums, counts.tolist(), strict=True)]
+
+    def _write(self, param: FlatParam, value: torch.Tensor | None) -> None:
+        earlier = self._earlier.get(param)
+        if value is not None:
+            param.local_gradient.copy_(_sum(earlier, value, param.local_gradient))
+        elif earlier is not None:
+            param.local_gradient.copy_(earlier)
+
+    def _clear(self, params: Sequence[FlatParam]) -> None:
+        if params:
+            torch._foreach_zero_([param.local_gradient for param in params])
+        self._zeros.update((param, param.version) for param in params)
+
+    def zero_grad(self) -> None:
+        """As in the base class; also what a failed call has left."""
+        super().zero_grad()
+        for tap in chain(*self._taps.values()):
+            tap.chunk = tap.window = None
+        self._trees, self._earlier, self._written, self._in_call = {}, {}, {}, False
+
+    def check(self) -> None:
+        """As in the base class; also for a change by hand that the gradient of a tied use would miss.
+
+        The first call is a collective of tensor ranks, which have the same gradients of what they replicate, unless one
+        has a part of it only, because a tensor of its own was used with sharded ones.
+        """
+        if self.compares_replicas:
+            self.compares_replicas = False
+            self._check_replicated()
+        for param, version in self._written.items():
+            if param.version != version or param.parameter.grad is not param.gradient:
+                raise RuntimeError(
+                    f"the gradient of {param.name!r}, a tied parameter, was changed by hand, but with reproducible the "
+                    "gradients of its uses are added at the step only; do not change it, or untie the parameter"
+                )
+        super().check()
+
+    def _check_replicated(self) -> None:
+        axis = self._context.tensor_axis
+        if axis.size == 1:
+            return
+        axes = set(self._context.axes_of("tensor"))
+        params = [param for param in self._params if axes & {*replicated_axes(param.parameter, self._context)}]
+        if not params:  # the same on all tensor ranks
+            return
+        own = torch.tensor([_digest(param.local_gradient) for param in params], device=self._context.device)
+        bounds = torch.stack([own, -own])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=axis.group)
+        for param, most, minus_least in zip(params, *bounds.tolist(), strict=True):
+            if most != -minus_least:
+                raise RuntimeError(
+                    f"reproducible: tensor ranks have different gradients of {param.name!r}, which they replicate: "
+                    "what is computed with it is used between a colwise and a rowwise layer, so that each rank has a "
+                    "part of the gradient; use it behind the rowwise layer, or leave these layers out of the plan"
+                )
+
+    def are_unchanged(self) -> bool:
+        """True: gradients that are set by hand would not be summed over data ranks."""
+        return True
+
+    def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """As in the base class, and those of tied uses."""
+        yield from super().before_reduction()
+        taps = chain(*self._taps.values())
+        yield from ((tap.window, tap.param.norm_weight) for tap in taps if tap.window is not None)
+
+    @torch.no_grad()
+    def collect(self, found_inf: torch.Tensor) -> None:
+        """As in the base class; a parameter whose uses are all tapped has a gradient too."""
+        for tap in chain(*self._taps.values()):
+            if tap.window is not None:
+                tap.param.local_gradient.add_(tap.window)
+                tap.window = None
+        super().collect(found_inf)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients of tied parameters over the stages that hold a copy."""
+        sum_tied_gradients(self._context, self._parameters, torch.float32, complete=True)
+
+
+def _sum(earlier: torch.Tensor | None, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``value``, plus ``earlier`` if it is not None, rounded to the dtype of ``like`` and of its shape."""
+    whole = value.view(like.shape)
+    return (whole if earlier is None else earlier.to(whole.dtype) + whole).to(like.dtype)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()) if tensor.numel() else 0

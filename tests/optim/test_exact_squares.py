@@ -1,0 +1,129 @@
+"""Sums of squares that do not depend on an order or a layout, against Python's exact fractions."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from paramp.optim.reproducible.squares import largest, squares, total
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def exact(values):
+    return sum((Fraction(value) ** 2 for value in values.double().tolist()), Fraction(0))
+
+
+def sum_of(parts, norm_weights=None, order=None):
+    """The total over ranks of which each has one of ``parts``, added up in ``order``."""
+    norm_weights = norm_weights or [1.0] * len(parts)
+    maximum = torch.stack([largest([part], CPU) for part in parts]).amax()
+    by_rank = [squares([part], [weight], maximum) for part, weight in zip(parts, norm_weights, strict=True)]
+    bins = torch.zeros(3, dtype=torch.float64)
+    for index in order or range(len(parts)):
+        bins = bins + by_rank[index]
+    return total(bins)
+
+
+def spread(size, dtype):
+    """Numbers of very different magnitudes, of which some are subnormal."""
+    return (torch.randn(size) * 2.0 ** torch.randint(-20, 12, (size,))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_exact_to_its_bound(dtype):
+    torch.manual_seed(3)
+    for size in (1, 2, 1000, 70_000):
+        values = spread(size, dtype)
+        expected = exact(values)
+        error = abs(Fraction(sum_of([values]).item()) - expected)
+        assert error <= expected * (Fraction(size, 2**59) + Fraction(1, 2**52))
+        assert sum_of([values]).item() == pytest.approx(math.fsum(values.double().square().tolist()), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_order_and_any_parts_have_the_same_bits(dtype):
+    torch.manual_seed(3)
+    chance = random.Random(3)
+    values = spread(150_000, dtype)
+    values[chance.randrange(len(values))] = 6e4
+    expected = sum_of([values])
+    for _ in range(10):
+        values = values[torch.randperm(len(values))]
+        ends = sorted(chance.sample(range(1, len(values)), 7))
+        parts = list(values.tensor_split(ends))
+        order = chance.sample(range(8), 8)
+        assert sum_of(parts, order=order).equal(expected)
+        # The first half on one rank, the rest on two and on eight, in other parts on each of them.
+        half = len(values) // 2
+        middle, end = values[half : half + 10_000], values[half + 10_000 :]
+        copies = [values[:half], *[middle] * 2]
+        weights = [1.0, 0.5, 0.5]
+        for _ in range(8):
+            where = chance.randrange(1, len(end))
+            copies += [end[where:], end[:where]]
+            weights += [0.125, 0.125]
+        order = chance.sample(range(len(copies)), len(copies))
+        assert sum_of(copies, weights, order).equal(expected)
+
+
+def test_many_of_the_largest_fill_the_first_bin_exactly():
+    largest_of_its_exponent = 2.0 - 2.0**-23
+    values = torch.full((2**20 + 3,), largest_of_its_exponent)
+    bins = squares([values], [0.125], torch.tensor(largest_of_its_exponent, dtype=torch.float64))
+    one = squares([values[:1]], [1.0], torch.tensor(largest_of_its_exponent, dtype=torch.float64))
+    assert [Fraction(value) for value in bins.tolist()] == [Fraction(value) * (2**20 + 3) / 8 for value in one.tolist()]
+    assert sum(map(Fraction, one.tolist())) == Fraction(largest_of_its_exponent) ** 2
+    assert bins[0] == 4 * (2**20 + 3) / 8  # the nearest multiple of the unit is the bound itself
+
+
+def test_the_bins_of_the_ranks_can_be_added_up_to_the_capacity():
+    """As of 2**31 elements on four ranks each: what 2**10 additions of a bin of 2**21 make."""
+    values = torch.full((2**21,), 2.0 - 2.0**-23)
+    bins = squares([values], [0.25], torch.tensor(2.0 - 2.0**-23, dtype=torch.float64))
+    last = squares([values[:1]], [0.25], torch.tensor(2.0 - 2.0**-23, dtype=torch.float64))
+    world = bins * 2**10 * 4
+    unit = 4 / 2**20
+    assert world[0] / (unit / 4) == 2**53  # of the smallest unit
+    assert ((world - last) + last).equal(world)
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-126, 1.0, 2.0**104])
+def test_the_ends_of_the_range_are_exact(scale):
+    values = torch.tensor([1.0, -3.0, 2.0**23 - 1, 5.0, 0.0, -0.0]) * scale
+    assert Fraction(sum_of([values]).item()) == exact(values)
+    assert sum_of([values[:2], values[2:]]).equal(sum_of([values.flip(0)]))
+
+
+def test_zeros_nothing_and_norm_weights_of_zero_count_as_nothing():
+    for gradients in ([], [torch.zeros(5)], [torch.empty(0)], [torch.zeros(3), torch.empty(0, 2)]):
+        maximum = largest(gradients, CPU)
+        assert maximum.equal(torch.zeros((), dtype=torch.float64))
+        assert squares(gradients, [1.0] * len(gradients), maximum).equal(torch.zeros(3, dtype=torch.float64))
+    assert sum_of([torch.ones(4), torch.ones(3)], [1.0, 0.0]) == 4
+    uncounted = squares([torch.ones(4), torch.tensor([math.nan])], [1.0, 0.0], torch.ones((), dtype=torch.float64))
+    assert total(uncounted) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_one_element_that_is_not_finite_is_found(dtype, wrong):
+    values = torch.ones(100_003, dtype=dtype)
+    values[70_001] = wrong
+    maximum = largest([torch.ones(3), values], CPU)
+    assert maximum.isnan() if math.isnan(wrong) else maximum == math.inf
+    finite = squares([torch.ones(3)], [1.0], maximum)
+    assert not total(finite).isfinite()
+    assert not total(finite + squares([values], [0.5], maximum)).isfinite()
+    assert not total(squares([values], [0.5], torch.ones((), dtype=torch.float64))).isfinite()  # if a maximum drops it
+
+
+def test_what_has_no_exact_square_or_product_is_refused():
+    one = torch.ones((), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"dtype torch.float64, expected float32"):
+        squares([torch.ones(2, dtype=torch.float64)], [1.0], one)
+    with pytest.raises(ValueError, match=r"norm weight 0.33.*, expected 0 or a power of two"):
+        squares([torch.ones(2)], [1 / 3], one)
