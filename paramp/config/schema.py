@@ -18,6 +18,7 @@ from ..base.coerce import convert, keys
 from ..base.errors import nearest, one_line, require, shown
 from ..precision.policy import STORAGE, Precision
 from .layout import ParallelConfig
+from .reproducible import MODES, Reproducible, is_power_of_two
 from .training import TrainConfig
 
 DEFAULT_SEED = 1024
@@ -79,6 +80,9 @@ class Config:
     ema: EmaConfig | None = None
     """Average the weights over the steps that are made: ``engine.ema``
     (:class:`~paramp.engine.state.weight_averages.WeightAverages`). None: no averages."""
+    reproducible: bool | Reproducible = False
+    """Train with the same bits on every layout: True, or a table (:class:`~paramp.config.reproducible.Reproducible`).
+    False: sums are made in the order that is fastest."""
     max_skipped_in_a_row: int | None = 50
     """Optimizer steps skipped in a row after which training stops with a diagnosis. None: never."""
     trace_overflow: bool = False
@@ -109,6 +113,8 @@ class Config:
         for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
         object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
+        exact = convert(self.reproducible, bool | Reproducible, "reproducible")
+        object.__setattr__(self, "reproducible", Reproducible() if exact is True else exact)
         stored = self.precision.storing(**{name: getattr(self, name) for name in STORAGE})
         object.__setattr__(self, "precision", stored)
         clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
@@ -122,6 +128,7 @@ class Config:
         require(not (splits and every == "selective"), "activation_checkpointing", every, whole)
         self._check_compile(splits)
         self._check_shard()
+        self._check_reproducible()
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
         for name in ("max_skipped_in_a_row", "check_replicas_every"):
             value = getattr(self, name)
@@ -150,6 +157,20 @@ class Config:
             require(precision.masters != "remainder", "masters", precision.masters, kept)
             added = f"None, because parallel.data.shard is {shard}, and FSDP2 adds gradients up in reduce_dtype"
             require(precision.grad_dtype is None, "grad_dtype", precision.grad_dtype, f"{added}; set that instead")
+
+    def _check_reproducible(self) -> None:
+        """Check what would let bits depend on the layout."""
+        if not isinstance(self.reproducible, Reproducible):
+            return
+        tensor, most, because = self.parallel.tensor.size, self.reproducible.slices, "because reproducible is set"
+        fits = is_power_of_two(tensor) and tensor <= most
+        require(fits, "parallel.tensor.size", tensor, f"a power of two, at most reproducible.slices {most}")
+        mode = self.precision.name
+        require(mode in MODES, "precision", mode, f"one of {', '.join(MODES)}, {because}")
+        require(self.compile is False, "compile", self.compile, f"False, {because}")
+        for name in ("grad_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            require(value is None, name, value, f"None, {because}, and gradients are added up in float32")
 
     @property
     def compile_options(self) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ The user makes a loader as for one process. :func:`shard_loader` gives each data
 order. The ranks of a model group get the same samples. ``batch_size`` is that of one data rank: a step over all data
 ranks has dp times as many samples.
 
+With ``reproducible`` a data rank gets consecutive samples instead, the rank-th part of each global batch.
+
 All ranks get the same number of batches; otherwise some would wait forever in a collective. With ``drop_last`` an
 incomplete last round is dropped. Without it, the first samples are repeated, as in torch's ``DistributedSampler``.
 
@@ -73,7 +75,7 @@ class ShardedBatches(WithPosition, _Batches):
     """:class:`_Batches` with a position for checkpoints."""
 
 
-def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
+def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: bool = False) -> Any:
     """The part of ``loader`` for data rank ``rank`` of ``size``.
 
     A ``DataLoader``, of any subclass, is copied, and the copy gets another sampler. A custom sampler is sharded by
@@ -81,6 +83,8 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     torch's default generator. A sampler that already shards over this axis, such as a ``DistributedSampler``, is kept.
     A loader over an iterable dataset becomes :class:`ShardedBatches`. Anything else is returned unchanged, and so is a
     loader with a true attribute ``is_whole``: every rank reads all of it.
+
+    With ``consecutive`` each batch has consecutive samples of the common order, and all ranks' together too.
 
     The copy has its own generator, which seeds its worker processes: equally in a model group and differently over the
     data axis. For an iterable dataset the seeds are equal on all ranks, because all ranks read the same items.
@@ -98,8 +102,10 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int) -> Any:
     worker_seed = derive_seed(seed, "workers", 0 if iterable else rank)
     changes: dict[str, Any] = {"generator": generator, "_iterator": None}
     if not iterable and not _samplers_that_shard(loader):
+        block = loader.batch_size if consecutive and type(loader.batch_sampler) is BatchSampler else None
+        options: dict[str, Any] = {"block": block or 1}
         changes |= _sharded_samplers(
-            loader, lambda inner, drop: ShardedSampler(inner, rank, size, derive_seed(seed), drop_last=drop)
+            loader, lambda inner, drop: ShardedSampler(inner, rank, size, derive_seed(seed), drop_last=drop, **options)
         )
     kind: Any = type(loader) if iterable else _with_position(type(loader))
     sharded = kind.__new__(kind)
@@ -213,7 +219,9 @@ def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
     axis = context.batch_axis
     for name, loader in loaders.items():
         try:
-            sharded.append(shard_loader(loader, axis.rank, axis.size, derive_seed(context.config.seed, name)))
+            seed = derive_seed(context.config.seed, name)
+            consecutive = bool(context.config.reproducible)
+            sharded.append(shard_loader(loader, axis.rank, axis.size, seed, consecutive=consecutive))
         except ConfigError as error:
             sharded.append(None)
             problems.append(f"{name}: {error}")

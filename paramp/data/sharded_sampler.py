@@ -19,7 +19,9 @@ DRAWS_FROM_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSamp
 
 @dataclass(eq=False)
 class ShardedSampler(Sampler[Any]):
-    """Every ``size``-th item of ``inner``, from item ``rank`` on: indices of samples, or whole batches of them.
+    """One item of each ``size`` of ``inner``, that of ``rank``: indices of samples, or whole batches of them.
+
+    With a ``block``, the ``rank``-th ``block`` items of each ``size`` x ``block``.
 
     ``inner`` draws torch's random numbers from this sampler's own stream, which is equal on all ranks and new in each
     epoch.
@@ -39,7 +41,9 @@ class ShardedSampler(Sampler[Any]):
     skip: int = 0
     """Items of this rank that the next iteration skips."""
     repeats: bool = True
-    """False: without ``drop_last`` a last round is not filled, so that some ranks have an item less."""
+    """False: without ``drop_last`` a last round is not filled, so that some ranks have less."""
+    block: int = 1
+    """Consecutive items of a rank."""
 
     @property
     def num_replicas(self) -> int:
@@ -70,18 +74,19 @@ class ShardedSampler(Sampler[Any]):
         with random:
             items = iter(inner)
         first: list[Any] = []
+        own = slice(self.rank * self.block, (self.rank + 1) * self.block)
         while True:
             with random:
-                round_ = list(itertools.islice(items, self.size))
+                round_ = list(itertools.islice(items, self.size * self.block))
             first = first or round_
-            missing = self.size - len(round_)
+            missing = self.size * self.block - len(round_)
             if not round_ or (missing and self.drop_last):
                 return
             if missing and not self.repeats:
-                yield from round_[self.rank : self.rank + 1]
+                yield from round_[own]
                 return
-            yield [*round_, *itertools.islice(itertools.cycle(first), missing)][self.rank]
+            yield from [*round_, *itertools.islice(itertools.cycle(first), missing)][own]
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.inner), self.size)  # type: ignore[arg-type]
-        return whole + (rest > 0 and not self.drop_last)
+        whole, rest = divmod(len(self.inner), self.size * self.block)  # type: ignore[arg-type]
+        return self.block * (whole + (rest > 0 and not self.drop_last))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
@@ -23,12 +23,17 @@ from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from .compute_context import ComputeContext
-from .evaluation import is_loader, run_loader
+from .evaluation import evaluation_mode, is_loader, run_loader
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss
+from .reproducible.chunks import ChunkRun
 from .shared_failure import SharedFailure
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
+WHOLE_BATCH = (
+    "engine(x) and engine.backward(loss) cannot train with reproducible, which runs each batch in chunks; call "
+    "engine.forward_backward(x, y), or engine.eval() first to look at outputs"
+)
 Seen = list[tuple[Any, Any]]
 """The detached output and the target of each microbatch."""
 
@@ -52,12 +57,17 @@ class BatchRunner:
         failure: SharedFailure,
         observers: list[Observer],
         context: ParallelContext,
+        chunks: ChunkRun | None = None,
     ) -> None:
+        """``chunks``: with the same bits on every layout, what runs a batch in chunks."""
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
         pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone) if config.size > 1 else None
         self.pipeline = pipeline
         self._compute = ComputeContext.in_layout(context)
+        self._chunks = chunks
+        if chunks is not None:
+            self._compute = replace(self._compute, exact=chunks.functions)
         self.criterion = CheckedCriterion(criterion, own_loss, self._compute)
         self._observers = observers
         self._stages = stages
@@ -103,7 +113,9 @@ class BatchRunner:
         if not backward:
             self._run(microbatches, loss)
             return
-        losses.begin_backward(batch.num_targets / self.num_microbatches, batch)
+        losses.begin_backward(batch.num_targets / (len(microbatches) or self.num_microbatches), batch)
+        if self._chunks is not None:  # now that the gradients of a past step are dropped
+            microbatches = self._begin_chunks(microbatches)
         with losses.failing():
             self._run(microbatches, loss, backward=True, overlap=losses.in_last_call)
 
@@ -153,9 +165,11 @@ class BatchRunner:
             tracer.see_scaled(scaled)
             return scaled
 
+        if self._chunks is not None:
+            self._chunks.place.call = call.number
         self._observers.append(tracer)
         try:
-            self._run(call.batch.split(self.num_microbatches), loss, backward=True)
+            self._run(call.batch.split(self._num_parts(call.batch)), loss, backward=True)
         finally:
             self._observers.remove(tracer)
         if (failure := self._failure.take()) is not None:
@@ -164,6 +178,8 @@ class BatchRunner:
     def run_backward(self, loss: Loss) -> None:
         """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
         losses, loss = self._losses, self.criterion.counted(loss)
+        if self._chunks is not None:
+            raise RuntimeError(WHOLE_BATCH)
         losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
@@ -179,6 +195,8 @@ class BatchRunner:
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
+        if training and self._chunks is not None:
+            raise RuntimeError(WHOLE_BATCH)
         if self.pipeline is None:
             batch = Batch.called_with(args, kwargs).unwrapped()
             self._first_batches.check(training, batch)
@@ -212,12 +230,24 @@ class BatchRunner:
         try:
             self._first_batches.check(training, batch)
             if problem is None:
-                return batch, batch.split(self.num_microbatches)
+                return batch, batch.split(self._num_parts(batch) if training else self.num_microbatches)
         except ConfigError as error:
             problem = error
         assert problem is not None
         self._failure.record(problem)
         return batch, []
+
+    def _num_parts(self, batch: Batch) -> int:
+        """The number of microbatches of a batch that is trained on."""
+        return self.num_microbatches if self._chunks is None else self._chunks.count(batch.size)
+
+    def _begin_chunks(self, microbatches: list[Batch]) -> list[Batch]:
+        """``microbatches``; none if data ranks have different numbers of them, which is recorded as a failure."""
+        assert self._chunks is not None
+        problem = self._chunks.begin(microbatches)
+        if problem is not None:
+            self._failure.record(problem)
+        return microbatches if problem is None else []
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -285,7 +315,7 @@ class BatchRunner:
             with span(self._observers, "loss", 0, index):
                 value = loss(output, microbatch)
             if before_last_backward is not None:
-                if index == self.num_microbatches - 1:
+                if index == len(microbatches) - 1:
                     before_last_backward()
                 with span(self._observers, "backward", 0, index):
                     value.backward()
@@ -358,18 +388,6 @@ def joined(seen: Seen) -> tuple[Any, Any]:
     """The outputs and targets of all microbatches, concatenated; outputs are gathered if they are sharded."""
     outputs, targets = zip(*seen, strict=True)
     return join([map_tensors(full_tensor, output) for output in outputs]), join(list(targets))
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """A context in which every module in ``module`` is in evaluation mode; on exit each returns to its own mode."""
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes.items():  # some may have been in evaluation mode on purpose
-            child.training = training
 
 
 def _no_loss(output: Any, _: Batch) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor
 from ..distributed.context import ParallelContext, current_context
+from ..parallel.reproducible.functions import ExactFunctions
 from ..precision.autocast import computing, widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16
@@ -35,6 +36,9 @@ class ComputeContext:
     """``emulate_fp16`` of the configuration. ``"auto"`` or None: if the device has no fp16 arithmetic."""
     sharded: bool = False
     """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
+
+    exact: ExactFunctions | None = None
+    """What makes functions of torch have the same bits on every layout; None: they run as they are."""
 
     @staticmethod
     def of(model: nn.Module, precision: Precision) -> ComputeContext:
@@ -66,7 +70,10 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
-        with emulate_fp16(self.emulate), compute(self.precision, self.device.type):
+        exact = nullcontext() if self.exact is None else self.exact
+        if self.exact is not None:
+            self.exact.begin_chunk()
+        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), exact:
             yield
 
     def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
@@ -75,4 +82,4 @@ class ComputeContext:
             return nullcontext()
         from ..parallel.tensor.loss import vocab_parallel_loss  # imports DTensor, which other layouts do not need
 
-        return vocab_parallel_loss(others=not in_model)
+        return vocab_parallel_loss(others=not in_model, computes=self.exact is None)

@@ -31,6 +31,7 @@ from ..parallel.stage import Stages
 from ..precision.policy import LossScaling
 from .batch_runner import BatchRunner
 from .loss_window import Criterion, Loss, LossWindow, OwnLoss, StepGradients
+from .reproducible.setup import chunk_run
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
@@ -74,15 +75,16 @@ class Engine:
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
-        self._stages = stages
-        self._params = params
-        self._weights = weights
+        self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
         losses = self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
-        self._runner = BatchRunner(stages, weights, criterion, own_loss, losses, self._failure, self.observers, context)
-        self.ema = WeightAverages(params, losses, context.config.ema.decay) if context.config.ema else None
         self._counters = StepCounters(device)
+        chunks = chunk_run(stages, params, losses, self._counters, self.observers)
+        self._runner = BatchRunner(
+            stages, weights, criterion, own_loss, losses, self._failure, self.observers, context, chunks
+        )
+        self.ema = WeightAverages(params, losses, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(weights, params.first_names, self.scaler, losses, self._counters, self.ema, context)
         self._optimizer_step = step
@@ -308,8 +310,8 @@ class Engine:
     def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
         """Write a checkpoint to the folder ``path``; :meth:`load` reads it in any layout. Every rank calls it.
 
-        It holds weights (or their masters), optimizer, scaler, scheduler, random streams, loader positions and the
-        configuration. The folder, which all machines share, appears when it is complete, and replaces an older one.
+        It holds weights (or masters), optimizer, scaler, scheduler, random streams, loader positions, configuration.
+        The folder, which all machines share, appears when it is complete, and replaces an older one.
 
         Args:
             wait: False returns when all values are copied to the CPU, and writes in the background. The next save,
@@ -317,8 +319,7 @@ class Engine:
             then: called on every rank after writing; without ``wait`` from another thread.
 
         Raises:
-            CheckpointError: on every rank, without ``wait`` by the next call: something cannot be saved or written,
-                ``then`` failed, or gradients are being accumulated.
+            CheckpointError: on every rank, without ``wait`` by the next call: it cannot be written, or ``then`` failed.
         """
         self._state.save(path, wait=wait, then=then)
 

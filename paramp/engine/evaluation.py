@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..base.errors import ConfigError
 from ..data.dataloader import each_sample_once
@@ -39,6 +41,18 @@ class _SampleTotals:
         self._num_left -= 1
         if self._num_left >= 0:
             self._totals += torch.where(added[2] > 0, added, added * self._samples)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """A context in which every module in ``module`` is in evaluation mode; on exit each returns to its own mode."""
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes.items():  # some may have been in evaluation mode on purpose
+            child.training = training
 
 
 def is_loader(inputs: Any) -> bool:

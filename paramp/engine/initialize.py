@@ -26,11 +26,12 @@ from ..distributed.context import ParallelContext
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
-from ..parallel.stage import Joined, tie_stages
+from ..parallel.stage import tie_stages
 from . import model_setup as setup
 from .engine import Engine
 from .loss_window import Criterion
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
+from .reproducible import setup as exact
 from .state.model_tensors import ParamChunks
 
 if TYPE_CHECKING:
@@ -76,23 +77,23 @@ def initialize(
     model, options = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = setup.build_optimizers(optimizer, model)
+    place = exact.prepare(context, model, optimizers)
     setup.prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     names_of = setup.read_names(model, optimizers, context)
     adapter = adapter_for(model)
-    styles = setup.plan_layers(adapter, plan, context)
+    styles = setup.plan_layers(adapter, plan, context) if place is None else exact.sliced_layers(adapter, plan, place)
     to_float8, overflow = setup.float8_conversion(model, styles, context)
     fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
-    own = Joined(all_stages[index] for index in context.local_stages)
+    own = exact.watched(place, all_stages, styles, context)
     CheckpointedBlocks(model, context.config.activation_checkpointing).apply(own.parts)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
     compiled = CompiledBlocks(model, options, context)
     units = setup.shard(own, styles, fill, stored, to_float8, repeated_blocks(model), context)
     ties = tie_stages(names_of, all_stages, own.module, context)
     weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, units, context)
-    first_names = {name: names[0] for names in names_of.values() for name in names}
-    params = ParamChunks(own.module, weights, ties, context, first_names, shapes, sum(one.numel() for one in names_of))
+    params = ParamChunks(own.module, weights, ties, context, names_of, shapes)
     engine = Engine(setup.make_stages(own, compiled, units, context), params, built, criterion, own_loss, overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)

@@ -29,6 +29,7 @@ from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch, loss_in
 from ..precision.autocast import moved
 from .compute_context import ComputeContext
+from .reproducible.totals import ChunkTotals, terms_of
 from .shared_failure import SharedFailure
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -195,9 +196,8 @@ class LossWindow:
         self._handles: list[RemovableHandle] = []  # during a backward of the user's, and until the next call
         self._has_other = False  # True if it accumulated gradients
         self.gradients, self.batches = gradients, batches
-        num_microbatches = context.config.parallel.pipeline.num_microbatches
-        self.size = num_microbatches * self._accumulation * context.batch_axis.size
-        self.totals = self.no_losses()
+        self.size = context.config.parallel.pipeline.num_microbatches * self._accumulation * context.batch_axis.size
+        self.totals: torch.Tensor | ChunkTotals = self.no_losses()
         self._one_loss = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=self._device)
         self.count_unit: float | None = None
 
@@ -360,7 +360,7 @@ class LossWindow:
                 "criterion: got a loss without a gradient, expected one that depends on the model's output; do not "
                 "detach it, and compute it in torch"
             )
-        self.totals += parts
+        self.totals.add_(parts)
         scaled = self._scaler.scale(value)
         return scaled / self.size if self.size > 1 else scaled
 
@@ -379,9 +379,8 @@ class LossWindow:
 
         The totals are zeros except on the one rank of each model group whose losses count.
         """
-        totals = self.totals if totals is None else totals
-        counted = totals if self._context.counts_loss else torch.zeros_like(totals)
-        return torch.cat([counted, self.failure.flag()])
+        own = terms_of(self.totals if totals is None else totals, self._context)
+        return torch.cat([own, self.failure.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
         """The mean loss over the ``totals`` of all ranks (None: of the window so far), 0-dim float32.

@@ -20,7 +20,7 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, one_line
 from ..base.module_surgery import named_tensors, num_hooks, resolved
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.axes import broadcast_replicas, tensor_mesh
+from ..distributed.axes import broadcast_replicas
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext, TiedParameter, get_context
 from ..distributed.mesh_roles import BATCH
@@ -46,6 +46,7 @@ from ..precision.float8_layers import choose_layers
 from ..precision.policy import Precision
 from .compute_context import ComputeContext
 from .engine import Engine
+from .reproducible.setup import apply_styles
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -312,10 +313,7 @@ def shard(
     broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
     whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
-    if styles and context.tensor_axis.size > 1:
-        from ..parallel.tensor.plan import apply_plan
-
-        apply_plan(module, styles, tensor_mesh(context))
+    apply_styles(module, styles, context)
     stages.take_over(module)
     units = ShardedUnits(stages.parts, blocks, context) if context.config.parallel.shard > 1 else None
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
@@ -364,7 +362,8 @@ def make_stages(
     compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
-    stage = functools.partial(Stage, precision=context.config.precision, device=context.device)
+    exact = bool(context.config.reproducible)
+    stage = functools.partial(Stage, precision=context.config.precision, device=context.device, keeps_dtypes=exact)
     stream = functools.partial(context.activation_stream, engine=context.num_engines)
     return Stages(
         stages,

@@ -6,10 +6,11 @@ computed from it stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..base.errors import ConfigError
 from ..distributed.collectives import all_reduce_
@@ -22,6 +23,7 @@ from ..optim.fused_step import Step, choose_step
 from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
+from ..optim.reproducible import squares as exact
 from ..optim.sharded_gradients import differing_orders, order_of_units
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from .loss_window import LossWindow
@@ -103,8 +105,22 @@ def _local_findings(found_inf: torch.Tensor, gradients: FlatGradients, context: 
     zeros = torch.zeros((), dtype=torch.float64, device=context.device)
     if context.config.precision.log_num_zeros:
         zeros = count_zeros(*gradients.for_zero_count(), context.device)
-    squares = norm_power(*gradients.for_norm(), 2.0, context.device, sums_for(context))
+    if context.config.reproducible:
+        squares = _exact_squares(*gradients.for_norm(), context)
+    else:
+        squares = norm_power(*gradients.for_norm(), 2.0, context.device, sums_for(context))
     return torch.stack([found_inf.double(), squares, zeros])
+
+
+def _exact_squares(
+    gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], context: ParallelContext
+) -> torch.Tensor:
+    """The sum of squares over the world on its first rank, and 0 on the others; a collective of the world."""
+    largest = exact.largest(gradients, context.device)
+    all_reduce_(largest, op=dist.ReduceOp.MAX)
+    bins = exact.squares(gradients, norm_weights, largest)
+    all_reduce_(bins)
+    return exact.total(bins) if dist.get_rank() == 0 else torch.zeros_like(largest)
 
 
 def _absent(

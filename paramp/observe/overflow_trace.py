@@ -151,7 +151,7 @@ def trace_overflow(
     context = agreed_call("trace_overflow", context, check)
     stages = OwnModel(model, context)
     window = Window(stages, _random_device() if len(own[0].random) > 1 else torch.device("cpu"))
-    window.calls = [Call(_Given.of_user(one.batch), (one.random, [])) for one in own]
+    window.calls = [Call(_Given.of_user(one.batch), (one.random, []), number) for number, one in enumerate(own)]
     window.end(torch.tensor(scale, dtype=torch.float32, device=stages.device))
 
     def rerun(call: Call, scale: torch.Tensor, tracer: Tracer) -> None:

@@ -18,10 +18,11 @@ RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 
 class Call(NamedTuple):
-    """One call of ``forward_backward``: a reference to its batch, and the random states before it."""
+    """One call of ``forward_backward``: a reference to its batch, the random states before it, its index."""
 
     batch: Batch
     random: RandomStates
+    number: int
 
 
 class Window:
@@ -43,7 +44,12 @@ class Window:
         if batch is None:
             self.calls = None
         elif self.calls is not None:
-            self.calls.append(Call(batch, self._random_states()))
+            self.calls.append(Call(batch, self._random_states(), len(self.calls)))
+
+    @property
+    def last_index(self) -> int:
+        """The index in the window of the call that was added last."""
+        return max(0, len(self.calls or ()) - 1)
 
     @property
     def is_open(self) -> bool:

@@ -142,7 +142,7 @@ class Pipeline:
             for stage in stages:
                 stage.link_device = torch.device("cpu")  # gloo does not send CUDA tensors reliably
         self._link_device = self._linked[0].stage.link_device
-        self._schedules: dict[tuple[Any, bool, bool], _Ready] = {}
+        self._schedules: dict[tuple[Any, int, bool, bool], _Ready] = {}
         self._loss: Callable[[Any, Batch], torch.Tensor] | None = None
         self._failure: Exception | None = None
         self._check = check
@@ -174,7 +174,7 @@ class Pipeline:
         if self.overlaps:
             self._before_last_backward = before_last_backward
         self._stages.align_modes()
-        schedule = self._schedule(microbatches[0], backward)
+        schedule = self._schedule(microbatches, backward)
         first, last = self._linked[0].stage, self._linked[-1].stage
         for linked in self._linked:
             linked.microbatches = microbatches
@@ -230,20 +230,19 @@ class Pipeline:
                 return ValueError(unfrozen(name, "requires a gradient"))
         return None
 
-    def _schedule(self, microbatch: Batch, backward: bool) -> Any:
-        key = (microbatch.key(), backward, self._stages.module.training)
+    def _schedule(self, microbatches: Sequence[Batch], backward: bool) -> Any:
+        key = (microbatches[0].key(), len(microbatches), backward, self._stages.module.training)
         if key not in self._schedules:
             if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = self._new_schedule(microbatch, backward)
+            self._schedules[key] = self._new_schedule(microbatches, backward)
         ready = self._schedules[key]
         for linked, received, sent in zip(self._linked, ready.received, ready.sent, strict=True):
             linked.received, linked.sent = received, sent
         return ready.schedule
 
-    def _new_schedule(self, microbatch: Batch, backward: bool) -> _Ready:
-        num_microbatches = self._config.num_microbatches
-        received, sent = self._probe(microbatch)
+    def _new_schedule(self, microbatches: Sequence[Batch], backward: bool) -> _Ready:
+        received, sent = self._probe(microbatches[0])
         number = torch.empty(1, dtype=torch.int64, device="meta")
         stand_in = torch.empty(1, device="meta")
         stages = [
@@ -257,7 +256,7 @@ class Pipeline:
         ]
         single = not self._config.row.any_stages and self._config.row.stages_per_rank == 1
         schedule = self._schedule_class(
-            stages[0] if single else stages, num_microbatches, loss_fn=self._call_loss, scale_grads=False
+            stages[0] if single else stages, len(microbatches), loss_fn=self._call_loss, scale_grads=False
         )
         if not backward and not single:
             _remove_backwards(schedule)
@@ -322,7 +321,7 @@ class Pipeline:
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
                 output = stage(*args, **microbatch.kwargs)
-                return None if stage.is_last else StageOutput.describe(output, stage.precision)
+                return None if stage.is_last else stage.describe(output)
         finally:
             stage.random = random
 

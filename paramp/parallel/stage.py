@@ -28,6 +28,7 @@ from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from .fsdp.units import ShardedUnits
+from .reproducible.functions import ExactFunctions
 from .stage_io import StageOutput
 
 
@@ -43,7 +44,9 @@ class Stage(nn.Module):
         is_first: bool,
         is_last: bool,
         random: AbstractContextManager[Any] | None = None,
+        keeps_dtypes: bool = False,
     ) -> None:
+        """``keeps_dtypes``: hidden states are exchanged as they are, not in the mode's compute dtype."""
         super().__init__()
         self.module = module
         self.precision = precision
@@ -53,6 +56,7 @@ class Stage(nn.Module):
         self.link_device = device
         """The device of tensors that are sent and received: the CPU if the backend cannot send from ``device``."""
 
+        self.keeps_dtypes = keeps_dtypes
         self._keywords = None if is_first else _keywords_of(module)
         self.random = random or nullcontext()
         """The random stream for dropout, entered for the forward."""
@@ -76,7 +80,11 @@ class Stage(nn.Module):
 
     def receive(self, stage_output: StageOutput, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The input of this stage, from the ``tensors`` that the stage before sent."""
-        return stage_output.unpack(tensors, self.device, self.precision.weights)
+        return stage_output.unpack(tensors, self.device, None if self.keeps_dtypes else self.precision.weights)
+
+    def describe(self, output: Any) -> StageOutput:
+        """The description of ``output``, that of this stage, for the next one."""
+        return StageOutput.describe(output, None if self.keeps_dtypes else self.precision.compute)
 
 
 def _keywords_of(module: nn.Module) -> frozenset[str] | None:
@@ -96,6 +104,7 @@ class Stages(nn.Module):
         self.module = joined.module
         """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
+        self.functions = joined.functions
         self.training = self.module.training
         self._joined = joined
         self._units = units
@@ -136,6 +145,8 @@ class Joined:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = list(parts)
+        self.functions: ExactFunctions | None = None
+        """What the modules call of torch, if training is reproducible."""
         # (a part's copy of a module, the joint copy, the names of the children that both share)
         self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []
         self.module = self._join(self.parts)

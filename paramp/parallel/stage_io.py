@@ -3,7 +3,7 @@
 A stage returns a tree of tensors and other values. torch's schedules send floating-point tensors, each of which gets a
 gradient back. Therefore
 
-    a tensor that depends on weights            is sent in the compute dtype
+    a tensor that depends on weights            is sent in the compute dtype (reproducible: in its own)
     other tensors (tokens, masks, tables)       are sent unchanged, the bytes of all of them in one tensor
     numbers, shapes, None, tuples of those      are not sent: they are constant for one shape of the batch
 
@@ -22,7 +22,6 @@ import torch
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.trees import leaves, map_leaves
-from ..precision.policy import Precision
 
 CONSTANTS = (
     *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
@@ -86,9 +85,12 @@ class StageOutput:
     """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
 
     @staticmethod
-    def describe(values: Any, precision: Precision) -> StageOutput:
-        """Describe ``values``, a stage's output that was computed with gradients enabled."""
-        return StageOutput(map_leaves(lambda path, value: _describe(path, value, precision), values))
+    def describe(values: Any, dtype: torch.dtype | None) -> StageOutput:
+        """Describe ``values``, a stage's output that was computed with gradients enabled.
+
+        ``dtype``: of the differentiable tensors that are sent. None: their own.
+        """
+        return StageOutput(map_leaves(lambda path, value: _describe(path, value, dtype), values))
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tensors to send for ``values``, which have to match the description, on ``device``."""
@@ -114,8 +116,8 @@ class StageOutput:
             differentiable.append(carrier.requires_grad_(torch.is_grad_enabled()))
         return tuple(differentiable)
 
-    def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, weights: torch.dtype) -> Any:
-        """The values packed in ``tensors``, on ``device``; differentiable ones in the dtype ``weights``."""
+    def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, dtype: torch.dtype | None) -> Any:
+        """The values packed in ``tensors``, on ``device``; differentiable ones in ``dtype``, or as they were sent."""
         if torch.is_grad_enabled():
             tensors = _Received.apply(*tensors)
         differentiable = iter(tensors)
@@ -123,7 +125,7 @@ class StageOutput:
 
         def value(_: str, leaf: Differentiable | Fixed | Constant) -> Any:
             if isinstance(leaf, Differentiable):
-                return next(differentiable).to(device, weights)
+                return next(differentiable).to(device, dtype or leaf.dtype)
             if isinstance(leaf, Fixed):
                 return next(fixed).to(device)
             return device if isinstance(leaf.value, torch.device) else leaf.value
@@ -156,11 +158,17 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _describe(path: str, value: Any, precision: Precision) -> Differentiable | Fixed | Constant:
+def _describe(path: str, value: Any, dtype: torch.dtype | None) -> Differentiable | Fixed | Constant:
     if isinstance(value, torch.Tensor):
         shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
-        return Differentiable(shape, precision.compute) if differentiable else Fixed(shape, value.dtype)
+        if differentiable and dtype is None and not plain(value).is_contiguous():
+            raise ConfigError(
+                f"reproducible: a pipeline stage returns a strided tensor{path and f' at {path}'}, which the next one "
+                "gets contiguous, so that kernels may give other bits than in one process; split elsewhere "
+                "(parallel.pipeline.split), or return tensor.contiguous()"
+            )
+        return Differentiable(shape, dtype or value.dtype) if differentiable else Fixed(shape, value.dtype)
     if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(

@@ -73,6 +73,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "blocks computed again in the backward: full, selective, or every N-th",
         ),
         Flag("--compile", "compile", bool, None, "compile the repeated blocks and the optimizer step"),
+        Flag("--reproducible", "reproducible", bool, None, "the same bits on every layout"),
         Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order"),
         Flag("--eval-every", "train.eval_every", int, "N", "steps between evaluations"),
     ),

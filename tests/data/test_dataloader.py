@@ -437,3 +437,28 @@ def test_skipping_batches_draws_no_random_numbers():
     torch.manual_seed(1)
     assert after == torch.rand(())
     next(batches)
+
+
+def consecutive(dataset, batch_size, size, **options):
+    """The batches of each rank, where ranks get consecutive parts of each global batch."""
+    loader = DataLoader(dataset, batch_size=batch_size, **options)
+    return [list(shard_loader(loader, rank, size, 7, consecutive=True)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_consecutive_parts_join_to_the_batches_of_one_rank(shuffle):
+    (whole,) = consecutive(range(48), 8, 1, shuffle=shuffle)
+    for size in (2, 4):
+        parts = consecutive(range(48), 8 // size, size, shuffle=shuffle)
+        assert [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)] == [one.tolist() for one in whole]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_incomplete_last_batch_is_filled_or_dropped_on_all_ranks(drop_last):
+    (whole,) = consecutive(range(21), 8, 1, drop_last=drop_last)
+    parts = consecutive(range(21), 4, 2, drop_last=drop_last)
+    assert [len(part) for part in parts] == [len(whole)] * 2 == [2 if drop_last else 3] * 2
+    joined = [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)]
+    assert joined == [one.tolist() for one in whole]
+    if not drop_last:
+        assert joined[-1] == [16, 17, 18, 19, 20, 0, 1, 2]

@@ -22,6 +22,7 @@ PARTS = {
     "checkpoints": ["tests/checkpoint"],
     "chaos": ["tests/system/test_chaos.py", "tests/engine/test_checkpoint_manager.py"],
     "fuzz": ["tests/system/test_fuzz.py"],
+    "reproducible": ["tests/system/test_reproducible.py", "tests/tools/test_verify_exact.py"],
     "sequences": ["tests/system/test_sequences.py"],
     "compat": ["tests/compat", "tests/integrations"],
     "models": ["tests/models", "tests/parallel"],

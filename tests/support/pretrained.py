@@ -61,9 +61,10 @@ Importing from the submodules is much faster than from transformers.
 """
 
 
-def build(family: str) -> torch.nn.Module:
-    """The model of ``family``, in fp32, the same on every call."""
+def build(family: str, **changes: Any) -> torch.nn.Module:
+    """The model of ``family``, in fp32, the same on every call; ``changes`` of its configuration."""
     folder, kind, options = FAMILIES[family]
+    options = options | changes
     module = importlib.import_module(f"transformers.models.{folder}")
     torch.manual_seed(5)
     model = getattr(module, kind)(_configuration(folder, getattr(module, kind), options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -37,12 +37,20 @@ class ParamChunks:
     weights: FlatWeights
     ties: Sequence[TiedParameter]
     context: ParallelContext
-    first_names: Mapping[str, str]
-    """Any name of a parameter of the whole model -> its first."""
+    names_of: InitVar[Mapping[nn.Parameter, list[str]]]
+    """All names of each parameter of the whole model, as it was given. They are not kept: they have its memory."""
     shapes: Mapping[str, torch.Size]
     """The shapes of this rank's parameters in the whole model; a tensor-parallel style may store other shapes."""
-    num_parameters: int
+
+    first_names: Mapping[str, str] = field(init=False)
+    """Any name of a parameter of the whole model -> its first."""
+    num_parameters: int = field(init=False)
     """The elements of the whole model's parameters, tied ones once."""
+
+    def __post_init__(self, names_of: Mapping[nn.Parameter, list[str]]) -> None:
+        first_names = {name: names[0] for names in names_of.values() for name in names}
+        object.__setattr__(self, "first_names", first_names)
+        object.__setattr__(self, "num_parameters", sum(one.numel() for one in names_of))
 
     def model_name(self, name: str) -> str:
         """The parameter ``name`` in a checkpoint."""

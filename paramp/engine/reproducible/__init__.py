@@ -1,0 +1,1 @@
+"""Training with the same bits on every layout: setting it up, and running batches in chunks."""

@@ -1,0 +1,123 @@
+"""A batch in chunks of the same number of samples in every layout."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ...base.errors import ConfigError
+from ...distributed.context import ParallelContext
+from ...optim.reproducible.chunk_gradients import ChunkGradients
+from ...parallel.batches import Batch
+from ...parallel.reproducible.functions import ExactFunctions
+from ..loss_window import LossWindow
+from ..step_result import StepCounters
+from .totals import ChunkTotals
+
+
+class ChunkRun:
+    """Runs a batch chunk by chunk: it tells where each is, and adds up its gradients.
+
+    An :class:`~paramp.base.spans.Observer` of the engine, which learns from the spans which chunk runs.
+    """
+
+    def __init__(
+        self,
+        functions: ExactFunctions,
+        gradients: ChunkGradients,
+        losses: LossWindow,
+        counters: StepCounters,
+        context: ParallelContext,
+    ) -> None:
+        self.functions = functions
+        self.place = functions.place
+        self._losses = losses
+        self._gradients = gradients
+        self._counters = counters
+        self._axis = context.batch_axis
+        self._device = context.device
+        self._accumulation = context.config.gradient_accumulation
+        self._window_chunks = 1
+        self._num_chunks = 0
+
+    def count(self, num_samples: int) -> int:
+        """The chunks of a batch of ``num_samples`` on this data rank.
+
+        Raises:
+            ConfigError: it does not divide into chunks.
+        """
+        chunk = self.place.chunk
+        if num_samples == 0 or num_samples % chunk:
+            raise ConfigError(
+                f"batch: got {num_samples} samples on each data rank, expected a multiple of reproducible.chunk {chunk}"
+            )
+        return num_samples // chunk
+
+    def begin(self, chunks: Sequence[Batch]) -> ConfigError | None:
+        """Begin a backward of ``chunks``, none after a failure; a collective of data ranks.
+
+        Returns:
+            The error, if data ranks or calls of a window have different numbers of them, or data ranks different
+            shapes; not raised, so that no rank waits.
+        """
+        num_chunks, shapes = len(chunks), _digest(chunks)
+        losses, call = self._losses, self._losses.batches.last_index
+        if torch.get_num_threads() != 1:  # changed since initialize
+            torch.set_num_threads(1)
+        self.place.step, self.place.call = sum(self._counters.read()[:2]), call
+        self._num_chunks = num_chunks
+        bounds = torch.tensor([num_chunks, -num_chunks, shapes, -shapes], device=self._device)
+        if self._axis.size > 1:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._axis.group)
+        most, minus_least, largest, minus_smallest = bounds.tolist()
+        least = -minus_least
+        self._gradients.begin_call(max(num_chunks, 1))
+        if call == 0:  # the same on all ranks, which add up their losses even if one has failed
+            self._window_chunks = max(most, 1)
+        of_call = self._window_chunks * self._axis.size
+        losses.size = of_call * self._accumulation
+        if isinstance(losses.totals, ChunkTotals):
+            losses.totals.num_chunks = of_call
+        if num_chunks and (most != least or num_chunks != self._window_chunks):
+            others = f"from {least} to {most}" if most != least else f"{self._window_chunks} in the call before"
+            return ConfigError(
+                f"batch: got {num_chunks} chunks of {self.place.chunk} samples on this data rank, but {others}; "
+                "reproducible needs the same number on all data ranks and in all calls of a window: drop the last batch"
+            )
+        if least and largest != -minus_smallest:
+            return ConfigError(
+                f"batch: got chunks of {chunks[0]} on this data rank, and others on other data ranks; reproducible "
+                "needs chunks of the same shapes: pad all samples to one length"
+            )
+        return None
+
+    def begin_call(self) -> None:
+        """Part of the observer interface; not needed here."""
+
+    @contextmanager
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Run an operation of the chunk ``microbatch`` of this rank."""
+        if microbatch is None:
+            yield
+            return
+        place = self.place
+        place.first_sample = (self._axis.rank * self._num_chunks + microbatch) * place.chunk
+        if kind == "forward":
+            self.functions.begin_chunk()
+        yield  # a failure leaves gradients of the chunk behind, which are dropped with its window
+        if kind in ("backward", "backward weight"):
+            try:
+                self._gradients.end_chunk(stage or 0, microbatch)
+            except RuntimeError as error:  # on this rank alone: others wait for it in the schedule
+                self._losses.failure.record(error)
+
+
+def _digest(chunks: Sequence[Batch]) -> int:
+    """A number for the shapes and dtypes of the tensors in a chunk."""
+    leaves = chunks[0].leaves() if chunks else ()
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return zlib.crc32(repr(shapes).encode())

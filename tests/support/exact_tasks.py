@@ -1,0 +1,240 @@
+"""What is trained with the same bits on every layout: models, their batches, optimizers and losses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paramp.models import GPT, GPTConfig, ViT, ViTConfig
+
+VOCAB = 100
+LENGTH = 16
+
+
+def gpt(num_heads: int = 4, **changes: Any) -> nn.Module:
+    """Tied embeddings, dropout, gradients of norms and biases that are not small."""
+    sizes = {"num_layers": 4, "width": 64, "max_seq_len": LENGTH, "vocab_size": VOCAB, "init_std": 0.06}
+    return GPT(GPTConfig(num_heads=num_heads, **{"dropout": 0.1, **sizes, **changes}))
+
+
+def tokens(size: int = 4, length: int = LENGTH) -> Callable[[int], Any]:
+    """The global batch of a call: tokens, and the ones that follow them."""
+
+    def batch(call: int) -> Any:
+        drawn = torch.randint(0, VOCAB, (size, length + 1), generator=torch.Generator().manual_seed(call))
+        return drawn[:, :-1], drawn[:, 1:]
+
+    return batch
+
+
+def next_token(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that decays matrices only."""
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+def labelled(call: int) -> Any:
+    """The global batch of a call, for a model that computes its own loss."""
+    drawn, _ = tokens()(call)
+    labels = drawn.masked_fill(torch.rand(drawn.shape, generator=torch.Generator().manual_seed(call)) < 0.3, -100)
+    return ({"input_ids": drawn, "labels": labels},)
+
+
+def hugging_face(name: str, **changes: Any) -> nn.Module:
+    """A small model of transformers with random weights."""
+    from pretrained import build
+
+    return build(name, **changes)
+
+
+def lora() -> nn.Module:
+    """A Llama whose adapters are trained, with dropout."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+        import peft
+
+        targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+        options = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=targets, init_lora_weights=False)
+        return peft.get_peft_model(hugging_face("Llama"), options)
+
+
+def output_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return next_token(output.logits, targets)
+
+
+def convolutional() -> nn.Module:
+    """Images (batch, 3, 8, 8) to logits (batch, 10)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((3, 8, 1), (8, 16, 2), (16, 16, 1), (16, 32, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.GroupNorm(4, outputs), nn.SiLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(32, 10))
+
+
+def images(call: int) -> Any:
+    """The global batch of a call: images (4, 3, 8, 8) and classes."""
+    generator = torch.Generator().manual_seed(call)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+def vit(**changes: Any) -> nn.Module:
+    sizes = {"num_layers": 4, "num_heads": 4, "width": 64, "image_size": 8, "patch_size": 2, "num_classes": 12}
+    return ViT(ViTConfig(**{"dropout": 0.1, "init_std": 0.1, **sizes, **changes}))
+
+
+class Residual(nn.Module):
+    """A block of one's own; ``kind`` names what is special in it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.inner = nn.Linear(32, 32)
+        self.other = self.inner if kind == "shared module" else nn.Linear(32, 32)
+        if kind == "shared parameter":
+            self.other.weight = self.inner.weight
+        if kind == "frozen":
+            self.up.requires_grad_(False)
+            self.norm.requires_grad_(False)
+            self.other.requires_grad_(False)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "changing buffer":
+            self.seen += 1
+        x = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        x = x + torch.tanh(self.inner(x))
+        if self.kind == "called twice":
+            x = x + torch.tanh(self.inner(x))
+        return x if self.kind == "unused" else x + torch.sigmoid(self.other(x))
+
+
+def own(kind: str) -> nn.Module:
+    """Tokens to logits."""
+    return nn.Sequential(
+        nn.Embedding(VOCAB, 32), *(Residual(kind) for _ in range(4)), nn.LayerNorm(32), nn.Linear(32, VOCAB)
+    )
+
+
+class Uneven(nn.Module):
+    """Tokens to logits. No dim divides by 2; some parameters have one row, no gradient at all, or not always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB + 1, 15)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(nn.Linear(15, 15) for _ in range(3))
+        self.frozen = nn.Linear(15, 15).requires_grad_(False)
+        self.unused = nn.Linear(15, 7)
+        self.sometimes = nn.Linear(15, 15)
+        self.head = nn.Linear(15, VOCAB + 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens) * self.scale
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        x = x + torch.tanh(self.frozen(x))
+        if int(tokens[0, 0]) % 16 == 0:
+            x = x + torch.tanh(self.sometimes(x))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+OWN_PLAN = {"0": "vocab", "*.up": "colwise", "*.down": "rowwise", "6": "vocab_logits"}
+
+
+def counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over tokens that are not ignored, and their number, which differs from sample to sample."""
+    targets = targets.masked_fill(targets < 40, -100)
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=-100)
+    return total, (targets != -100).sum()
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def look_around(engine: Any, batch: Any) -> None:
+    """What may be done between the calls of a window, and changes nothing."""
+    engine.zero_grad()  # drops nothing in a window
+    engine.evaluate(*batch)
+    engine.gradient_histogram()
+
+
+def look_behind(engine: Any, batch: Any) -> None:
+    """What may be done after a step, and changes nothing."""
+    look_around(engine, batch)
+    assert engine.check_replicas() == []
+    if engine.num_skipped_in_a_row:
+        engine.diagnose_overflow()
+    engine.eval()
+    engine(batch[0])
+    engine.train()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and how it is trained."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any] = field(default_factory=tokens)
+    """From the number of a call of forward_backward to its arguments for the global batch."""
+    criterion: Callable[..., Any] | None = next_token
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = two_groups
+    calls: int = 2
+    """Calls of a window."""
+    flushed: bool = False
+    """Whether each window is ended by flush() one call early."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the configuration."""
+    plan: Any = None
+    between: Callable[[Any, Any], None] | None = None
+    """What is done with the engine and this rank's batch behind each call but the last of a window."""
+    behind: Callable[[Any, Any], None] | None = None
+    """And behind each step."""
+
+
+LLAMA = partial(hugging_face, "Llama")
+KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
+TASKS = {
+    "gpt": Task(gpt),
+    "gpt of 8 slices": Task(partial(gpt, 8), config={"reproducible": {"chunk": 1, "slices": 8}}),
+    "gpt, chunks of 2": Task(gpt, tokens(8), config={"reproducible": {"chunk": 2, "slices": 4}}),
+    "gpt, counted": Task(gpt, criterion=counted),
+    "gpt, smoothed": Task(gpt, criterion=smoothed),
+    "gpt, averaged": Task(gpt, config={"ema": {"decay": 0.5}}),
+    "gpt, flushed": Task(gpt, calls=3, flushed=True),
+    "gpt, looked at": Task(gpt, between=look_around, behind=look_behind),
+    "gpt, checkpointed": Task(gpt, config={"activation_checkpointing": "full"}),
+    "gpt, every second checkpointed": Task(gpt, config={"activation_checkpointing": 2}),
+    "gpt, untied": Task(partial(gpt, tied=False)),
+    "llama": Task(LLAMA, criterion=output_loss, calls=1),
+    "llama, own loss": Task(LLAMA, labelled, None, calls=1),
+    "llama, dropout": Task(partial(LLAMA, attention_dropout=0.1), criterion=output_loss, calls=1),
+    "llama, dropout, own loss": Task(partial(LLAMA, attention_dropout=0.1), labelled, None, calls=1),
+    "llama, tied": Task(partial(LLAMA, tie_word_embeddings=True), criterion=output_loss, calls=1),
+    "qwen3": Task(partial(hugging_face, "Qwen3"), criterion=output_loss, calls=1),
+    "gpt2": Task(
+        partial(hugging_face, "GPT-2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), criterion=output_loss, calls=1
+    ),
+    "lora": Task(lora, criterion=output_loss, calls=1),
+    "uneven": Task(Uneven),
+    "convolutional": Task(convolutional, images, F.cross_entropy, calls=1),
+    "vit": Task(vit, images, F.cross_entropy, calls=1),
+    "vit without class token": Task(partial(vit, class_token=False), images, F.cross_entropy, calls=1),
+    **{f"own, {kind}": Task(partial(own, kind), plan=OWN_PLAN, calls=1) for kind in KINDS},
+}
