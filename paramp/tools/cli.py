@@ -123,12 +123,14 @@ def _add_verify_arguments(command: Parser) -> None:
         ("--seq-len", int, "N", f"tokens of a random sequence {DEFAULT}"),
         ("--batch-size", int, "N", "samples of a step (default: two a microbatch)"),
         ("--steps", int, "N", f"optimizer steps {DEFAULT}"),
-        ("--lr", float, "X", f"learning rate of SGD with momentum {DEFAULT}"),
+        ("--lr", float, "X", "learning rate (default: 0.1 of SGD with momentum; --exact: 0.001 of AdamW)"),
         ("--timeout", float, "SECONDS", f"limit of each run {DEFAULT}"),
         ("--tolerance", float, "UNITS", "rounding errors that a layer may differ (default: the mode's)"),
     ):
         default = getattr(Options, flag[2:].replace("-", "_"), None)
         group.add_argument(flag, type=kind, metavar=metavar, default=default, help=explained)
+    explained = "train with reproducible, compare every bit, name the first tensor that differs (default: off)"
+    group.add_argument("--exact", action="store_true", help=explained)
     group = command.add_argument_group("configuration and output")
     group.add_argument("--config", metavar="FILE", help=".toml or .py file, for all other keys (default: none)")
     group.add_argument("--json", metavar="FILE", help="write the whole comparison there (default: nowhere)")

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from ...base.errors import ConfigError
+from ...config.layout import ParallelConfig
 from ...config.schema import Config
 from ...precision.policy import Precision
 from .activation_recorder import RankRecord
@@ -64,13 +65,9 @@ def compare(
     tolerance = usual if tolerance is None else tolerance
     unit = rounding(precision)
     low = unit > torch.finfo(torch.float32).eps / 2
-    data = parallel.data_axes
-    replicas = ("dp" if data.shard == 1 else "replicate", data.replicate)
-    sizes = (("pp", parallel.pipeline.size), replicas, ("fsdp", data.shard), ("tp", parallel.tensor.size))
-    layout = "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
     limits = tolerance, UNITS_LOSS if low else tolerance, max(LATER / unit, tolerance)
-    report = Report(layout, precision.name, unit, *limits, len(single.losses))
-    _check_same_start(single, sharded)
+    report = Report(layout_name(parallel), precision.name, unit, *limits, len(single.losses))
+    check_same_start(single, sharded)
     runs = dict(zip(RUNS, (single, sharded[0]), strict=True))
     report.losses = {run: record.losses for run, record in runs.items()}
     report.grad_norms = {run: record.grad_norms for run, record in runs.items()}
@@ -88,6 +85,14 @@ def compare(
     return report
 
 
+def layout_name(parallel: ParallelConfig) -> str:
+    """The axes of more than one rank and their sizes, such as ``pp2·tp2``."""
+    data = parallel.data_axes
+    replicas = ("dp" if data.shard == 1 else "replicate", data.replicate)
+    sizes = (("pp", parallel.pipeline.size), replicas, ("fsdp", data.shard), ("tp", parallel.tensor.size))
+    return "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
+
+
 def _add_distance(layer: Layer, what: str, value: float | None) -> None:
     """Keep the largest distance in ``layer``; None means that the values of both runs are not finite."""
     if value is not None:
@@ -96,7 +101,8 @@ def _add_distance(layer: Layer, what: str, value: float | None) -> None:
         layer.not_finite.append(what)
 
 
-def _check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
+def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
+    """Raise a ConfigError if the runs had different batches or initial weights."""
     if sharded[0].batches != single.batches:
         pairs = zip(sharded[0].batches, single.batches, strict=True)
         step = next(step for step, (other, own) in enumerate(pairs, 1) if other != own)
@@ -123,7 +129,7 @@ def _forwards(
             calls[activation["module"], microbatch, activation["call"]].append((record, activation["tensors"]))
     layers: dict[str, Layer] = {}
     names = dict.fromkeys(activation["module"] for activation in single.activations)
-    holders_of = {name: [record for record in sharded if _has_all(record, name, single)] for name in names}
+    holders_of = {name: [record for record in sharded if has_all(record, name, single)] for name in names}
     for activation in single.activations:
         name, wholes = activation["module"], activation["tensors"]
         holders = holders_of[name]
@@ -140,7 +146,7 @@ def _forwards(
     return layers
 
 
-def _has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
+def has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
     """Whether the rank has the module ``name`` and all its submodules."""
     inside = {other for other in single.modules if f"{other}.".startswith(f"{name}." if name else "")}
     return inside <= set(record.modules)

@@ -10,14 +10,17 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, require
 from ...base.trees import tensors
+from ...config.reproducible import Reproducible
 from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
@@ -27,18 +30,26 @@ from ...engine.loss_window import Criterion
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
 from ..train_config import NORMS
-from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
-from .compare import compare
+from .activation_recorder import ActivationRecorder, RankRecord, first_gradient, own_modules
+from .compare import compare, layout_name
+from .exact.compare import compare_exactly
+from .exact.recorder import ExactRecorder
+from .exact.report import ExactReport
+from .exact.trace import TraceWriter, read
 from .options import Options, configure
 from .report import Report
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
 MOMENTUM = 0.9
+LR = 0.1
+LR_ADAMW = 1e-3
+"""With ``exact``."""
+WEIGHT_DECAY = 0.1
 STANDARD_ERROR = 2
 """The file descriptor, which is valid even if ``sys.stderr`` is replaced."""
 
 
-def verify(options: Options, tolerance: float | None = None) -> Report | int:
+def verify(options: Options, tolerance: float | None = None) -> Report | ExactReport | int:
     """Run the model in one process and then sharded, on this machine, and compare.
 
     Returns the report, or the exit code of a run that failed and printed its error.
@@ -46,46 +57,47 @@ def verify(options: Options, tolerance: float | None = None) -> Report | int:
     Raises:
         ConfigError: the options are wrong, or the runs cannot be compared.
     """
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise ConfigError(f"tolerance: got {tolerance}, expected a finite number of 0 or more")
+    if tolerance is not None:
+        require(0 <= tolerance < math.inf, "tolerance", tolerance, "a finite number of 0 or more")
+        require(not options.exact, "tolerance", tolerance, "none with exact, which compares bits")
     config = configure(options, "sharded")
     sizes = {"single": 1, "sharded": config.parallel.least_world_size}
     with tempfile.TemporaryDirectory(prefix="paramp-verify-") as name:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
-        records: dict[str, list[RankRecord]] = {}
         for run, size in sizes.items():
             code = start_processes([sys.executable, "-m", "paramp.tools.verify.launch", name, run], size)
             if code:
                 print(f"error: the {run} run failed ({size} process{'es' if size > 1 else ''})", file=sys.stderr)
                 return 2 if code == 2 else 1
-            files = [torch.load(folder / f"{run}-{rank}.pt", weights_only=True, mmap=True) for rank in range(size)]
-            records[run] = [RankRecord(**attributes) for attributes in files]
+        return compare_runs(options, folder, tolerance)
+
+
+def compare_runs(options: Options, folder: Path, tolerance: float | None = None) -> Report | ExactReport:
+    """Compare what the ranks of both runs have written to ``folder``."""
+    config = configure(options, "sharded")
+    sizes = {"single": 1, "sharded": config.parallel.least_world_size}
+    records: dict[str, list[RankRecord]] = {}
+    for run, size in sizes.items():
+        files = [torch.load(folder / f"{run}-{rank}.pt", weights_only=True, mmap=True) for rank in range(size)]
+        records[run] = [RankRecord(**attributes) for attributes in files]
+    if not options.exact:
         return compare(records["single"][0], records["sharded"], config, tolerance)
+    traces = {run: [read(folder / f"{run}-{rank}") for rank in range(size)] for run, size in sizes.items()}
+    report = ExactReport(layout_name(config.parallel), config.precision.name, options.steps)
+    compare_exactly(records["single"][0], records["sharded"], traces, report)
+    return report
 
 
 def train(options: Options, context: ParallelContext, num_microbatches: int) -> RankRecord:
     """Train on this rank; ``num_microbatches`` is the total over all data ranks of the sharded run."""
-    model = build_model(options, context.config.seed)
-    batches = [*load_batches(options, model, context.config.seed, options.batch_size or 2 * num_microbatches)]
-    criterion = choose_criterion(options, model, batches[0])
     # SGD with momentum: its state after one step is the gradient, and it does not normalise the gradient's size.
-    engine, *_ = initialize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM),
-        criterion,
-        plan=None if options.plan is None else load_attribute(options.plan, "plan"),
-        algorithms=NORMS[options.norms],
-    )
-    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
-    record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
-    _keep(record, "start", engine.full_state_dict(), context)
-    axis = context.batch_axis
-    for step, batch in enumerate(_checked(batches, criterion, num_microbatches), start=1):
+    sgd = partial(torch.optim.SGD, lr=options.lr or LR, momentum=MOMENTUM)
+    engine, batches, record = _prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
+    for step, batch in enumerate(batches, start=1):
         record.microbatch_size = batch.size // num_microbatches
         record.batches.append(_hash(batch))
-        samples = batch.size // axis.size
-        own = batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
+        own = _own_rows(batch, context)
         if step == 1:
             with ActivationRecorder(engine, record):
                 _step(engine, own, record)
@@ -98,6 +110,64 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
     return record
 
 
+def train_exactly(options: Options, context: ParallelContext, num_microbatches: int, trace: Path) -> RankRecord:
+    """As :func:`train`, with everything that is computed written to files named after ``trace``.
+
+    A batch is split into the calls of an accumulation window.
+    """
+    config = context.config
+    assert isinstance(config.reproducible, Reproducible)
+    chunk, num_calls = config.reproducible.chunk, config.gradient_accumulation
+    adamw = partial(torch.optim.AdamW, lr=options.lr or LR_ADAMW, weight_decay=WEIGHT_DECAY)
+    least = num_microbatches * num_calls * chunk
+    engine, batches, record = _prepared(options, context, 2 * least, least, adamw)
+    record.microbatch_size = chunk
+    writer = TraceWriter(trace)
+    with ExactRecorder(engine, own_modules(engine, record), writer) as recorder:
+        for step, batch in enumerate(batches, start=1):
+            record.batches.append(_hash(batch))
+            size = batch.size // num_calls
+            for call in range(num_calls):
+                own = _own_rows(batch.rows(slice(call * size, (call + 1) * size)), context)
+                recorder.begin(step, call, own.size // chunk)
+                recorder.loss(engine.forward_backward(own))
+                result = engine.step()
+            recorder.end_step(result)
+            engine.zero_grad()
+    writer.close()
+    return record
+
+
+def _prepared(
+    options: Options,
+    context: ParallelContext,
+    size: int,
+    multiple: int,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+) -> tuple[Engine, Iterator[Batch], RankRecord]:
+    """The engine, the global batches, by default of ``size`` samples, a ``multiple`` of, and a record of the start."""
+    model = build_model(options, context.config.seed)
+    batches = [*load_batches(options, model, context.config.seed, options.batch_size or size)]
+    criterion = choose_criterion(options, model, batches[0])
+    engine, *_ = initialize(
+        model,
+        optimizer(model.parameters()),
+        criterion,
+        plan=None if options.plan is None else load_attribute(options.plan, "plan"),
+        algorithms=NORMS[options.norms],
+    )
+    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
+    record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
+    _keep(record, "start", engine.full_state_dict(), context)
+    return engine, _checked(batches, criterion, multiple), record
+
+
+def _own_rows(batch: Batch, context: ParallelContext) -> Batch:
+    """The part of a global batch that this data rank runs."""
+    axis, samples = context.batch_axis, batch.size // context.batch_axis.size
+    return batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
+
+
 def _step(engine: Engine, batch: Batch, record: RankRecord) -> None:
     record.losses.append(float(engine.forward_backward(batch)))
     result = engine.step()
@@ -105,11 +175,11 @@ def _step(engine: Engine, batch: Batch, record: RankRecord) -> None:
     record.skipped.append(result.overflow)
 
 
-def _checked(batches: Iterable[Batch], criterion: Criterion | None, num_microbatches: int) -> Iterator[Batch]:
-    """``batches``; a ConfigError if one does not match the microbatches or the criterion."""
+def _checked(batches: Iterable[Batch], criterion: Criterion | None, multiple: int) -> Iterator[Batch]:
+    """``batches``; a ConfigError if one has no ``multiple`` of samples, or does not match the criterion."""
     for batch in batches:
-        if batch.size % num_microbatches:
-            expected = f"a multiple of {num_microbatches}, the microbatches of all data ranks"
+        if batch.size % multiple:
+            expected = f"a multiple of {multiple}, the microbatches of all data ranks"
             raise ConfigError(f"batch_size: got {batch.size}, expected {expected}")
         if criterion is cross_entropy and any(target.is_floating_point() for target in tensors(batch.target)):
             raise ConfigError(
@@ -145,8 +215,15 @@ def main(folder: Path, run: str) -> int:
         config = configure(options, run)
         with launch_from_environment(config) as context:
             launched = True
-            record = train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
-            torch.save(vars(record), folder / f"{run}-{context.rank}.pt")
+            num_microbatches, name = (
+                configure(options, "single").parallel.pipeline.num_microbatches,
+                f"{run}-{context.rank}",
+            )
+            if options.exact:
+                record = train_exactly(options, context, num_microbatches, folder / name)
+            else:
+                record = train(options, context, num_microbatches)
+            torch.save(vars(record), folder / f"{name}.pt")
     except Exception as error:
         return report_failure(error, launched)
     finally:

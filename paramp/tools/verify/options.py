@@ -39,7 +39,10 @@ class Options:
     batch_size: int | None = None
     """Samples a step. None: two for each microbatch of each data rank."""
     seq_len: int = 16
-    lr: float = 0.1
+    lr: float | None = None
+    """None: 0.1 for SGD with momentum, 0.001 for AdamW with ``exact``."""
+    exact: bool = False
+    """Compare bits, with ``reproducible``, dropout, gradient accumulation and AdamW."""
     timeout: float = 600.0
     """The time limit of each run, in seconds."""
 
@@ -52,7 +55,7 @@ class Options:
             require(value is None or value >= 1, name, value, "an integer of 1 or more")
         for name in ("lr", "timeout"):
             value = getattr(self, name)
-            require(0 < value < float("inf"), name, value, "a finite number above 0")
+            require(value is None or 0 < value < float("inf"), name, value, "a finite number above 0")
 
 
 def configure(options: Options, run: str) -> Config:
@@ -74,9 +77,10 @@ def configure(options: Options, run: str) -> Config:
     if run == "single":
         chunks = parallel.data_size(parallel.least_world_size) * parallel.pipeline.num_microbatches
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
-    return dataclasses.replace(
-        config, parallel=parallel, precision=precision, masters=None, gradient_accumulation=1, train=TrainConfig()
-    )
+    changes: dict[str, Any] = {"parallel": parallel, "precision": precision, "masters": None, "train": TrainConfig()}
+    if options.exact:
+        return dataclasses.replace(config, **changes, reproducible=config.reproducible or True)
+    return dataclasses.replace(config, **changes, gradient_accumulation=1, reproducible=False)
 
 
 def check_target(text: str, option: str) -> None:

@@ -64,7 +64,7 @@ def _load_file(path: Path, option: str) -> Any:
 
 
 def build_model(options: Options, seed: int) -> nn.Module:
-    """The user's model in training mode. Dropout is disabled, because its masks differ between layouts.
+    """The user's model in training mode. Without ``exact`` dropout is off, because its masks differ between layouts.
 
     Raises a ConfigError if the option does not name a module, or the module has no parameter to train.
     """
@@ -78,13 +78,18 @@ def build_model(options: Options, seed: int) -> nn.Module:
         raise ConfigError(f"model: {options.model!r} is {type(found).__name__}, expected {expected}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model: {options.model!r} has no parameter to train, expected at least one")
+    if not options.exact:
+        _disable_dropout(model)
+    return model.train()
+
+
+def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-    return model.train()
 
 
 def _takes(found: Any, num_arguments: int) -> bool:

@@ -1,0 +1,1 @@
+"""``paramp verify --exact``: the bits of two runs, of everything that they compute."""

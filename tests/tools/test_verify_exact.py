@@ -1,0 +1,310 @@
+"""Bit for bit against one process: what is equal is reported as equal, and of a fault of one ulp the place is named."""
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+
+import faults
+import pytest
+import torch
+from commands import ROOT, python
+from families import cases, family, long
+from pool import run_on_ranks
+from verified import gpt
+
+from paramp.config.reproducible import Reproducible
+from paramp.tools.cli import main
+from paramp.tools.verify import launch
+from paramp.tools.verify.activation_recorder import RankRecord
+from paramp.tools.verify.exact import trace
+from paramp.tools.verify.exact.compare import compare_exactly, different
+from paramp.tools.verify.exact.report import Difference, ExactReport
+from paramp.tools.verify.exact.trace import Entry, Key, TraceWriter, read
+from paramp.tools.verify.launch import compare_runs
+from paramp.tools.verify.options import Options, configure
+from paramp.tools.verify.user_code import build_model
+
+SAMPLES = 4
+OPTIONS = Options(model="faults:faulty_gpt", criterion="faults:criterion", exact=True, steps=2, batch_size=SAMPLES)
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "dp2": {"data": 2},
+    "dp2+zero": {"data": 2, "zero": 1},
+    "pp2": {"pipeline": 2},
+    "pp2·tp2": {"pipeline": 2, "tensor": 2},
+    "dp2·tp2": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "pp2 zero-bubble": {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 4}},
+}
+
+
+def run(world, folder, run):
+    """One rank of a run, with what :mod:`faults` plants."""
+    with faults.planted():
+        return launch.main(folder, run)
+
+
+@pytest.fixture(scope="module")
+def verify(tmp_path_factory):
+    """A function that runs both and compares; the single run is made once for each configuration of it."""
+    singles = {}
+
+    def in_folder(options, run_, size, folder):
+        (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
+        assert set(run_on_ranks(size, __name__, "run", {"folder": folder, "run": run_})) == {0}
+
+    def function(layout, precision="32-true", fault=None, **settings):
+        given = {"parallel": LAYOUTS[layout], "precision": precision, **settings}
+        options = replace(OPTIONS, settings=given | ({"FAULT": fault} if fault else {}))
+        of_single = json.dumps({"precision": precision, **settings})
+        if fault and fault["kind"] == "weight gradient":
+            of_single += " scaled"
+        if of_single not in singles:
+            singles[of_single] = tmp_path_factory.mktemp("single")
+            in_folder(options, "single", 1, singles[of_single])
+        folder = tmp_path_factory.mktemp("sharded")
+        in_folder(options, "sharded", configure(options, "sharded").parallel.least_world_size, folder)
+        for file in singles[of_single].glob("single-*"):
+            (folder / file.name).symlink_to(file)
+        return compare_runs(options, folder)
+
+    return function
+
+
+EQUAL = [
+    ("tp2", "32-true"),
+    ("dp2+zero", "16-mixed"),
+    ("pp2", "bf16-naive"),
+    ("dp2·tp2", "bf16-mixed"),
+    ("pp2·tp2", "16-naive"),
+    ("pp2 zero-bubble", "32-true"),
+]
+
+
+@family
+@pytest.mark.parametrize(("layout", "precision"), cases("verify exact", EQUAL, [("dp2+zero", "16-mixed")], 1))
+def test_equal_runs_are_reported_as_equal(layout, precision, verify):
+    calls = 1 if "zero-bubble" in layout else 2  # it needs four microbatches in a call
+    report = verify(layout, precision, gradient_accumulation=calls, clip_grad_norm=1.0)
+    assert report.ok, "\n".join(report.lines())
+    assert not report.not_compared
+    assert report.num_different.total() == 0
+    called = [module for module in gpt().modules() if not [*module.children()]]
+    assert report.num_compared["forward"] >= len(called) * SAMPLES * 2
+    assert report.num_compared["backward"] == report.num_compared["forward"]
+    assert report.num_compared["loss"] == (SAMPLES + calls) * 2
+    parameters = len([*gpt().parameters()])
+    assert report.num_compared["weight"] == parameters * 2
+    assert report.num_compared["optimizer state"] == parameters * 3 * 2
+    assert report.num_compared["weight gradient"] >= parameters * SAMPLES * 2
+    assert report.num_compared["master"] == (parameters * 2 if "naive" in precision else 0)
+    assert [*report.lines()][-1].endswith(f"has the bits of the single process in 2 steps of {precision}")
+
+
+FAULTS = {
+    # layout, precision, fault -> step, microbatch; a pipeline's first forward of a module finds shapes
+    "forward tp2": ("tp2", "32-true", ("forward", 1, "blocks.0.mlp.down", 0), (1, 0)),
+    "forward tp2 sharded": ("tp2", "16-mixed", ("forward", 1, "blocks.1.mlp.up", 6), (2, 2)),
+    "forward dp2": ("dp2", "32-true", ("forward", 1, "blocks.0.attention.out", 0), (1, 2)),
+    "forward pp2": ("pp2", "bf16-naive", ("forward", 1, "norm", 4), (1, 3)),
+    "forward dp2·tp2": ("dp2·tp2", "32-true", ("forward", 3, "blocks.1.norm2", 1), (1, 3)),
+    "backward tp2": ("tp2", "32-true", ("backward", 0, "blocks.0.norm2", 1), (1, 1)),
+    "backward dp2": ("dp2", "bf16-naive", ("backward", 1, "blocks.1.mlp.down", 0), (1, 2)),
+    "backward pp2·tp2": ("pp2·tp2", "32-true", ("backward", 1, "blocks.0.mlp.up", 3), (1, 2)),
+    "backward zero-bubble": ("pp2 zero-bubble", "32-true", ("backward", 0, "embedding", 6), (2, 1)),
+    "loss dp2": ("dp2", "32-true", ("loss", 1, "", 1), (1, 3)),
+    "weight gradient dp2": ("dp2+zero", "32-true", ("weight gradient", 1, "blocks.1.dropout.1.weight", 2), (1, 3)),
+    "weight gradient tp2": ("tp2", "16-mixed", ("weight gradient", 1, "blocks.1.dropout.1.weight", 0), (1, 0)),
+    "gradient dp2": ("dp2", "32-true", ("gradient", 0, "norm.bias", 0), (1, None)),
+    "master pp2": ("pp2", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 1), (1, None)),
+    "master dp2+zero": ("dp2+zero", "bf16-naive", ("master", 1, "embedding.positions.weight", 2), (2, None)),
+    "state tp2": ("tp2", "32-true", ("optimizer state", 1, "blocks.0.mlp.down.weight.exp_avg", 1), (1, None)),
+    "weight dp2·tp2": ("dp2·tp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
+}
+PART = ["backward tp2", "forward dp2", "master pp2"]
+
+
+@family
+@pytest.mark.parametrize("name", cases("verify exact faults", [*FAULTS], PART, 2))
+def test_a_fault_of_one_ulp_on_one_rank_is_named(name, verify):
+    layout, precision, (kind, rank, where, nth), (step, microbatch) = FAULTS[name]
+    report = verify(layout, precision, {"kind": kind, "rank": rank, "name": where, "nth": nth})
+    assert not report.ok
+    found = report.first
+    assert (found.key.kind, found.key.name, found.key.step, found.key.microbatch) == (kind, where, step, microbatch), (
+        found
+    )
+    if kind != "weight gradient":  # a sum
+        assert found.num_different == 1
+        assert found.ranks == [rank]
+    if kind not in ("weight gradient", "loss"):  # a number of another dtype
+        bits = [int(re.search(r"0x([0-9a-f]+)", value)[1], 16) for value in (found.single, found.sharded)]
+        assert bits[1] - bits[0] == 1
+    last = [*report.lines()][-1]
+    assert last.startswith("the first tensor that differs: ")
+    assert microbatch is None or f"microbatch {microbatch} of step {step}" in last
+    assert where in last
+
+
+def test_the_command_prints_the_report_and_exits_with_0_or_1(tmp_path, monkeypatch, capsys):
+    key = Key(step=1, kind="forward", name="up", microbatch=2)
+    first = Difference(
+        key=key, ranks=[1], num_different=1, num_elements=8, index=(0, 3), single="1 (0x3c00)", sharded="2 (0x4000)"
+    )
+    for difference, code in ((None, 0), (first, 1)):
+        report = ExactReport("tp2", "16-mixed", 3, difference)
+        monkeypatch.setattr(launch, "verify", lambda options, tolerance, report=report: report if options.exact else 2)
+        assert main(["verify", "a:b", "--exact", "--json", str(tmp_path / "report.json")]) == code
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert found["ok"] is (code == 0)
+    assert found["first"]["key"]["name"] == "up"
+    same, last = (line for line in capsys.readouterr().out.splitlines() if "compared" not in line)
+    assert same == "tp2 has the bits of the single process in 3 steps of 16-mixed"
+    assert last == (
+        "the first tensor that differs: up (forward, output, microbatch 2 of step 1): 1 of 8 elements, "
+        "first at [0, 3]: 1 (0x3c00) single, 2 (0x4000) on rank 1"
+    )
+
+
+@family
+@long
+def test_the_command_names_a_fault(tmp_path):
+    settings = tmp_path / "own.toml"
+    settings.write_text('[FAULT]\nkind = "backward"\nrank = 1\nname = "blocks.0.mlp.down"\nnth = 1\n')
+    own = ["--criterion", "faults:criterion", "--config", str(settings), "--steps", "1", "--tp", "2"]
+    path = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+    result = python("-m", "paramp", "verify", "faults:faulty_gpt", "--exact", *own, PYTHONPATH=path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    where = "blocks.0.mlp.down (backward, gradient of the output, microbatch 1 of step 1): 1 of 512 elements"
+    assert result.stdout.splitlines()[-1].startswith(f"the first tensor that differs: {where}")
+
+
+def test_exact_takes_no_tolerance(capsys):
+    assert main(["verify", "a:b", "--exact", "--tolerance", "1"]) == 2
+    assert "tolerance: got 1.0, expected none with exact, which compares bits" in capsys.readouterr().err
+
+
+def test_only_exact_is_reproducible_and_accumulates():
+    settings = {"reproducible": {"slices": 4}, "gradient_accumulation": 2}
+    for run_ in ("single", "sharded"):
+        assert configure(Options(model="a:b", settings=settings, exact=True), run_).reproducible == Reproducible(
+            slices=4
+        )
+        assert configure(Options(model="a:b", settings=settings, exact=True), run_).gradient_accumulation == 2
+        assert configure(Options(model="a:b", exact=True), run_).reproducible == Reproducible()
+        assert configure(Options(model="a:b", settings=settings), run_).reproducible is False
+        assert configure(Options(model="a:b", settings=settings), run_).gradient_accumulation == 1
+
+
+def test_dropout_is_on_only_in_exact():
+    for exact, expected in ((True, 0.1), (False, 0.0)):
+        model = build_model(Options(model="verified:gpt", exact=exact), seed=1)
+        assert model.get_submodule("blocks.1.dropout").p == expected
+        assert model.get_submodule("blocks.1.attention").dropout == expected
+
+
+def test_bits_differ_where_numbers_are_equal():
+    floats = torch.tensor([0.0, 1.0, math.nan])
+    assert different(floats, torch.tensor([-0.0, 1.0, math.nan])).tolist() == [True, False, False]
+    other_nan = (floats.view(torch.int32) + torch.tensor([0, 0, 1], dtype=torch.int32)).view(torch.float32)
+    assert different(floats, other_nan).tolist() == [False, False, True]
+
+
+WHOLE = torch.arange(8.0).view(2, 4)
+
+
+def by_hand(single, *sharded, spans_stages=False):
+    """The report on traces of (kind, name, microbatch, values, and offsets or what else an entry has)."""
+
+    def entries_of(given):
+        for kind, name, microbatch, values, *others in given:
+            yield Entry(Key(step=1, kind=kind, name=name, microbatch=microbatch), values, *others)
+
+    records = [RankRecord(0, rank, modules=["", "up", "down"]) for rank in range(-1, len(sharded))]
+    for record in records[1:] if spans_stages else ():
+        record.modules = ["", "up"]
+    report = ExactReport("tp2", "32-true", 1)
+    traces = {"single": [entries_of(single)], "sharded": [entries_of(given) for given in sharded]}
+    compare_exactly(records[0], records[1:], traces, report)
+    return report
+
+
+def test_the_first_difference_is_that_of_the_step_and_not_of_the_schedule():
+    """A single process runs the backward of a microbatch before the forward of the next."""
+    single = [
+        ("forward", "up", 0, WHOLE),
+        ("forward", "down", 0, WHOLE),
+        ("backward", "down", 0, WHOLE),
+        ("backward", "up", 0, WHOLE),
+        ("forward", "up", 1, WHOLE),
+        ("forward", "down", 1, WHOLE),
+    ]
+    wrong = [(*entry[:3], entry[3] + 1) for entry in single]
+    for changed, expected in (((1, 4), 1), ((2, 5), 5), ((2, 3), 2), ((0, 1, 2, 3, 4, 5), 0)):
+        rank = [wrong[index] if index in changed else entry for index, entry in enumerate(single)]
+        report = by_hand(single, rank)
+        kind, name, microbatch, _ = single[expected]
+        assert (report.first.key.kind, report.first.key.name, report.first.key.microbatch) == (kind, name, microbatch)
+        assert report.num_different.total() == len(changed)
+
+
+def test_parts_are_brought_together():
+    left, right = WHOLE.chunk(2, 1)
+    entry = ("forward", "up", 0)
+    assert by_hand([(*entry, WHOLE)], [(*entry, left)], [(*entry, right)]).ok
+    report = by_hand([(*entry, WHOLE)], [(*entry, left)], [(*entry, right + torch.tensor([[0, 0], [1, 0]]))])
+    assert (report.first.index, report.first.ranks, report.first.num_different) == ((1, 2), [1], 1)
+    assert (report.first.single, report.first.sharded) == ("6 (0x40c00000)", "7 (0x40e00000)")
+    weight = ("weight", "up.weight", None)
+    top, bottom = WHOLE.chunk(2)
+    assert by_hand([(*weight, WHOLE, (0, 0))], [(*weight, top, (0, 0))], [(*weight, bottom, (1, 0))]).ok
+    copies = [(*weight, WHOLE, (0, 0))], [(*weight, WHOLE, (0, 0))], [(*weight, WHOLE + 1, (0, 0))]
+    for ranks, wrong in (((1, 2), 1), ((2, 1), 0)):
+        report = by_hand(copies[0], *(copies[index] for index in ranks))
+        assert (report.first.num_different, report.first.ranks) == (8, [wrong])
+
+
+def test_what_cannot_be_compared_is_listed():
+    entry = ("forward", "up", 0)
+    for ranks, reason in (
+        ([[], []], "only the single run has it"),
+        (
+            [[(*entry, WHOLE[:, :1])], [(*entry, WHOLE[:, :1])]],
+            "its ranks have shapes (2, 1), (2, 1), which do not make",
+        ),
+        ([[(*entry, WHOLE, None, True)], [(*entry, WHOLE)]], "its ranks have terms of a sum"),
+    ):
+        report = by_hand([(*entry, WHOLE)], *ranks)
+        assert report.ok
+        assert report.not_compared["up (forward)"].startswith(reason)
+        assert any(line.startswith(f"not compared: up (forward): {reason}") for line in report.lines())
+    assert "only the sharded run has it" in by_hand([], [(*entry, WHOLE)]).not_compared.values()
+    assert not by_hand([("forward", "", 0, WHOLE)], [("forward", "", 0, WHOLE + 1)], spans_stages=True).not_compared
+
+
+def test_state_that_only_one_run_has_and_another_dtype_are_differences():
+    state = ("optimizer state", "up.weight.exp_avg", None)
+    whole, half = (*state, WHOLE, (0, 0)), (*state, WHOLE[:1], (0, 0))
+    for runs in (([whole], []), ([], [whole]), ([whole], [half])):
+        report = by_hand(*runs)
+        assert not report.ok
+        last = [*report.lines()][-1]
+        where = "up.weight.exp_avg (optimizer state after step 1)"
+        assert last.startswith(f"tp2 does not have the tensors of the single process: {where}: ")
+    report = by_hand([("forward", "up", 0, WHOLE)], [("forward", "up", 0, WHOLE.half())])
+    assert not report.ok
+    assert [*report.lines()][-1].endswith("step 1): its dtypes are torch.float16, torch.float32")
+
+
+def test_a_trace_goes_over_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "FILE_BYTES", 2 * WHOLE.nbytes)
+    writer = TraceWriter(tmp_path / "single-0")
+    keys = [Key(step=1, kind="forward", name="up", microbatch=index) for index in range(5)]
+    for index, key in enumerate(keys):
+        writer.add(key, WHOLE + index, (0, index))
+    writer.close()
+    assert len([*tmp_path.iterdir()]) == 3
+    found = [*read(tmp_path / "single-0")]
+    assert [entry.key for entry in found] == keys
+    assert [entry.offsets for entry in found] == [(0, index) for index in range(5)]
+    assert all(torch.equal(entry.values, WHOLE + index) for index, entry in enumerate(found))
