@@ -461,6 +461,30 @@ def test_ways_of_saving_are_measured_against_a_copy(tmp_path, capsys):
     assert "torch.save" in capsys.readouterr().out
 
 
+def test_the_cost_of_reproducible_is_a_ratio_in_the_same_chunks(tmp_path):
+    path = tmp_path / "table.json"
+    sizes = ["--layers", "1", "--widths", "64", "--head-size", "8", "--vocab-size", "128", "--seq-len", "8"]
+    benchmark("reproducible").main(
+        [*sizes, "--batch-size", "2", "--rounds", "1", "--precision", "32-true", "--json", str(path)]
+    )
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["ratio"] == pytest.approx(row["seconds"] / row["seconds_without"])
+    assert (row["layout"], row["goal"]) == ("1", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "dp2+sp"], "got 'dp2+sp', expected such as 1, tp2, tp2+sp, dp2+zero or pp2·tp2"),
+        (["--layouts", "dp2", "--batch-size", "3"], "dp2: --batch-size divides by data ranks x --chunk"),
+    ],
+)
+def test_the_cost_of_reproducible_reports_bad_options(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark("reproducible").parse(arguments)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
