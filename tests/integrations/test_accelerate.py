@@ -69,6 +69,8 @@ def accelerating(world, layout, precision, **options):
     environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world.size)}
     with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")  # Accelerate does
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_USE_", "FSDP_"))]:
+            del os.environ[name]  # of another trainer in this process
         forget()
         try:
             if layout == "ddp":

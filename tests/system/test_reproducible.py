@@ -29,6 +29,7 @@ OF_GPT = cases(
     3,
 )
 TIMEOUT = 1200.0
+pytestmark = pytest.mark.timeout(2 * TIMEOUT)  # 100 steps take minutes, on one process and on a layout
 
 
 @family
