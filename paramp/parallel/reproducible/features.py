@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import ConfigError
+
 DIVIDES = {
     **dict.fromkeys(("chunk", "tensor_split", "split", "split_with_sizes"), (2, "dim", 0)),
     "roll": (2, "dims", None),
@@ -47,3 +49,18 @@ def divided_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _plain(index: Any) -> Any:
     return index if index is Ellipsis else None
+
+
+def check_broadcast(where: str, operands: Sequence[torch.Tensor]) -> None:
+    """Raise a ConfigError for one that is trained, and broadcast over the features or heads that ranks have."""
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    dims = {3: [2], 4: [1]}.get(len(shape), [])  # heads are in dim 1, as for attention
+    for operand in operands:
+        sizes = (*[1] * (len(shape) - operand.ndim), *operand.shape)
+        if operand.requires_grad and any(sizes[dim] == 1 < shape[dim] for dim in dims):
+            raise ConfigError(
+                f"reproducible: {where} broadcasts a tensor of the shape "
+                f"{(*operand.shape,)} that requires gradients over {(*shape,)}, between a colwise and a rowwise "
+                "layer, where each tensor rank has its own features or heads, so that its gradient would be a "
+                "part; do this behind the rowwise layer, or leave these layers out of the plan"
+            )

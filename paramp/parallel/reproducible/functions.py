@@ -8,7 +8,7 @@ features are sharded over tensor ranks it refuses functions whose result would d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -23,7 +23,7 @@ from ...distributed.reproducible.place import Place
 from . import attention as products
 from . import function_names as names
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
-from .features import divided_features
+from .features import check_broadcast, divided_features
 from .masks import Masks
 
 Call = Callable[..., Any]
@@ -125,22 +125,10 @@ class ExactFunctions(TorchFunctionMode):
         if not self.place.sharded_features or "out" in kwargs:
             return func(*args, **kwargs)
         if self._is_sharded():
-            self._check_broadcast(func.__name__, [value for value in args if isinstance(value, torch.Tensor)])
+            check_broadcast(
+                f"{func.__name__} in {self._masks.module}", [value for value in args if isinstance(value, torch.Tensor)]
+            )
         return with_expanded_operands(func, args, kwargs)
-
-    def _check_broadcast(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise a ConfigError for one that is trained, and broadcast over the features or heads that ranks have."""
-        shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
-        dims = {3: [2], 4: [1]}.get(len(shape), [])  # heads are in dim 1, as for attention
-        for operand in operands:
-            sizes = (*[1] * (len(shape) - operand.ndim), *operand.shape)
-            if operand.requires_grad and any(sizes[dim] == 1 < shape[dim] for dim in dims):
-                raise ConfigError(
-                    f"reproducible: {name} in {self._masks.module} broadcasts a tensor of the shape "
-                    f"{(*operand.shape,)} that requires gradients over {(*shape,)}, between a colwise and a rowwise "
-                    "layer, where each tensor rank has its own features or heads, so that its gradient would be a "
-                    "part; do this behind the rowwise layer, or leave these layers out of the plan"
-                )
 
     def _expand(self, func: Call, args: Any, kwargs: Any) -> Any:
         if not args or not args[0].requires_grad:

@@ -21,7 +21,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, run_within, unbound
 from ...distributed.reproducible.place import Place
 from ..tensor.exchange import Specs, as_shards, gather, local_shard, own_slice
-from ..tensor.linear import distribute, is_conv1d, look_up, with_parameters
+from ..tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
 from .functions import unwatched
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
@@ -73,16 +73,8 @@ class SlicedStyle(ParallelStyle):
 
     def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh | None) -> None:
         """Shard a parameter over ``mesh``, if there is one; unpack the fused layers of its dim ``dim``."""
-        parameter = module._parameters[name]
-        if parameter is None or mesh is None:
-            return
-        from torch.distributed.tensor import Shard
-
-        if self.parts > 1:
-            unpacked = parameter.detach().unflatten(dim, (self.parts, -1))
-            module.register_parameter(name, nn.Parameter(unpacked, parameter.requires_grad))
-            dim += 1
-        distribute(module, name, mesh, Shard(dim))
+        if mesh is not None:
+            distribute_packed(module, name, mesh, dim, self.parts)
 
     def _part(self, module: nn.Module, name: str, dim: int) -> torch.Tensor | None:
         """This rank's part of a parameter, packed."""

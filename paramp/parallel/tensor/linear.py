@@ -174,6 +174,19 @@ def distribute(
         vars(module).setdefault(LOCAL_SHARDS, {})[name] = is_partial
 
 
+def distribute_packed(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, parts: int) -> None:
+    """Shard the parameter ``name`` of ``module`` over ``mesh`` along ``dim``, in which ``parts`` layers are fused.
+
+    With more than one each rank has a shard of each of them: ``dim`` becomes two, of which the second is sharded.
+    """
+    parameter = module._parameters[name]
+    if parameter is not None and parts > 1:
+        unpacked = parameter.detach().unflatten(dim, (parts, -1))
+        module.register_parameter(name, nn.Parameter(unpacked, parameter.requires_grad))
+        dim += 1
+    distribute(module, name, mesh, Shard(dim))
+
+
 class PackedColwise(ParallelStyle):
     """``ColwiseParallel`` for a layer with several fused outputs of the same size, such as query, key and value.
 
@@ -202,14 +215,7 @@ class PackedColwise(ParallelStyle):
             raise ConfigError(f"plan: {name!r} has {features} {self.what}, expected a multiple of {multiple}")
 
     def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
-        parameter = module._parameters[name]
-        if parameter is None:
-            return
-        if self.parts > 1:
-            unpacked = parameter.detach().unflatten(dim, (self.parts, -1))
-            module.register_parameter(name, nn.Parameter(unpacked, parameter.requires_grad))
-            dim += 1
-        distribute(module, name, mesh, Shard(dim))
+        distribute_packed(module, name, mesh, dim, self.parts)
 
     def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
         """This rank's shard of a parameter, packed."""
