@@ -1,9 +1,13 @@
 """fp16 products computed in fp32 and rounded: what they give, and that everything else passes through."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramp.precision.capabilities import has_native_fp16
 from paramp.precision.fp16_emulation import emulate_fp16
@@ -11,6 +15,13 @@ from paramp.precision.fp16_emulation import emulate_fp16
 
 def rounded(tensor):
     return tensor.to(torch.float16)
+
+
+def is_emulated(product):
+    """Whether ``product`` of fp16 tensors converts them."""
+    with torch.profiler.profile() as profile:
+        product()
+    return "aten::_to_copy" in {event.name for event in profile.events()}
 
 
 def test_a_product_is_the_rounding_of_the_exact_one():
@@ -77,6 +88,63 @@ def test_other_dtypes_and_operations_pass_through():
         total = half + half
     assert torch.equal(inside, x.bfloat16() @ x.bfloat16())
     assert torch.equal(total, half + half)
+
+
+def test_products_outside_and_in_other_threads_are_torchs():
+    x = torch.ones(8, 8).half()
+    seen = {}
+
+    def look(name):
+        seen[name] = is_emulated(lambda: x @ x), is_emulated(lambda: torch.mm(x, x, out=torch.empty_like(x)))
+
+    with emulate_fp16():
+        with emulate_fp16():
+            look("inner")
+        look("outer")
+        thread = threading.Thread(target=look, args=["thread"])
+        thread.start()
+        thread.join()
+    look("behind")
+    assert seen == {
+        "inner": (True, True),
+        "outer": (True, True),
+        "thread": (False, False),
+        "behind": (False, False),
+    }
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_a_product_into_a_given_tensor_is_the_same(name):
+    generator = torch.Generator().manual_seed(4)
+    dims = (2,) if "bmm" in name else ()
+    a, b, c = (torch.randn(*dims, 16, 16, generator=generator).half() for _ in range(3))
+    given = (c, a, b) if "add" in name else (a, b)
+    options = {"beta": 0.5, "alpha": 2.0} if "add" in name else {}
+    function = getattr(torch, name)
+    out = torch.empty(0).half()
+    with emulate_fp16():
+        expected = function(*given, **options)
+        assert function(*given, out=out, **options) is out
+    assert torch.equal(out, expected)
+    exact = a.double() @ b.double()
+    exact = 2 * exact + 0.5 * c.double() if options else exact
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_dispatch_modes_and_subclasses_see_fp16_products():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(8, 8).half()
+    with emulate_fp16(), Watch():
+        x @ x
+    assert seen == ["aten.mm.default"]
+    with emulate_fp16(), FakeTensorMode():
+        assert (torch.empty(8, 4, dtype=torch.float16) @ torch.empty(4, 2, dtype=torch.float16)).shape == (8, 2)
 
 
 def test_it_works_below_autocast():
