@@ -21,7 +21,7 @@ from ..collectives import all_gather_shards
 Terms = list[torch.Tensor | None]
 """Tensors that are added one by one to those of the same index; None counts as nothing, not as zero."""
 PIECE = 2**19
-"""Elements that are gathered at a time: the ranks' terms exist side by side."""
+"""Elements that are summed at a time, a multiple of the ranks: what ranks send exists twice."""
 
 
 def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -95,10 +95,20 @@ def sum_over(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
 
 @torch.no_grad()
 def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """:func:`sum_over` in place, of a contiguous 1-dim tensor, without holding all ranks' terms at once."""
-    if group is not None and group.size() > 1:
-        for part in own.split(PIECE):
-            part.copy_(sum_over(part, group))
+    """:func:`sum_over` in place, of a contiguous 1-dim fp32 tensor, without holding all ranks' terms at once.
+
+    Each rank adds up its slice and sends the sum to the others, which is less to send than all terms.
+    """
+    if group is None or group.size() == 1:
+        return
+    if group.size() == 2:
+        dist.all_reduce(own, group=group)  # one addition an element, in any algorithm, and it commutes
+        return
+    rest = own.numel() % group.size()
+    for part in own[: own.numel() - rest].split(PIECE):
+        all_gather_shards(part, own_slice_of_sum(part, group, 0), group)
+    if rest:
+        own[-rest:].copy_(sum_over(own[-rest:], group))
 
 
 @torch.no_grad()
