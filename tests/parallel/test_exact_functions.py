@@ -14,7 +14,6 @@ from paramp.base.errors import ConfigError
 from paramp.distributed import rng
 from paramp.distributed.reproducible.place import Place
 from paramp.distributed.rng import replicated_random, sharded_random
-from paramp.parallel.reproducible.elementwise import padded_size
 from paramp.parallel.reproducible.functions import ExactFunctions, unwatched
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -125,23 +124,6 @@ def test_an_elements_bits_do_not_depend_on_its_position(names, step, dtype):
                 x, gradient = torch.stack([x, x], 1)[:, 0], torch.stack([gradient, gradient], 1)[:, 1]
             for output, expected in zip(run(mode, ELEMENTWISE[name], [x], gradient), whole, strict=True):
                 assert same(output, expected[part]), (name, size)
-
-
-def test_an_elements_bits_do_not_depend_on_which_thread_computes_it():
-    torch.manual_seed(0)
-    values, gradients = torch.randn(2, 70000)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(5)
-    try:
-        for name in ("gelu tanh", "silu", "mish", "sigmoid", "logsigmoid"):
-            function = {**ELEMENTWISE}[name]
-            whole = run(mode_for(), function, [values], gradients)
-            for part in (slice(0, 20000), slice(3, 40000), slice(0, 65536), slice(1, 66001)):
-                parts = run(mode_for(), function, [values[part]], gradients[part])
-                assert all(map(same, parts, [one[part] for one in whole])), (name, part)
-        assert padded_size(65537, torch.device("cpu")) % (3 * 128) == 0
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,6 @@
 """Ranks killed at random moments, also while they save: every run ends with the weights of the one left in peace.
 
-``make test-sample`` makes one such run, ``make test-all`` twenty.
+``make test-sample`` makes one such run, ``make test-all`` twenty; also some that go on in another layout.
 """
 
 import os
@@ -60,3 +60,51 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, num
             assert run.kill(victim)
         assert run.finish() == 0, run.log.read_text()
     assert weights_at(folder / f"step-{STEPS:08d}") == in_peace(layout)
+
+
+PLACES = {
+    "1": (1, []),
+    "tp2": (2, ["--tp", "2"]),
+    "dp2-zero1": (2, ["--dp", "2", "--zero", "1"]),
+    "fsdp2": (2, ["--fsdp", "2"]),
+    "dp2-tp2": (4, LAYOUTS["dp2-tp2"]),
+    "pp2-tp2": (4, LAYOUTS["pp2-tp2"]),
+}
+MOVES = [("dp2-tp2", "pp2-tp2"), ("pp2-tp2", "1"), ("dp2-zero1", "tp2"), ("tp2", "fsdp2")]
+
+
+def reproducible(place, folder, steps=STEPS):
+    processes, options = PLACES[place]
+    options = [*options, "--reproducible", "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
+    return torchrun_command(processes, *TINY, *options, "--steps", str(steps))
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """What a run on one process ends with that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("one")
+    with Run(reproducible("1", folder / "checkpoints"), folder / "log", **COLD) as run:
+        assert run.finish() == 0, run.log.read_text()
+    return state_at(folder / "checkpoints")
+
+
+def state_at(folder):
+    """Weights, masters and optimizer state; random streams are of the layout, and not drawn from."""
+    weights = weights_at(folder / f"step-{STEPS:08d}")
+    return {name: value for name, value in weights.items() if not name.startswith("random.")}
+
+
+@family
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("before", "after"), cases("chaos, other layouts", MOVES, [], 1))
+def test_a_killed_run_goes_on_in_another_layout_with_the_same_bits(tmp_path, of_one_process, before, after):
+    folder = tmp_path / "checkpoints"
+    with Run(reproducible(before, folder), tmp_path / "log", **COLD) as run:
+        assert run.wait_for((folder / f"step-{STEPS // 2:08d}").exists), run.log.read_text()
+        assert run.kill(PLACES[before][0] - 1)
+        assert run.finish() != 0, run.log.read_text()
+    assert not (folder / f"step-{STEPS:08d}").exists()
+    with Run(reproducible(after, folder), tmp_path / "log of the other", **COLD) as run:
+        assert run.finish() == 0, run.log.read_text()
+        assert f"resumed from {folder}" in run.log.read_text()
+    assert state_at(folder) == of_one_process

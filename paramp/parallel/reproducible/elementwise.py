@@ -1,8 +1,8 @@
 """Elementwise functions whose bits depend on the value of an element only, not on where it is in memory.
 
-torch computes an elementwise function on vectors of 16 to 64 elements, and what is left at the end of a tensor, or of a
-thread's part of it, or what is strided, with other code, whose bits differ. Here a function runs on contiguous memory
-whose size, and the size of each thread's part, is a multiple of all vector widths; the gradient in its backward too.
+torch computes an elementwise function on vectors of 16 to 64 elements, and what is left at the end of a tensor, or what
+is strided, with other code, whose bits differ. Here a function runs on contiguous memory whose size is a multiple of
+all vector widths; the gradient in its backward too. The mode sets torch to one thread: the parts of threads have ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ import torch
 
 WIDTH = 128
 """Elements; a multiple of twice the elements of the widest vector, by which torch's loops advance."""
-_GRAIN = 32768
-"""Elements from which torch runs an elementwise function in several threads, and the least part of a thread."""
-
-_IN_ALL_THREADS = {"gelu": 16384, "log_sigmoid": 0}
-"""Functions whose forward torch runs in all threads from another size on, and that size."""
 
 
 def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -33,7 +28,7 @@ def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if in_place and args[0].shape != shape:
         return cast(torch.Tensor, func(*args, **kwargs))  # torch's error
     dtype = _dtype([tensor.dtype for tensor in tensors if tensor.ndim])
-    size = padded_size(shape.numel(), tensors[0].device, func.__name__)
+    size = math.ceil(shape.numel() / WIDTH) * WIDTH
     flat = [_flat(value, shape, size, dtype) for value in args]
     named = {name: _flat(value, shape, size, dtype) for name, value in kwargs.items()}
     if in_place and flat[0].data_ptr() == args[0].data_ptr():
@@ -77,20 +72,6 @@ def _flat(value: Any, shape: torch.Size, size: int, dtype: torch.dtype | None) -
         return value.contiguous()
     # at 1/2 these functions and most derivatives are finite, and integers divide by 1
     return torch.cat([value, value.new_full((padding,), 0.5 if value.is_floating_point() else 1)])
-
-
-def padded_size(size: int, device: torch.device, name: str = "") -> int:
-    """The size to which the function ``name`` is padded: each thread's part of it is a multiple of WIDTH elements."""
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    while size % (multiple := WIDTH * _num_parts(size, threads, name)):
-        size = math.ceil(size / multiple) * multiple
-    return size
-
-
-def _num_parts(size: int, threads: int, name: str) -> int:
-    """A multiple of the number of parts of equal size in which torch computes ``size`` elements, or their gradient."""
-    parts = 1 if size < _GRAIN else min(threads, math.ceil(size / _GRAIN))
-    return math.lcm(parts, threads) if size > _IN_ALL_THREADS.get(name, size) else parts
 
 
 def expanded(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
