@@ -115,10 +115,24 @@ def test_one_element_that_is_not_finite_is_found(dtype, wrong):
     values[70_001] = wrong
     maximum = largest([torch.ones(3), values], CPU)
     assert maximum.isnan() if math.isnan(wrong) else maximum == math.inf
-    finite = squares([torch.ones(3)], [1.0], maximum)
-    assert not total(finite).isfinite()
-    assert not total(finite + squares([values], [0.5], maximum)).isfinite()
-    assert not total(squares([values], [0.5], torch.ones((), dtype=torch.float64))).isfinite()  # if a maximum drops it
+    sums = squares([values], [0.5], maximum)
+    assert_is(total(sums), abs(wrong))
+    assert_is(total(sums + squares([torch.ones(3)], [1.0], maximum)), abs(wrong))
+    dropped = squares([values], [0.5], torch.ones((), dtype=torch.float64))  # by a maximum that ignores NaN
+    assert not total(dropped).isfinite()
+
+
+def assert_is(actual, expected):
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
+
+
+@pytest.mark.parametrize("maximum", [math.inf, math.nan])
+def test_nan_on_one_rank_and_inf_on_another_are_nan_whatever_the_maximum_keeps(maximum):
+    parts = [torch.tensor([1.0, math.inf]), torch.tensor([2.0]), torch.tensor([math.nan, 3.0])]
+    maximum = torch.tensor(maximum, dtype=torch.float64)
+    of_ranks = [squares([part], [1.0], maximum) for part in parts]
+    assert total(torch.stack(of_ranks).sum(0)).isnan()
+    assert total(torch.stack(of_ranks[:2]).sum(0)) == math.inf
 
 
 def test_what_has_no_exact_square_or_product_is_refused():

@@ -63,8 +63,8 @@ def squares(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], la
             no harm.
 
     Returns:
-        1-dim float64 on the device of ``largest``, for :func:`total` of its sum over all ranks; no element is finite if
-        ``largest`` is not.
+        1-dim float64 on the device of ``largest``, for :func:`total` of its sum over all ranks, which is NaN if an
+        element of any rank is, else inf if one is.
 
     Raises:
         ValueError: a gradient is of another dtype; a norm weight is none of these.
@@ -75,7 +75,7 @@ def squares(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], la
     for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
         if norm_weight and gradient.numel():
             bins += _bins(gradient.reshape(-1), units.to(gradient.device)).to(bins.device) * norm_weight
-    return torch.where(largest.isfinite(), bins, largest)
+    return torch.where(largest.isfinite(), bins, bins[0])  # what is left of inf after the first bin is NaN
 
 
 def total(bins: torch.Tensor) -> torch.Tensor:
