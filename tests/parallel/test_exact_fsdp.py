@@ -14,7 +14,7 @@ MODES = ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"]
 STEPS = number(4, 12)
 SHARDED = [layout for layout in LAYOUTS if "fsdp" in layout or "hsdp" in layout]
 OF_GPT = [(layout, mode) for layout in SHARDED for mode in MODES]
-PART_OF_GPT = [("fsdp2", "16-mixed")]
+PART_OF_GPT = [("fsdp2", "bf16-mixed")]
 
 
 @family
@@ -61,9 +61,7 @@ OF_RESUMED = [(*layouts, mode) for layouts in RESUMED for mode in ("16-mixed", "
 
 
 @family
-@pytest.mark.parametrize(
-    ("before", "after", "mode"), cases("fsdp resumed", OF_RESUMED, [("fsdp2", "tp2", "bf16-naive")], 1)
-)
+@pytest.mark.parametrize(("before", "after", "mode"), cases("fsdp resumed", OF_RESUMED, [], 1))
 def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, mode, tmp_path):
     path = str(tmp_path / "checkpoint")
     first = trained("gpt", mode, before, Part(0, STEPS // 2, save=path))

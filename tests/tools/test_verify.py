@@ -64,8 +64,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        *[("pp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true")],
-        *[("replicate2·fsdp2", "16-naive"), pytest.param("fsdp2·tp2", "16-mixed", marks=[family, long])],
+        *[("pp2·tp2", "16-mixed"), ("dp2·tp2", "bf16-naive"), ("pp2·dp2", "32-true"), ("replicate2·fsdp2", "16-naive")],
+        *(pytest.param(*cell, marks=[family, long]) for cell in [("fsdp2·tp2", "16-mixed"), ("pp2·tp2", "16-naive")]),
     ],
 )
 def test_a_correct_gpt_is_accepted(layout, precision):
@@ -90,14 +90,13 @@ def test_a_correct_user_model_is_accepted(precision):
     assert report.ok, "\n".join(report.lines())
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-naive"])
 @pytest.mark.parametrize(
-    ("wrong", "layer", "what"),
+    ("wrong", "layer", "what", "precision"),
     [
-        ({"plan": "NO_ALL_REDUCE"}, "block2.down", "forward"),
-        ({"plan": "BIAS_ON_EACH_RANK"}, "block1.down", "forward"),
-        ({"model": "normalized"}, "block0.activation", "forward"),
-        ({"plan": "HALF_GRADIENT"}, "block1.down", "gradient"),
+        ({"plan": "NO_ALL_REDUCE"}, "block2.down", "forward", "16-mixed"),
+        ({"plan": "BIAS_ON_EACH_RANK"}, "block1.down", "forward", "bf16-naive"),
+        ({"model": "normalized"}, "block0.activation", "forward", "16-mixed"),
+        ({"plan": "HALF_GRADIENT"}, "block1.down", "gradient", "bf16-naive"),
     ],
 )
 def test_a_wrong_layer_is_named(wrong, layer, what, precision):
