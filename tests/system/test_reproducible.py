@@ -63,12 +63,12 @@ def test_with_more_slices_than_ranks_the_bits_are_the_same(layout):
 
 SMALL_MODES = ["32-true", "16-mixed", "bf16-mixed"]
 LLAMAS = ["llama, own loss", "llama, dropout", "llama, dropout, own loss"]
-WITH_LLAMAS = [layout for layout in LAYOUTS if layout != "1" and "sp" not in layout and "sdp" not in layout]
-"""transformers' models have no plan under sequence parallelism; other tests shard parameters."""
+WITHOUT_SEQUENCE = [layout for layout in LAYOUTS if layout != "1" and "sp" not in layout and "sdp" not in layout]
+"""Images and transformers' models have no plan under sequence parallelism; other tests shard parameters."""
 SMALL = [
-    *(("llama", layout, mode) for layout in WITH_LLAMAS for mode in MODES),
+    *(("llama", layout, mode) for layout in WITHOUT_SEQUENCE for mode in MODES),
     *((task, layout, mode) for task in LLAMAS for layout in ("tp2", "dp2", "pp2", "pp2·tp2") for mode in SMALL_MODES),
-    *(("convolutional", layout, mode) for layout in WITH_LLAMAS if "tp" not in layout for mode in MODES),
+    *(("convolutional", layout, mode) for layout in WITHOUT_SEQUENCE for mode in MODES),
 ]
 PART_OF_SMALL = [
     ("llama, dropout, own loss", "tp2", "bf16-mixed"),
