@@ -4,17 +4,16 @@ torch's own fp16 products on such a CPU are 20 to 170 times slower than its fp32
 operands exactly, adds the products in fp32, and rounds the sum to fp16 once. :func:`emulate_fp16` does the same:
 fp16 operands are widened to fp32 (exactly), the product runs in fp32, and the result is rounded to fp16.
 
-It replaces kernels of torch's operators. It covers forward and backward of linear layers, einsum, attention and
-convolutions, and tensors saved for the backward stay fp16. A dispatch mode would do the same, but Python would then see
-every operator: a step of a small GPT took 2.3 times as long.
+It replaces kernels of torch's operators, once in a process; outside a context these call torch's. They cover forward
+and backward of linear layers, einsum, attention and convolutions, and tensors saved for the backward stay fp16. A
+dispatch mode would do the same, but Python would then see every operator: a step of a small GPT took 2.3 times as long.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,17 +43,10 @@ _PRODUCTS_INTO: dict[Any, Any] = {
     aten.bmm.out: aten.bmm.default,
     aten.baddbmm.out: aten.baddbmm.default,
 }
+_ATTENTION = {operator for operator in _PRODUCTS if "attention" in str(operator)}
+"""Their operands may have several dtypes; those of the others have one."""
 _KEY = torch._C.DispatchKey.BackendSelect
 """Above the kernels of all backends, and below autograd, autocast, DTensor and dispatch modes."""
-
-
-class _Depth(threading.local):
-    """How many contexts of the emulation this thread is in; autograd runs the backward of CPU tensors in it too."""
-
-    value = 0
-
-
-_depth = _Depth()
 
 
 def emulate_fp16(enabled: bool = True) -> AbstractContextManager[Any]:
@@ -62,36 +54,44 @@ def emulate_fp16(enabled: bool = True) -> AbstractContextManager[Any]:
 
     It is one of this thread; the backward has to run inside it too. Other dtypes and devices are not changed.
     """
-    return _emulated() if enabled else nullcontext()
+    return _Emulation() if enabled else nullcontext()
 
 
-@contextmanager
-def _emulated() -> Iterator[None]:
-    _replace_kernels()
-    _depth.value += 1
-    try:
-        yield
-    finally:
-        _depth.value -= 1
+class _Contexts(threading.local):
+    """The number of contexts that this thread is in."""
+
+    depth = 0
+
+
+_contexts = _Contexts()
+_replacing = threading.Lock()
+
+
+class _Emulation:
+    def __enter__(self) -> None:
+        with _replacing:
+            _replace_kernels()
+        _contexts.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _contexts.depth = max(0, _contexts.depth - 1)  # 0 where a generator of another thread is closed
 
 
 @functools.cache
 def _replace_kernels() -> Library:
-    """Once in a process, and for good: outside the contexts they call torch's."""
     library = Library("aten", "IMPL")
     for operator, fp32_outputs in _PRODUCTS.items():
-        kernel = functools.partial(_product, operator, fp32_outputs)
-        library.impl(operator, kernel, _KEY.name, with_keyset=True)
+        library.impl(operator, functools.partial(_product, operator, fp32_outputs), _KEY.name, with_keyset=True)
     for operator, product in _PRODUCTS_INTO.items():
         library.impl(operator, functools.partial(_product_into, operator, product), _KEY.name, with_keyset=True)
     return library
 
 
-def _product(operator: Any, fp32_outputs: tuple[int, ...], keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _product(operator: Any, fp32_outputs: tuple[int, ...], keys: Any, *args: Any, **options: Any) -> Any:
     below = keys.remove(_KEY)
-    if not (_depth.value and any(map(_is_fp16_on_cpu, args))):
-        return operator.redispatch(below, *args, **kwargs)
-    outputs = operator.redispatch(below, *map(_widened, args), **_widened_values(kwargs))
+    if not (_contexts.depth and _are_fp16(operator, args)):
+        return operator.redispatch(below, *args, **options)
+    outputs = operator.redispatch(below, *map(_widened, args), **_widened_values(options))
     if isinstance(outputs, torch.Tensor):
         return outputs.half()
     return tuple(
@@ -100,21 +100,32 @@ def _product(operator: Any, fp32_outputs: tuple[int, ...], keys: Any, *args: Any
     )
 
 
-def _product_into(operator: Any, product: Any, keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if not (_depth.value and any(map(_is_fp16_on_cpu, args))):
-        result: torch.Tensor = operator.redispatch(keys.remove(_KEY), *args, out=out, **kwargs)
-        return result
-    result = product(*map(_widened, args), **_widened_values(kwargs))
-    return out.resize_(result.shape).copy_(result)
+def _product_into(operator: Any, product: Any, keys: Any, *args: Any, out: torch.Tensor, **options: Any) -> Any:
+    below = keys.remove(_KEY)
+    if not (_contexts.depth and _are_fp16(operator, (*args, out))):
+        return operator.redispatch(below, *args, out=out, **options)
+    result = product.redispatch(below, *map(_widened, args), **options).half()
+    return torch.mul(result, 1, out=out)  # resizes it as torch's product does
 
 
-def _widened_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def _are_fp16(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether tensors of ``args`` are fp16 ones of the CPU, and others too where torch expects one dtype."""
+    found = [_is_fp16_on_cpu(value) for value in args if isinstance(value, torch.Tensor)]
+    return any(found) if operator in _ATTENTION else all(found)
+
+
+def _widened_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: _widened(value) for name, value in values.items()}
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if _is_fp16_on_cpu(value) else value
+    return value.float() if isinstance(value, torch.Tensor) and _is_fp16_on_cpu(value) else value
 
 
-def _is_fp16_on_cpu(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float16 and value.device.type == "cpu"
+def _is_fp16_on_cpu(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dtype is torch.float16
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )

@@ -97,8 +97,9 @@ def test_products_outside_and_in_other_threads_are_torchs():
     def look(name):
         seen[name] = is_emulated(lambda: x @ x), is_emulated(lambda: torch.mm(x, x, out=torch.empty_like(x)))
 
-    with emulate_fp16():
-        with emulate_fp16():
+    context = emulate_fp16()
+    with context:
+        with context:
             look("inner")
         look("outer")
         thread = threading.Thread(target=look, args=["thread"])
@@ -129,6 +130,43 @@ def test_a_product_into_a_given_tensor_is_the_same(name):
     exact = a.double() @ b.double()
     exact = 2 * exact + 0.5 * c.double() if options else exact
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_a_context_that_another_thread_leaves_does_not_change_that_one():
+    context, x = emulate_fp16(), torch.ones(8, 8).half()
+    thread = threading.Thread(target=context.__enter__)
+    thread.start()
+    thread.join()
+    context.__exit__(None, None, None)
+    assert not is_emulated(lambda: x @ x)
+    with context:
+        assert is_emulated(lambda: x @ x)
+
+
+def test_what_torch_refuses_is_refused():
+    x, wide = torch.ones(4, 4).half(), torch.ones(4, 4)
+    with emulate_fp16():
+        for dtype in (torch.float32, torch.int32):
+            with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+                torch.mm(x, x, out=torch.empty(4, 4, dtype=dtype))
+        with pytest.warns(UserWarning, match="was resized"):
+            torch.mm(x, x, out=torch.empty(2, 2).half())
+        for function in (torch.mm, torch.mv, torch.dot):
+            dims = {torch.mm: (2, 2), torch.mv: (2, 1), torch.dot: (1, 1)}[function]
+            one, other = (x if dim == 2 else x[0] for dim in dims)
+            with pytest.raises(RuntimeError, match="dtype"):
+                function(one, other.float())
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.addmm(wide, x, x)
+
+
+def test_autocast_does_not_change_a_product_into_a_given_tensor():
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(64, 64, generator=generator).half() for _ in range(2))
+    with emulate_fp16():
+        expected = x @ y
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(torch.mm(x, y, out=torch.empty_like(x)), expected)
 
 
 def test_dispatch_modes_and_subclasses_see_fp16_products():
