@@ -130,9 +130,13 @@ def assert_is(actual, expected):
 def test_nan_on_one_rank_and_inf_on_another_are_nan_whatever_the_maximum_keeps(maximum):
     parts = [torch.tensor([1.0, math.inf]), torch.tensor([2.0]), torch.tensor([math.nan, 3.0])]
     maximum = torch.tensor(maximum, dtype=torch.float64)
-    of_ranks = [squares([part], [1.0], maximum) for part in parts]
-    assert total(torch.stack(of_ranks).sum(0)).isnan()
-    assert total(torch.stack(of_ranks[:2]).sum(0)) == math.inf
+    assert total(torch.stack([squares([part], [1.0], maximum) for part in parts]).sum(0)).isnan()
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_what_is_not_finite_counts_with_a_norm_weight_of_zero_too(wrong):
+    given = [torch.ones(5), torch.tensor([wrong])]
+    assert_is(total(squares(given, [1.0, 0.0], largest(given, CPU))), wrong)
 
 
 def test_what_has_no_exact_square_or_product_is_refused():

@@ -14,7 +14,7 @@ MODES = ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"]
 STEPS = number(4, 12)
 SHARDED = [layout for layout in LAYOUTS if "fsdp" in layout or "hsdp" in layout]
 OF_GPT = [(layout, mode) for layout in SHARDED for mode in MODES]
-PART_OF_GPT = [("fsdp2", "bf16-mixed")]
+PART_OF_GPT = [("fsdp2", "16-mixed")]
 
 
 @family

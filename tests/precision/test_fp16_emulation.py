@@ -132,15 +132,25 @@ def test_a_product_into_a_given_tensor_is_the_same(name):
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
 
-def test_a_context_that_another_thread_leaves_does_not_change_that_one():
-    context, x = emulate_fp16(), torch.ones(8, 8).half()
-    thread = threading.Thread(target=context.__enter__)
-    thread.start()
-    thread.join()
-    context.__exit__(None, None, None)
-    assert not is_emulated(lambda: x @ x)
-    with context:
-        assert is_emulated(lambda: x @ x)
+def test_a_context_that_another_thread_leaves_is_left_by_the_thread_that_entered_it():
+    context, x, entered, left, seen = emulate_fp16(), torch.ones(8, 8).half(), threading.Event(), threading.Event(), []
+
+    def enter():
+        context.__enter__()
+        entered.set()
+        left.wait()
+        seen.append(is_emulated(lambda: x @ x))
+
+    thread = threading.Thread(target=enter)
+    with emulate_fp16():
+        thread.start()
+        entered.wait()
+        context.__exit__(None, None, None)
+        seen.append(is_emulated(lambda: x @ x))
+        left.set()
+        thread.join()
+    seen.append(is_emulated(lambda: x @ x))
+    assert seen == [True, False, False]
 
 
 def test_what_torch_refuses_is_refused():
@@ -182,7 +192,9 @@ def test_dispatch_modes_and_subclasses_see_fp16_products():
         x @ x
     assert seen == ["aten.mm.default"]
     with emulate_fp16(), FakeTensorMode():
-        assert (torch.empty(8, 4, dtype=torch.float16) @ torch.empty(4, 2, dtype=torch.float16)).shape == (8, 2)
+        product = torch.empty(8, 4, dtype=torch.float16) @ torch.empty(4, 2, dtype=torch.float16)
+    assert product.shape == (8, 2)
+    assert product.dtype is torch.float16
 
 
 def test_it_works_below_autocast():

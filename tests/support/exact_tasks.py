@@ -233,6 +233,7 @@ TASKS = {
     ),
     "lora": Task(lora, criterion=output_loss, calls=1),
     "uneven": Task(Uneven),
+    "convolutional, no plan": Task(convolutional, images, F.cross_entropy, calls=1),
     "convolutional": Task(convolutional, images, F.cross_entropy, calls=1, plan={"15": "rowwise_scatter"}),
     "vit": Task(vit, images, F.cross_entropy, calls=1),
     "vit without class token": Task(partial(vit, class_token=False), images, F.cross_entropy, calls=1),

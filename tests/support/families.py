@@ -1,6 +1,6 @@
 """Long families of tests: the same assertion for many cases. What a run tries of each is chosen by the environment.
 
-- By default, as in ``make test``: a part, in which every value of every parameter stands at least once.
+- By default, as in ``make test``: a part, in which most values of a parameter stand once.
 - ``PARAMP_TEST_SEED``, any text: a sample of the other cases, always the same for one seed (``.ci/run``).
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
 """

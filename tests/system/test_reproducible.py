@@ -63,12 +63,13 @@ def test_with_more_slices_than_ranks_the_bits_are_the_same(layout):
 
 SMALL_MODES = ["32-true", "16-mixed", "bf16-mixed"]
 LLAMAS = ["llama, own loss", "llama, dropout", "llama, dropout, own loss"]
-WITHOUT_SEQUENCE = [layout for layout in LAYOUTS if layout != "1" and "sp" not in layout and "sdp" not in layout]
+OTHER_LAYOUTS = [layout for layout in LAYOUTS if layout != "1" and "sp" not in layout and "sdp" not in layout]
 """Images and transformers' models have no plan under sequence parallelism; other tests shard parameters."""
 SMALL = [
-    *(("llama", layout, mode) for layout in WITHOUT_SEQUENCE for mode in MODES),
+    *(("llama", layout, mode) for layout in OTHER_LAYOUTS for mode in MODES),
     *((task, layout, mode) for task in LLAMAS for layout in ("tp2", "dp2", "pp2", "pp2·tp2") for mode in SMALL_MODES),
-    *(("convolutional", layout, mode) for layout in WITHOUT_SEQUENCE for mode in MODES),
+    *(("convolutional", layout, mode) for layout in OTHER_LAYOUTS for mode in MODES),
+    *(("convolutional, no plan", layout, "16-mixed") for layout in ("dp2", "dp4", "dp2 + zero1", "pp2")),
 ]
 PART_OF_SMALL = [
     ("llama, dropout, own loss", "tp2", "bf16-mixed"),

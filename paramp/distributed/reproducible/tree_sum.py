@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_gather_shards
+from ..collectives import all_gather_shards, all_reduce_
 
 Terms = list[torch.Tensor | None]
 """Tensors that are added one by one to those of the same index; None counts as nothing, not as zero."""
 PIECE = 2**19
-"""Elements that are summed at a time, a multiple of the ranks: what ranks send exists twice."""
+"""Elements that are summed at a time: the slices that are sent, and those received, exist besides."""
 
 
 def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -97,13 +97,14 @@ def sum_over(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
 def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """:func:`sum_over` in place, of a contiguous 1-dim fp32 tensor, without holding all ranks' terms at once.
 
-    Each rank adds up its slice and sends the sum to the others, which is less to send than all terms.
+    Of more than two ranks each adds up its slice and sends the sum to the others, which is less to send than all terms.
     """
     if group is None or group.size() == 1:
         return
     if group.size() == 2:
-        dist.all_reduce(own, group=group)  # one addition an element, in any algorithm, and it commutes
+        all_reduce_(own, group)  # one addition an element, in any algorithm, and it commutes
         return
+    assert PIECE % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
     rest = own.numel() % group.size()
     for part in own[: own.numel() - rest].split(PIECE):
         all_gather_shards(part, own_slice_of_sum(part, group, 0), group)

@@ -75,7 +75,8 @@ def squares(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], la
     for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
         if norm_weight and gradient.numel():
             bins += _bins(gradient.reshape(-1), units.to(gradient.device)).to(bins.device) * norm_weight
-    return torch.where(largest.isfinite(), bins, bins[0])  # what is left of inf after the first bin is NaN
+    # What is left of inf after the first bin is NaN.
+    return torch.where(largest.isfinite(), bins, torch.maximum(bins[0], largest))
 
 
 def total(bins: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 torch computes an elementwise function on vectors of 16 to 64 elements, and what is left at the end of a tensor, or what
 is strided, with other code, whose bits differ. Here a function runs on contiguous memory whose size is a multiple of
-all vector widths; the gradient in its backward too. The mode sets torch to one thread: the parts of threads have ends.
+all vector widths; the gradient in its backward too. The mode sets torch to one thread, whose part has one end.
 """
 
 from __future__ import annotations
