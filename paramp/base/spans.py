@@ -80,7 +80,8 @@ class Observer(Protocol):
     """Observes the operations of a rank as they run."""
 
     def begin_call(self) -> None:
-        """A batch begins."""
+        """A batch begins. Subclasses that do not count them leave this out."""
+        return
 
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
         """A context around one operation; ``kind`` as in :class:`Span`."""

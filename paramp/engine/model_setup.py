@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 EMULATED = (
-    "compile: {!r} computes fp16 products in fp32 on this CPU, operator by operator, which compiled "
-    "code does not speed up; the blocks run eagerly"
+    "compile: {!r} computes fp16 products in fp32 on this CPU, operator by operator, which compiled code "
+    "does not speed up; the blocks run eagerly"
 )
 Parameters: TypeAlias = Iterable[nn.Parameter]
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

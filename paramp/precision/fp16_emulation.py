@@ -104,7 +104,8 @@ def _product(operator: Any, fp32_outputs: tuple[int, ...], keys: Any, *args: Any
     below = keys.remove(_KEY)
     if not (_thread.contexts.depth and _are_fp16(operator, args)):
         return operator.redispatch(below, *args, **options)
-    outputs = operator.redispatch(below, *map(_widened, args), **_widened_values(options))
+    wide = {name: _widened(value) for name, value in options.items()}
+    outputs = operator.redispatch(below, *map(_widened, args), **wide)
     if isinstance(outputs, torch.Tensor):
         return outputs.half()
     return tuple(
@@ -125,10 +126,6 @@ def _are_fp16(operator: Any, args: tuple[Any, ...]) -> bool:
     """Whether tensors of ``args`` are fp16 ones of the CPU, and others too where torch expects one dtype."""
     found = [_is_fp16_on_cpu(value) for value in args if isinstance(value, torch.Tensor)]
     return any(found) if operator in _ATTENTION else all(found)
-
-
-def _widened_values(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _widened(value) for name, value in values.items()}
 
 
 def _widened(value: Any) -> Any:

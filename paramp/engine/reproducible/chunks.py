@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...base.errors import ConfigError
+from ...base.spans import Observer
 from ...distributed.context import ParallelContext
 from ...optim.reproducible.chunk_gradients import ChunkGradients
 from ...parallel.batches import Batch
@@ -19,7 +20,7 @@ from ..step_result import StepCounters
 from .totals import ChunkTotals
 
 
-class ChunkRun:
+class ChunkRun(Observer):
     """Runs a batch chunk by chunk: it tells where each is, and adds up its gradients.
 
     An :class:`~paramp.base.spans.Observer` of the engine, which learns from the spans which chunk runs.
@@ -94,9 +95,6 @@ class ChunkRun:
                 "needs chunks of the same shapes: pad all samples to one length"
             )
         return None
-
-    def begin_call(self) -> None:
-        """Part of the observer interface; not needed here."""
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:

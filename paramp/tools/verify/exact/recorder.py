@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor, local
+from ....base.spans import Observer
 from ....base.trees import tensors
 from ....checkpoint.chunks import chunk_of
 from ....engine.engine import Engine
@@ -25,7 +26,7 @@ from ....parallel.reproducible.functions import unwatched
 from .trace import Key, TraceWriter
 
 
-class ExactRecorder:
+class ExactRecorder(Observer):
     """Writes what an engine with ``reproducible`` computes to a trace.
 
     A context manager that registers forward hooks, and hooks of the outputs' gradients. It is also an
@@ -64,9 +65,6 @@ class ExactRecorder:
         """The ``call``-th call of ``forward_backward`` of ``step`` follows, with ``num_microbatches`` on this rank."""
         self._step, self._call, self._num_microbatches = step, call, num_microbatches
         self._seen.clear()
-
-    def begin_call(self) -> None:
-        """Part of the observer interface; not needed here."""
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
