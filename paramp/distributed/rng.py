@@ -55,12 +55,12 @@ def _forked(device: torch.device) -> AbstractContextManager[None]:
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's default generators of the CPU and, on a GPU, of ``device``; no synchronisation."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [torch.default_generator.get_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
     """Restore torch's default generators to the states that :func:`random_states` returned."""
-    torch.set_rng_state(states[0])
+    torch.default_generator.set_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 

@@ -388,9 +388,11 @@ class LossWindow:
         Raises:
             Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
+        if self._context.world_size == 1:  # a failure was raised at once
+            loss, weight = terms_of(self.totals if totals is None else totals, self._context)[:2]
+            return (loss / weight).float()
         summed = self.findings(totals)
-        if self._context.world_size > 1:
-            all_reduce_(summed)
+        all_reduce_(summed)
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
         is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
         if not is_left_to_step:

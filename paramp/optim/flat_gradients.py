@@ -120,7 +120,8 @@ class FlatGradients:
             }
             self._addresses = _Addresses(self._buffer_of)
             self._zeros.update(zip(self._params, self._versions(), strict=True))
-        self._take_back(self._outside())
+        if outside := self._outside():
+            self._take_back(outside)
 
     def _outside(self) -> list[FlatParam]:
         """The parameters whose ``.grad`` is not the view of their buffer."""
@@ -167,7 +168,6 @@ class FlatGradients:
         A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
         check_frozen(self._frozen)
-        self.begin_window()
         moved = self._addresses.moved() if self._addresses is not None else None
         if moved is not None:
             raise RuntimeError(

@@ -180,7 +180,7 @@ def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) 
             f"{path}: got shape {tuple(leaf.shape)}, expected {size} samples in dim 0, as in {first}, or 1; mark a "
             "tensor that is not split into microbatches with paramp.whole(tensor)"
         )
-    return leaf[rows]
+    return leaf if rows == slice(0, size) else leaf[rows]
 
 
 def _kind(leaf: Any) -> Any:
