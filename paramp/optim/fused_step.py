@@ -26,7 +26,7 @@ from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
 from .user_optimizer import NarrowState, check_narrow_state
 
-CACHE_BLOCK = {"cpu": 2**18, "cuda": 2**23}
+CACHE_BLOCK = {"cpu": 2**19, "cuda": 2**23}
 """Elements of a block, by device: few enough to stay in the cache between the passes over them."""
 
 Options = Mapping[str, Any]
@@ -272,13 +272,16 @@ class FusedStep:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient for the kernel, in the dtype ``wide``, and the divisor to pass to the kernel, or None.
 
-        Given a divisor, torch's kernels write the quotient back to memory, and they accept only an fp32 one. So fp64
-        gradients, and on the CPU fp32 ones, are divided beforehand, into scratch memory that stays in the cache. Others
-        are widened into scratch memory in any case.
+        Given a divisor, torch's kernels write the quotient back to memory, which costs little where the gradient is
+        read from there. A widened gradient is in the cache, and on a CPU dividing it there costs less. The kernels
+        accept only an fp32 divisor, so fp64 gradients are divided beforehand too.
         """
-        if gradient.dtype is wide and (gradient.device.type == "cpu" or wide is torch.float64):
-            return torch.div(gradient, exact_scale, out=self._scratch.like("gradient", gradient, wide)), None
-        return self._widened("gradient", gradient, wide), scale
+        if gradient.dtype is wide is torch.float32:
+            return gradient, scale
+        widened = self._scratch.like("gradient", gradient, wide).copy_(gradient)
+        if gradient.device.type == "cpu" or wide is torch.float64:
+            return widened.div_(exact_scale), None
+        return widened, scale
 
     def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``block`` in ``dtype``: itself, or a copy that the next block overwrites."""

@@ -27,8 +27,8 @@ def join(weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None 
     if weight.dtype is torch.bfloat16:
         wide.view(torch.int32).add_(scratch.like("remainder", weight, torch.int32).copy_(remainder))
         return wide
-    steps = _exponents(wide, scratch).sub_(26 << 23).view(torch.float32)
-    return wide.sub_(scratch.like("left", weight, torch.float32).copy_(remainder).mul_(steps))
+    left = scratch.like("left", weight, torch.float32).copy_(remainder)
+    return wide.addcmul_(left, _powers(wide, scratch), value=-(2.0**-26))  # the products are exact
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None = None) -> None:
@@ -44,13 +44,14 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, s
         left = torch.sub(master.view(torch.int32), bits, out=bits)
         remainder.copy_((left if unfit is None else left.masked_fill_(unfit, 0)).clamp_(-(2**15), 2**15 - 1))
         return
-    inverse = _exponents(wide, scratch).sub_(153 << 23).neg_().add_(127 << 23).view(torch.float32)
-    rounded = wide.sub_(master).mul_(inverse).round_()
+    inverse = _powers(wide, scratch).view(torch.int32).neg_().add_(254 << 23).view(torch.float32)
+    rounded = wide.sub_(master).mul_(inverse).mul_(2.0**26).round_()
     remainder.copy_((rounded if finite else rounded.nan_to_num_(0.0, 0.0, 0.0)).clamp_(1 - 2.0**15, 2.0**15 - 1))
 
 
-def _exponents(wide: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The bits of 2**e of each fp16 weight, given in float32; int32. A step of its remainder is 2**(e - 26)."""
-    bits = scratch.like("exponents", wide, torch.int32)
+def _powers(wide: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """2**e of each fp16 weight, given in float32; float32. A step of its remainder is 2**(e - 26)."""
+    bits = scratch.like("powers", wide, torch.int32)
     # In integers: the bits of floats are in the order of their values.
-    return torch.bitwise_and(wide.view(torch.int32), 0x7F800000, out=bits).clamp_(113 << 23, 142 << 23)
+    bits = torch.bitwise_and(wide.view(torch.int32), 0x7F800000, out=bits).clamp_(113 << 23, 142 << 23)
+    return bits.view(torch.float32)
