@@ -24,7 +24,8 @@ def output(tmp_path_factory):
     for _ in range(3):
         folder = tmp_path_factory.mktemp("output")
         command = [PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES]
-        result = run(command, timeout=100, PARAMP_LAUNCH_TIMEOUT="30")
+        # On a busy machine the store's host may end before a rank has read all, of which torch's C++ code warns.
+        result = run(command, timeout=100, PARAMP_LAUNCH_TIMEOUT="30", TORCH_CPP_LOG_LEVEL="ERROR")
         assert result.returncode == 0, result.stderr
         codes = json.loads((folder / "codes.json").read_text())
         texts = {(case, rank): (folder / f"{case}.{rank}").read_text() for case in CASES for rank in range(3)}
