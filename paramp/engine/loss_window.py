@@ -2,8 +2,8 @@
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is divided by a fixed power of two near its count instead, and the step corrects for the true total
-count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+``(sum, count)`` is also divided by a power of two near its count, and the step corrects for the true total count:
+gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 
 from __future__ import annotations
@@ -388,11 +388,9 @@ class LossWindow:
         Raises:
             Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
-        if self._context.world_size == 1:  # a failure was raised at once
-            loss, weight = terms_of(self.totals if totals is None else totals, self._context)[:2]
-            return (loss / weight).float()
         summed = self.findings(totals)
-        all_reduce_(summed)
+        if self._context.world_size > 1:
+            all_reduce_(summed)
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
         is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
         if not is_left_to_step:

@@ -1,7 +1,7 @@
 """The optimizer's step: a decision equal on every rank, whether to skip it and the gradients' divisor; then the update.
 
-Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings, and all values
-computed from it stay on the device.
+Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings (two more agree on
+the norm, if training is reproducible). On a GPU all values computed from it stay on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepDecision:
     absent: list[FlatParam]
     """Parameters for which no data rank has a gradient; they are not stepped."""
     values: torch.Tensor
-    """1-dim float64: the values of :class:`~paramp.engine.step_result.StepResult`."""
+    """1-dim float64: loss scale, 0 (stepped), 1 (overflow) or 2 (skipped), norm, number of zeros, mean loss."""
 
 
 def decide_step(
@@ -67,8 +67,8 @@ def decide_step(
         scale: 0-dim float32, the loss scale that the gradients carry.
         losses: 1-dim float64, from :meth:`~paramp.engine.loss_window.LossWindow.findings`.
         window_size: microbatches in the accumulation window, over all data ranks.
-        mean_factor: of the gradients of means, because the window was shortened; 1 if it was not.
-        first_names: any name of a parameter of the whole model -> its first name.
+        mean_factor: the factor for gradients of means: more than 1 if the window was shortened.
+        first_names: for each name in the whole model the first name of the same parameter, which may be tied.
     """
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
@@ -124,7 +124,7 @@ def _decide_on_host(
     max_norm: float | None,
     absent: list[FlatParam],
 ) -> StepDecision:
-    """:func:`_decide_on_device` in Python's numbers, which on a CPU takes a third of its time."""
+    """:func:`_decide_on_device` in Python's numbers: on a CPU, a third of the time of torch's operations on them."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums
     overflow = found_any > 0 or not math.isfinite(squares)
     skip = overflow or (num_losses > 0 and weight == 0) or num_failed > 0

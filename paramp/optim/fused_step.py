@@ -1,8 +1,8 @@
 """The optimizer step over flat buffers, in torch's fused kernels.
 
 The step is memory-bound, so it runs in blocks that stay in the cache, and finishes each block before the next: widen
-the gradient, step the master, round it to the weight. Unscaling, clipping and the decision to skip are passed to the
-kernel as tensors, so that the host does not synchronise. This is for AdamW, Adam and SGD (:class:`FusedStep`). Any
+the gradient, step the master, round it to the weight. The divisor, which unscales and clips, and the decision to skip
+are tensors, so that the host does not synchronise with a GPU. This is for AdamW, Adam and SGD (:class:`FusedStep`). Any
 other optimizer runs its own ``step()``, after the host has read whether to skip it (:class:`PlainStep`; for whole
 matrices of which ranks have shards :class:`~paramp.optim.matrices.step.MatrixStep`).
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.scratch import Scratch, zeros_apart
+from ..base.scratch import KEPT, Scratch, zeros_apart
 from ..precision.stochastic_rounding import round_state
 from .flat_params import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
@@ -26,7 +26,7 @@ from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
 from .user_optimizer import NarrowState, check_narrow_state
 
-CACHE_BLOCK = {"cpu": 2**19, "cuda": 2**23}
+CACHE_BLOCK = {"cpu": KEPT, "cuda": 2**23}
 """Elements of a block, by device: few enough to stay in the cache between the passes over them."""
 
 Options = Mapping[str, Any]
@@ -272,9 +272,9 @@ class FusedStep:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient for the kernel, in the dtype ``wide``, and the divisor to pass to the kernel, or None.
 
-        Given a divisor, torch's kernels write the quotient back to memory, which costs little where the gradient is
-        read from there. A widened gradient is in the cache, and on a CPU dividing it there costs less. The kernels
-        accept only an fp32 divisor, so fp64 gradients are divided beforehand too.
+        The kernel divides fp32 gradients, and on a GPU widened ones: it writes the quotient back, which costs little
+        where it reads the gradient from memory. Beforehand are divided, as they are copied: on a CPU gradients that are
+        widened, because they are in the cache; and fp64 ones, because the kernel accepts only an fp32 divisor.
         """
         if gradient.dtype is wide is torch.float32:
             return gradient, scale

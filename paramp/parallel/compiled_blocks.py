@@ -74,14 +74,14 @@ class CompiledBlocks:
                 if block is None or isinstance(block, PassThrough):
                     continue
                 if where := _on_dtensors(block, self._context):
-                    reports.warn(where, f"{name!r} runs eagerly, because {where} in it computes on DTensors")
+                    reports.warn(where, f"{name!r} runs eagerly, because {where} computes on DTensors")
                     continue
-                if where := self._draws_again(block):
+                if where := self._unrepeatable_dropout(block):
                     why = "draws differently on tensor ranks: its graph breaks, and 'selective' needs it whole"
                     reports.warn(where, f"{name!r} runs eagerly, because {where} {why}")
                     continue
                 if where := _with_hooks(block):
-                    reports.warn(where, f"{name!r} runs eagerly while {where} in it has hooks")
+                    reports.warn(where, f"{name!r} runs eagerly while {where} has hooks")
                 alike[_signature(block)].append((name, block))
         for group in alike.values():
             run = _compiled(type(group[0][1]).__name__, self._options, is_unit(group[0][1]))
@@ -92,7 +92,7 @@ class CompiledBlocks:
                 else:
                     block._compiled_call_impl = _Call(name, block, run, reports)
 
-    def _draws_again(self, block: nn.Module) -> str | None:
+    def _unrepeatable_dropout(self, block: nn.Module) -> str | None:
         """The name and class of a dropout in ``block`` that compiled selective checkpointing could not repeat."""
         selective = self._context.config.activation_checkpointing == "selective"
         if selective and self._context.tensor_axis.size > 1:
@@ -155,7 +155,8 @@ def _with_hooks(block: nn.Module) -> str | None:
 
 
 def _named(name: str, module: nn.Module) -> str:
-    return f"{name!r}, a {type(module).__name__},"
+    """The module ``name`` in a block, as messages about the block name it; empty: the block itself."""
+    return f"{name!r}, a {type(module).__name__}, in it" if name else f"it, a {type(module).__name__},"
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -215,7 +215,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 
 def _compile_text(found: Mapping[str, Any]) -> str:
     if found["runs"]:
-        return "with compile, the optimizer step is one compiled kernel; without, torch's fused kernels in blocks"
+        return "with compile, the optimizer step is compiled; without, torch's fused kernels in blocks"
     return f"cannot be set here: {found['why']}; the optimizer step runs in torch's fused kernels, in blocks"
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import paramp
 from paramp.optim.compiled import norm as compiled
 from paramp.optim.compiled import step as compiled_step
-from paramp.optim.compiled.kernels import step_function
+from paramp.optim.compiled.kernels import inductor_options, step_function
 from paramp.optim.compiled.norm import compiled_sums, sums_of_squares
 from paramp.optim.grad_norm import LONG, norm_power
 from paramp.parallel import compiled_blocks
@@ -51,7 +51,7 @@ def test_compiled_the_sums_are_those_of_fp64():
 
     compiled_sums.cache_clear()
     counters.clear()
-    check(compiled_sums(()))
+    check(compiled_sums(inductor_options({})))
     assert counters["stats"]["unique_graphs"] == 2  # one for each dtype
 
 
@@ -87,3 +87,10 @@ def test_the_engine_uses_them_for_long_half_precision_gradients(monkeypatch, mod
         expected = engine.module.weight.grad.double().norm()
         assert engine.step().grad_norm == pytest.approx(expected.item(), rel=1e-6)
     assert bool(calls) is used
+
+
+def test_options_that_hold_lists_are_keys_of_a_cache():
+    first, again, other = (inductor_options({"options": {"cpp.cxx": [None, name]}}) for name in ("g++", "g++", "c++"))
+    assert {first: 1}[again] == 1
+    assert first != other
+    assert inductor_options({"backend": "eager"}) is None

@@ -168,7 +168,7 @@ def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_s
     assert results == train(None, **config)
     said = [str(one.message) for one in found if "runs eagerly, because" in str(one.message)]
     assert bool(said) == (world.rank == 0)
-    assert all("a Dropout, draws differently on tensor ranks" in one for one in said)
+    assert all("a Dropout, in it draws differently on tensor ranks" in one for one in said)
 
 
 @family
@@ -222,6 +222,16 @@ def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
         handle.remove()
         engine.forward_backward(*batch())
         assert (len(seen), counts.calls) == (1, 2 * NUM_BLOCKS - 1)
+
+
+def test_a_block_with_a_hook_of_its_own_is_named_once():
+    model = gpt()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    with (
+        launch({"compile": COUNTED}),
+        pytest.warns(UserWarning, match=r"^compile: 'blocks\.1' runs eagerly while it, a \w+, has hooks"),
+    ):
+        initialize(model)
 
 
 @on_ranks(2)

@@ -166,11 +166,18 @@ def step_function(variant: Variant) -> Callable[..., None]:
 _made: list[Variant] = []
 
 
-def inductor_options(compile_options: Options | None) -> tuple[tuple[str, Any], ...] | None:
+class InductorOptions(dict[str, Any]):
+    """Options for Inductor, as a part of a cache's key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # nobody changes them
+        return hash(repr(sorted(self.items())))
+
+
+def inductor_options(compile_options: Options | None) -> InductorOptions | None:
     """Inductor's own options among those for ``torch.compile``; None if nothing is compiled, or by another backend."""
     if compile_options is None or compile_options.get("backend", "inductor") != "inductor":
         return None
-    return tuple((compile_options.get("options") or {}).items())
+    return InductorOptions(compile_options.get("options") or {})
 
 
 def _store(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -191,7 +198,7 @@ def _copy(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def compiled_step(variant: Variant, options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
+def compiled_step(variant: Variant, options: InductorOptions) -> Callable[..., None]:
     """:func:`step_function`, compiled with Inductor's ``options``; compiling takes seconds, in its first call."""
     settings = dict(options) | {"emulate_precision_casts": True, "triton.cudagraphs": False}
     return torch.compile(step_function(variant), dynamic=True, fullgraph=True, options=settings)

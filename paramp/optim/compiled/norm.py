@@ -7,14 +7,13 @@ GPUs, a compiled pass is no faster.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...distributed.context import ParallelContext
 from ..grad_norm import Sums
-from .kernels import inductor_options
+from .kernels import InductorOptions, inductor_options
 
 
 def sums_for(context: ParallelContext) -> Sums | None:
@@ -31,6 +30,6 @@ def sums_of_squares(rows: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def compiled_sums(options: tuple[tuple[str, Any], ...]) -> Sums:
+def compiled_sums(options: InductorOptions) -> Sums:
     """:func:`sums_of_squares`, compiled with Inductor's ``options``; compiling takes seconds, in its first call."""
     return torch.compile(sums_of_squares, dynamic=True, fullgraph=True, options=dict(options))

@@ -5,20 +5,28 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...distributed.context import ParallelContext
 from ..flat_params import OptimizerWeights
-from ..fused_step import Block, FusedStep
+from ..fused_step import CACHE_BLOCK, Block, FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
-from .kernels import FAMILIES, Family, Variant, compiled_step, inductor_options, joined, step_function
+from .kernels import (
+    FAMILIES,
+    Family,
+    InductorOptions,
+    Variant,
+    compiled_step,
+    inductor_options,
+    joined,
+    step_function,
+)
 
-BLOCK = 2**19
-"""Elements of a block with remainders on a CPU. A call costs some 35 us, and two results are read again."""
+BLOCK = CACHE_BLOCK["cpu"]
+"""Elements of a block with remainders on a CPU. A call costs some 35 us; its results are copied."""
 TRIED = 2**16
 """Elements of the step with which each kernel is compared with its uncompiled function. Inductor decides by this first
 call whether a kernel uses several threads: only if each has at least 512 elements."""
@@ -46,9 +54,7 @@ class CompiledStep(FusedStep):
         settings: options for Inductor.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, settings: tuple[tuple[str, Any], ...]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, settings: InductorOptions) -> None:
         super().__init__(optimizer, weights)
         self._settings = settings
         self._family: Family = FAMILIES[type(optimizer)]
@@ -124,7 +130,7 @@ class CompiledStep(FusedStep):
             kernel = compiled_step(variant, self._settings)
             is_right = agrees(kernel, variant, self._weights.device)
             if not is_right:
-                text = "compile: torch's compiler drops roundings of the optimizer step; it is not used for it"
+                text = "compile: the optimizer step differs from the uncompiled one, so torch's kernels are used"
                 warnings.warn(text, stacklevel=2)
             self._kernels[variant] = kernel if is_right else None
         return self._kernels[variant]
