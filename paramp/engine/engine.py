@@ -282,8 +282,9 @@ class Engine:
     def gradient_histogram(self) -> GradientHistogram:
         """The distribution of the scaled gradients in the range of the mode's compute dtype, by binary exponent.
 
-        Call it on every rank between ``forward_backward`` and ``step``.
+        Call it on every rank between ``forward_backward`` and ``step``, after which it raises a RuntimeError.
         """
+        self._losses.batches.check_unstepped()
         return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
 
     def diagnose_overflow(self) -> OverflowReport:

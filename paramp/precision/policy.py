@@ -177,7 +177,7 @@ class Precision:
         """This mode with other masters, gradients, reductions, rounding or optimizer state; None: unchanged.
 
         Args:
-            masters: ``"full"`` or ``"remainder"``, in modes that have masters.
+            masters: ``"full"``, in modes that have masters, or ``"remainder"``, which only these take.
             grad_dtype: the weights' dtype, or float32 to accumulate microbatches in.
             reduce_dtype: a dtype, or a mapping of the axes ``dp``, ``tp`` and ``pp`` to dtypes.
             rounding: ``"nearest"``; or ``"stochastic"``, in modes that step half-precision weights without masters.
@@ -189,9 +189,10 @@ class Precision:
         changed = self
         if masters is not None:
             require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
-            allowed = "None, because the mode has no masters; 16-naive, bf16-naive and O2 have"
-            require(bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
-            changed = replace(changed, masters="remainder" if masters == "remainder" else True)
+            allowed = "'full', because the mode has no masters; 16-naive, bf16-naive and O2 have"
+            is_default = masters == "full"
+            require(is_default or bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
+            changed = replace(changed, masters=bool(self.masters) if is_default else "remainder")
         if grad_dtype is not None:
             dtype = as_dtype("grad_dtype", grad_dtype)
             half = self.weights.itemsize < 4

@@ -22,6 +22,23 @@ def test_the_defaults_are_one_process_in_fp32_without_clipping():
     assert config.clip_grad_norm is None
 
 
+@pytest.mark.parametrize("mode", sorted(PRESETS))
+def test_all_defaults_can_be_written_out(mode):
+    written = {
+        "masters": "full",
+        "grad_dtype": None,
+        "reduce_dtype": None,
+        "rounding": "nearest",
+        "optimizer_state": "full",
+        "compile": False,
+        "activation_checkpointing": "none",
+        "gradient_accumulation": 1,
+        "ema": None,
+        "reproducible": False,
+    }
+    assert load({"precision": mode} | written).precision == load({"precision": mode}).precision
+
+
 def test_a_configuration_of_colossalai_is_accepted():
     config = load(
         {
@@ -276,7 +293,7 @@ def test_the_table_of_modes_has_the_documented_rows():
         ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
         (
             {"precision": "16-mixed", "masters": "remainder"},
-            r"masters: got 'remainder', expected None, because the mode has no masters; 16-naive",
+            r"masters: got 'remainder', expected 'full', because the mode has no masters; 16-naive",
         ),
         ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
         ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),

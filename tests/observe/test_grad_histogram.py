@@ -49,6 +49,19 @@ def test_the_counts_equal_numpys():
     assert histogram.underflow == (whole.abs() < 2.0**-14).sum() / whole.numel()
 
 
+def test_gradients_of_a_past_step_are_refused():
+    with paramp.launch_from_torch({"precision": SCALED}):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        for batch in batches(2):
+            engine.forward_backward(*batch)
+            assert engine.gradient_histogram().total > 0
+            engine.step()
+            with pytest.raises(RuntimeError, match="between forward_backward and step"):
+                engine.gradient_histogram()
+            engine.zero_grad()
+
+
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"zero": 1, "data": 2}, {"tensor": 2, "sequence_parallel": True}])
 @on_ranks(2)
 def test_each_element_is_counted_once_over_ranks(world, parallel):
