@@ -280,10 +280,7 @@ class Engine:
         return self._replicas.check()
 
     def gradient_histogram(self) -> GradientHistogram:
-        """The distribution of the scaled gradients in the range of the mode's compute dtype, by binary exponent.
-
-        Call it on every rank between ``forward_backward`` and ``step``, after which it raises a RuntimeError.
-        """
+        """The scaled gradients by exponent. Every rank calls it between ``forward_backward`` and ``step`` only."""
         self._losses.batches.check_unstepped()
         return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
 
