@@ -177,7 +177,8 @@ def look_around(engine: Any, batch: Any) -> None:
 
 def look_behind(engine: Any, batch: Any) -> None:
     """What may be done after a step, and changes nothing."""
-    look_around(engine, batch)
+    engine.zero_grad()
+    engine.evaluate(*batch)
     assert engine.check_replicas() == []
     if engine.num_skipped_in_a_row:
         engine.diagnose_overflow()
