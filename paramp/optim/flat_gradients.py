@@ -168,6 +168,7 @@ class FlatGradients:
         A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
         check_frozen(self._frozen)
+        self.begin_window()
         moved = self._addresses.moved() if self._addresses is not None else None
         if moved is not None:
             raise RuntimeError(

@@ -200,7 +200,7 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float, sums: Sums | No
 NORM_BLOCK = 512
 """Elements of a CPU tensor that are summed in fp32."""
 FAR = 2**23
-"""Elements of a CPU tensor that does not fit into the cache."""
+"""Elements from which on a CPU tensor does not fit into the cache."""
 REGIONS = 4
 """Parts in which such a tensor is read at the same time: a core fetches several streams of memory faster than one."""
 WIDEN_BLOCK = 2**20

@@ -53,8 +53,8 @@ def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(tmp_path,
     num_parameters = sum(parameter.numel() for parameter in ViT.preset("tiny").parameters())
     assert full > 16 * num_parameters
     assert naive > 16 * num_parameters
-    # beside half of everything, blocks in fp32, which are all of so small a model: of the norm, and of the step
-    assert rows["16-true"]["memory_bytes"] < full / 1.8 + 20 * num_parameters
+    # beside half of everything, and of a block of gradients in fp32, the block that is being stepped in fp32
+    assert rows["16-true"]["memory_bytes"] < (full + 4 * num_parameters) / 1.8 + 16 * num_parameters
 
 
 def amp_table(monkeypatch):

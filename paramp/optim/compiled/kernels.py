@@ -169,7 +169,7 @@ _made: list[Variant] = []
 class InductorOptions(dict[str, Any]):
     """Options for Inductor, as a part of a cache's key."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # nobody changes them
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none, as it may change; these do not
         return hash(repr(sorted(self.items())))
 
 
