@@ -103,7 +103,7 @@ class _Ready(NamedTuple):
 
 MAX_SCHEDULES = 8
 """The number of kinds of microbatches whose schedules are cached."""
-FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F")
+FORWARD_ACTIONS = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F")  # torch 2.15 has the third one
 
 
 class Pipeline:

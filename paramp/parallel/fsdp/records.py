@@ -74,7 +74,8 @@ def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
 def drop_gradients(records: Iterable[Any]) -> None:
     """Drop the gradients of gathered parameters, which are not reduced yet."""
     for one in records:
-        one.unsharded_accumulated_grad = None
+        if _adds_up_apart(one):
+            one.unsharded_accumulated_grad = None
         if has_been_gathered(one):
             one._unsharded_param.grad = None
 
@@ -82,6 +83,11 @@ def drop_gradients(records: Iterable[Any]) -> None:
 def has_been_gathered(one: Any) -> bool:
     """Whether torch has made the gathered parameter of its record ``one``."""
     return hasattr(one, "_unsharded_param")
+
+
+def _adds_up_apart(one: Any) -> bool:
+    """Whether torch adds gradients up apart from ``.grad``, as up to 2.14; from 2.15 on autograd does in ``.grad``."""
+    return not isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property)
 
 
 def gradient_of(one: Any) -> Any:
@@ -96,12 +102,34 @@ def is_mismatched(one: Any) -> bool:
     return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
 
 
+def zeros(one: Any) -> torch.Tensor:
+    """A gradient of zeros for a gathered parameter, of the dtype in which autograd would give it one."""
+    return torch.zeros_like(one._unsharded_param, dtype=one._unsharded_param.grad_dtype)
+
+
+def is_added_up(one: Any) -> bool:
+    """Whether earlier backwards have left a gradient in the dtype in which it is reduced, apart from ``.grad``."""
+    return _adds_up_apart(one) and one.unsharded_accumulated_grad is not None
+
+
+def to_reduce_dtype(one: Any) -> None:
+    """Bring a gradient to the dtype in which it is reduced, with what earlier backwards have added up."""
+    if _adds_up_apart(one):
+        one.accumulate_unsharded_grad_if_needed()
+        one.to_accumulated_grad_if_needed()
+        return
+    parameter, dtype = one._unsharded_param, one.unsharded_grad_dtype
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype  # else torch refuses a gradient of another dtype
+    parameter.grad = gradient.to(dtype)
+
+
 def sum_over_tensor_ranks(one: Any, dtype: torch.dtype | None) -> None:
     """Bring a gradient to the parameter's placements on the tensor axis; None: sum in the gradient's own ``dtype``."""
     gradient = gradient_of(one)
     wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
     summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
-    if one.unsharded_accumulated_grad is not None:
+    if is_added_up(one):
         one.unsharded_accumulated_grad = summed
     else:
         one._unsharded_param.grad = summed

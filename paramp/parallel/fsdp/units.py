@@ -43,10 +43,13 @@ from .records import (
     groups_of,
     has_been_gathered,
     held,
+    is_added_up,
     is_mismatched,
     reset,
     sum_over_tensor_ranks,
     take_gradient,
+    to_reduce_dtype,
+    zeros,
 )
 
 CAST_LAYERS = (
@@ -119,7 +122,8 @@ class ShardedUnits:
         module.register_forward_pre_hook(output.begin)
         module.register_forward_hook(output.prepare)  # before that of fully_shard
         number = len(self._units) + 1
-        reduce_dtype = context.config.precision.reduce_dtypes.dp
+        # Given in any case: without it, torch reduces in ``dtype`` up to 2.14, and in the parameters' own one from 2.15 on.
+        reduce_dtype = context.config.precision.reduce_dtypes.dp or dtype
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(
             module,
@@ -277,12 +281,11 @@ class ShardedUnits:
         """Give each parameter a gradient, all in one dtype and with the parameters' placements."""
         for one in trained:
             if gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
-                one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
+                one._unsharded_param.grad = zeros(one)
         mixed = len({gradient_of(one).dtype for one in trained}) > 1
-        if mixed or any(one.unsharded_accumulated_grad is not None or is_mismatched(one) for one in trained):
+        if mixed or any(is_added_up(one) or is_mismatched(one) for one in trained):
             for one in trained:
-                one.accumulate_unsharded_grad_if_needed()
-                one.to_accumulated_grad_if_needed()
+                to_reduce_dtype(one)
         for one in filter(is_mismatched, trained):
             sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
 
