@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -27,7 +26,9 @@ SOURCE = "_paramp_local_in_graph"
 """The attribute of a DTensor with the local tensor that it was made from, and its ``grad_fn`` then."""
 SPECS = "_paramp_specs"
 """The attribute of a DTensor with the layouts of others that were made as it was, by what they were made from."""
-_IN_USE: ContextVar[Leaves | None] = ContextVar("local_leaves", default=None)
+_in_use: Leaves | None = None
+"""The leaves of the context :func:`using`. Of the process, not of a thread: on a GPU autograd runs the backward in a
+thread of the device, which sees no context variables, and computes again there what was checkpointed."""
 
 
 def make_leaf(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
@@ -43,16 +44,17 @@ def make_leaf(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
 @contextmanager
 def using(leaves: Leaves) -> Iterator[None]:
     """A context for a forward and its backward, in which ``leaves`` stand for their parameters."""
-    token = _IN_USE.set(leaves)
+    global _in_use
+    outer, _in_use = _in_use, leaves
     try:
         yield
     finally:
-        _IN_USE.reset(token)
+        _in_use = outer
 
 
 def remember(whole: torch.Tensor, part: torch.Tensor) -> None:
     """Let :func:`local_in_graph` return ``part``, of which the DTensor ``whole`` was made."""
-    if _IN_USE.get() is not None:
+    if _in_use is not None:
         vars(whole)[SOURCE] = part, whole.grad_fn
 
 
@@ -61,10 +63,9 @@ def local_in_graph(whole: torch.Tensor) -> torch.Tensor | None:
 
     That is where it has hooks or was changed in place, or is a parameter that is frozen or has another ``.grad``.
     """
-    leaves = _IN_USE.get()
-    if leaves is None or whole._backward_hooks:
+    if _in_use is None or whole._backward_hooks:
         return None
-    leaf, gradient = leaves.get(id(whole), (None, None))
+    leaf, gradient = _in_use.get(id(whole), (None, None))
     if leaf is not None:
         valid = whole.grad is gradient and whole.requires_grad and not whole._post_accumulate_grad_hooks
         return leaf if valid else None

@@ -23,6 +23,7 @@ PARTS = {
     "chaos": ["tests/system/test_chaos.py", "tests/engine/test_checkpoint_manager.py"],
     "fuzz": ["tests/system/test_fuzz.py"],
     "reproducible": ["tests/system/test_reproducible.py", "tests/tools/test_verify_exact.py"],
+    "gpu-ways": ["tests/system/test_gpu_ways.py"],
     "sequences": ["tests/system/test_sequences.py"],
     "compat": ["tests/compat", "tests/integrations"],
     "models": ["tests/models", "tests/parallel"],

@@ -1,0 +1,381 @@
+"""A CUDA device that is not there: runs code for GPUs on a CPU build of torch, without values. Import it before torch.
+
+Under :class:`Device` tensors on ``cuda`` have shapes, dtypes and no values, and tensors on the CPU are torch's.
+Autograd runs the backward in its thread for the device, as on a GPU, and :func:`world` makes torch's fake process
+group. :data:`waits` lists what a GPU would make the host wait for, with the lines that it comes from. An operator that
+mixes devices raises.
+
+What it cannot show: values, kernels, streams and their races, the order of collectives.
+
+It is known to work with torch 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if "torch" in sys.modules:
+    raise ImportError("fake_cuda has to be imported before torch, which looks for its devices when it is loaded")
+GUARD = Path(__file__).with_name("guard.cpp")
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
+
+
+def _load_guard() -> None:
+    """Build ``guard.cpp`` for this torch, and load it before ``torch._C``, which looks for a device's hooks once."""
+    version = (TORCH / "version.py").read_text().partition("__version__ = '")[2].partition("'")[0]
+    changed = int(GUARD.stat().st_mtime)
+    built = Path(tempfile.gettempdir(), f"fake_cuda_{version}_{changed}_{os.getuid()}.so")
+    if not built.exists():
+        includes = [f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
+        part = built.with_suffix(f".{os.getpid()}")
+        options = ["-shared", "-fPIC", "-O1", "-std=c++20", "-w"]
+        subprocess.run(["g++", *options, *includes, str(GUARD), "-o", str(part)], check=True)
+        part.replace(built)
+    for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(TORCH / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(built), ctypes.RTLD_GLOBAL)
+
+
+_load_guard()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed._tools.fake_collectives  # noqa: E402  collectives of fake tensors
+from torch._subclasses import fake_tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+fake_tensor.init_gpu_context = lambda *_, **__: None
+aten = torch.ops.aten
+
+
+class Wait(NamedTuple):
+    """What made the host wait for the device."""
+
+    what: str
+    """Such as ``"host read (aten._local_scalar_dense)"``."""
+    lines: tuple[str, ...]
+    """Where, innermost first: ``path:line function`` of the frames outside torch."""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {' < '.join(self.lines)}"
+
+
+class _Waits(list[Wait]):
+    """Everything that the host has waited for since the last :meth:`begin_step`."""
+
+    step = 0
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self.clear()
+
+    def add(self, what: str) -> None:
+        self.append(Wait(what, _lines()))
+
+
+waits = _Waits()
+OURS = (f"{os.sep}torch{os.sep}", f"{os.sep}fake_cuda{os.sep}", "<", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
+
+
+def _lines() -> tuple[str, ...]:
+    frame, found = sys._getframe(1), []
+    while frame is not None and len(found) < 6:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in OURS):
+            found.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return tuple(found) or ("autograd's thread for the device",)
+
+
+# ------------------------------------------------------------------------------------------------------- torch.cuda
+
+
+class _Event:
+    """Waiting for an event of the step that runs counts; for one of an earlier step, which has long been made, not."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._step = -1
+
+    def record(self, *_: Any) -> None:
+        self._step = waits.step
+
+    def synchronize(self) -> None:
+        if self._step == waits.step:
+            waits.add("Event.synchronize in the step of its record")
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        self.synchronize()
+        return 1.0
+
+
+class _Stream:
+    cuda_stream = stream_id = 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        waits.add("Stream.synchronize")
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_STREAM = _Stream()
+_STUBS = {
+    "Event": _Event,
+    "Stream": _Stream,
+    "stream": lambda _: contextlib.nullcontext(),
+    "current_stream": lambda *_: _STREAM,
+    "default_stream": lambda *_: _STREAM,
+    "set_stream": lambda _: None,
+    "device_count": lambda: 1,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "init": lambda: None,
+    "_lazy_init": lambda: None,
+    "_lazy_call": lambda *_, **__: None,
+    "set_device": lambda *_: None,
+    "current_device": lambda: 0,
+    "synchronize": lambda *_: waits.add("torch.cuda.synchronize"),
+    "is_bf16_supported": lambda *_, **__: True,
+    "get_device_capability": lambda *_: (9, 0),
+    "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+    "manual_seed": lambda *_: None,
+    "manual_seed_all": lambda *_: None,
+    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": lambda *_: None,
+    "_is_in_bad_fork": lambda: False,
+    "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda: None,
+    "ipc_collect": lambda: None,
+}
+for _name, _value in _STUBS.items():
+    setattr(torch.cuda, _name, _value)
+
+
+# ------------------------------------------------------------------------------------------------------- the device
+
+_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default}
+_SIZES_FROM_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
+"""Operators whose output has a size that the host has to read."""
+_INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
+_COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
+_NAMES: dict[Any, str] = {}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
+SMALL = 64
+"""Elements up to which a tensor's values are followed, where they come from the host: scales, flags, counts."""
+
+
+class Device(FakeTensorMode):
+    """Under it, tensors on ``cuda`` are fake and tensors on the CPU are real.
+
+    Values that come from the host and are computed from such values are followed in small tensors, so that flags and
+    counts read what a program wrote. Collectives leave them: every rank has those of this one. All else reads 0.
+    """
+
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operator goes through torch's compiler once more, which takes as long as the rest
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        leaves = _leaves(args, kwargs)
+        fake = [leaf for leaf in leaves if type(leaf) is FakeTensor and leaf.device.type == "cuda"]
+        if not fake and not any(type(leaf) is torch.device and leaf.type == "cuda" for leaf in leaves):
+            return function(*args, **kwargs)
+        if function in _READS:
+            return self._read(function, args)
+        name = _NAMES.get(function) or _NAMES.setdefault(function, function.name().split("::")[1].split(".")[0])
+        if name in _SIZES_FROM_VALUES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            waits.add(f"size that depends on values ({function})")
+        elif name in _INDEXING:
+            self._see_index(function, args[0], args[1])
+        elif name in _COPIES:
+            copied = self._copy(function, name, args, kwargs)
+            if copied is not None:
+                return copied
+        new_args, new_kwargs = args, kwargs
+        if any(type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in leaves):
+            new_args, new_kwargs = tree_map(self._faked, (tuple(args), kwargs))
+        result = self.dispatch(function, types, new_args, new_kwargs)
+        if all(leaf.numel() <= SMALL for leaf in fake) and function.namespace not in _COLLECTIVES:
+            self._follow(function, leaves, args, kwargs, result)
+        return result
+
+    def _follow(self, function: Any, leaves: list[Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Give the small ``result`` of ``function`` its values, if those of all its arguments are known."""
+        if torch.Tag.nondeterministic_seeded in function.tags or "as_strided" in function.name():
+            return
+        if any(map(torch.is_storage, leaves)):
+            vars(args[0]).pop("host_values", None)
+            return
+        if not all(_known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            return
+        results = [one for one in tree_leaves(result) if isinstance(one, FakeTensor)]
+        if not results or any(one.numel() > SMALL for one in results):
+            return
+        real_args, real_kwargs = tree_map(_on_host, (tuple(args), kwargs))
+        for one, values in zip(results, tree_leaves(function(*real_args, **real_kwargs)), strict=True):
+            one.host_values = values
+
+    def _read(self, function: Any, args: Any) -> Any:
+        waits.add(f"host read ({function})")
+        value = args[0]
+        if function is not aten._local_scalar_dense.default:
+            return False
+        if hasattr(value, "host_values"):
+            return value.host_values.item()
+        return False if value.dtype is torch.bool else 0.0 if value.is_floating_point() else 0
+
+    def _see_index(self, function: Any, whole: Any, indices: Any) -> None:
+        for index in indices:
+            if index is None:
+                continue
+            if index.dtype in (torch.bool, torch.uint8):
+                waits.add(f"size that depends on values ({function} by a mask)")
+            elif index.device != whole.device and index.ndim:
+                waits.add(f"blocking copy of an index to the device ({function})")
+
+    def _copy(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """See a copy between host and device; the result of one to the host, else None."""
+        if name == "_to_copy":
+            (source,) = args
+            wanted = kwargs.get("device")
+            if wanted is None or wanted.type == source.device.type:
+                return None
+            if not kwargs.get("non_blocking"):
+                waits.add(f"blocking copy from {source.device.type} to {wanted.type} ({function})")
+            if wanted.type == "cpu":
+                pinned = bool(kwargs.get("non_blocking"))
+                made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=pinned)
+                return made.copy_(source.host_values) if hasattr(source, "host_values") else made
+            return None
+        pairs = [args[:2]] if name == "copy_" else list(zip(*args[:2], strict=True))
+        non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        for target, source in pairs:
+            if {target.device.type, source.device.type} != {"cpu", "cuda"}:
+                continue
+            if not non_blocking:
+                waits.add(f"blocking copy from {source.device.type} to {target.device.type} ({function})")
+            elif target.device.type == "cpu" and not target.is_pinned():
+                waits.add(f"copy from cuda to memory of the host that is not pinned ({function})")
+        if name == "copy_" and args[0].device.type == "cpu":
+            return args[0].copy_(args[1].host_values) if hasattr(args[1], "host_values") else args[0]
+        return None
+
+    def _faked(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return value
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(self, meta, value.device)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """All values of an operator's arguments, of lists too."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found.extend(value) if isinstance(value, (list, tuple)) else found.append(value)
+    return found
+
+
+def _known(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, FakeTensor):
+        return hasattr(tensor, "host_values") and tensor.host_values.shape == tensor.shape
+    return type(tensor) is torch.Tensor and tensor.numel() <= SMALL
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return value.host_values if isinstance(value, FakeTensor) else value
+
+
+# -------------------------------------------------------------------------------------------------------- the world
+
+
+class Objects:
+    """Python objects that ranks broadcast: those of a rank are there for the ranks that run after it.
+
+    They are known by the line that broadcasts, so a rank that did not run yet has those of another one at that line.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, list[Any]] = {}
+
+    def broadcast(self, objects: list[Any], src: Any = None, group: Any = None, group_src: int = 0) -> None:
+        waits.add("exchange of objects (broadcast_object_list)")
+        line = waits[-1].lines[0]
+        if dist.get_rank(group) == group_src:
+            if any(one is not None for one in objects):
+                self._sent[line] = objects[:]
+        else:
+            objects[:] = self._sent.get(line, objects)
+
+
+def _all_gather(everyone: list[Any], value: Any, group: Any = None) -> None:
+    waits.add("exchange of objects (all_gather_object)")
+    everyone[:] = [value] * dist.get_world_size(group)
+
+
+def _receive(tensor: torch.Tensor, *_: Any, **__: Any) -> int:
+    tensor.fill_(1)
+    return 0
+
+
+@contextlib.contextmanager
+def world(rank: int, size: int, objects: Objects) -> Iterator[None]:
+    """The default process group is torch's fake one, as seen by ``rank``.
+
+    Collectives leave tensors as they are. Objects of other ranks are those of this one, or of ``objects``; what is
+    received from another rank is ones.
+    """
+    replaced = {"all_gather_object": _all_gather, "broadcast_object_list": objects.broadcast, "recv": _receive}
+    torchs = {name: getattr(dist, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(dist, name, function)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        for name, function in torchs.items():
+            setattr(dist, name, function)
+        if dist.is_initialized():
+            dist.destroy_process_group()

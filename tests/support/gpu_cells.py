@@ -1,0 +1,198 @@
+"""The cells of the family ``gpu-ways``, what a step may make the host wait for, and the processes that run cells.
+
+A cell trains a small GPT for three steps on the fake device (:mod:`fake_cuda`): a mode, a layout and a feature, on the
+first rank of the layout's world and on the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matrix import LAYOUTS, MODES, SCHEDULE_MODES
+
+import paramp
+from paramp.base.errors import ConfigError
+from paramp.config.schedules import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("gpu_ways.py")
+
+
+class Documented(NamedTuple):
+    """What a call may wait for in any step."""
+
+    functions: tuple[str, ...]
+    """The qualified names of functions of the package: a wait in one of them, or in what it calls."""
+    page: str
+    sentence: str
+    """Of the page, which says that it waits."""
+
+
+DOCUMENTED: list[Documented] = [
+    Documented(("FirstBatches.check",), "docs/troubleshooting.md", "the first three batches"),
+]
+PENDING = ("LossWindow.mean",)
+"""Functions that wait although no page says so: under a pipeline ``forward_backward`` waits for the loss."""
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "every second": {"activation_checkpointing": 2},
+    "ema": {"ema": {"decay": 0.9}},
+    "remainders": {"masters": "remainder"},
+    "stochastic rounding": {"rounding": "stochastic"},
+    "bf16 state": {"optimizer_state": "bf16"},
+    "no clip": {"clip_grad_norm": None},
+    "accumulation": {"gradient_accumulation": 2},
+    "zeros": {"num_zeros": True},
+    "fp32 gradients": {"grad_dtype": "float32"},
+    "fp32 sums": {"reduce_dtype": "float32"},
+    "two optimizers": {"optimizer": "two"},
+    "momentum": {"optimizer": "sgd"},
+    "untied": {"model": {"tied": False}},
+    "dropout": {"model": {"dropout": 0.1}, "activation_checkpointing": "full"},
+    "own loop": {"loop": "by hand"},
+    "sums": {"criterion": "sum and count"},
+    "no loss": {"loop": "without the loss"},
+}
+"""What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to what :mod:`gpu_ways` does with it."""
+OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros")
+WITHOUT_PIPELINE = {"own loop"}
+
+
+class Cell(NamedTuple):
+    """One training."""
+
+    mode: str
+    layout: str
+    feature: str
+
+    def __str__(self) -> str:
+        return " - ".join(self)
+
+    def job(self) -> dict[str, Any]:
+        """What :mod:`gpu_ways` reads. A ConfigError if the feature is none of the mode and layout."""
+        size, parallel = ALL_LAYOUTS[self.layout]
+        added = FEATURES[self.feature]
+        config = {key: value for key, value in added.items() if key not in OTHER_KEYS}
+        config |= {"parallel": parallel, "precision": self.mode}
+        paramp.Config(**config)
+        if "pipeline" in parallel and self.feature in WITHOUT_PIPELINE:
+            raise ConfigError("not in a pipeline")
+        return {"size": size, "config": config, **{key: added[key] for key in OTHER_KEYS if key in added}}
+
+    def is_one(self) -> bool:
+        try:
+            self.job()
+        except ConfigError:
+            return False
+        return True
+
+
+ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) for name in SCHEDULES if name != "1f1b"}
+
+
+PART = [
+    Cell("16-mixed", "tp2", "selective"),
+    Cell("16-naive", "tp2 + sp", "full"),
+    Cell("16-mixed", "1", "plain"),
+    Cell("32-true", "pp2", "plain"),
+    Cell("bf16-mixed", "fsdp2", "ema"),
+    Cell("16-naive", "1", "remainders"),
+    Cell("bf16-true", "1", "stochastic rounding"),
+    Cell("O2", "dp2 + zero1", "bf16 state"),
+    Cell("bf16-naive", "dp2", "accumulation"),
+]
+"""The cells of ``make test``."""
+
+
+def _every() -> list[Cell]:
+    """Every mode on every layout; every feature on every layout in some modes, of which each has each feature."""
+    cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
+    cells += [Cell(mode, name, "plain") for name in SCHEDULES if name != "1f1b" for mode in SCHEDULE_MODES]
+    for number, feature in enumerate(FEATURES):
+        for place, layout in enumerate(ALL_LAYOUTS):
+            able = [cell for mode in MODES if (cell := Cell(mode, layout, feature)).is_one()]
+            start = number + 3 * place
+            cells += [able[(start + index) % len(able)] for index in range(min(3, len(able)))]
+    return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
+
+
+EVERY = _every()
+
+
+class Runs:
+    """Runs cells in ``workers`` processes, which start with the first."""
+
+    def __init__(self, cells: list[Cell], workers: int) -> None:
+        self._results: dict[Cell, Future[dict[str, Any]]] = {cell: Future() for cell in cells}
+        self._left: queue.SimpleQueue[Cell | None] = queue.SimpleQueue()
+        for item in [*cells, *[None] * workers]:
+            self._left.put(item)
+        self._processes: list[subprocess.Popen[str]] = []
+        self._closed = False
+        self._threads = [threading.Thread(target=self._work) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def __getitem__(self, cell: Cell) -> dict[str, Any]:
+        return self._results[cell].result()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        process = None
+        while (cell := self._left.get()) is not None and not self._closed:
+            if process is None or process.poll() is not None:
+                process = start()
+                self._processes.append(process)
+            try:
+                self._results[cell].set_result(ask(process, cell.job()))
+            except (OSError, ValueError) as error:
+                process.kill()
+                self._results[cell].set_exception(RuntimeError(f"the process of the cell has ended: {error}"))
+        if process is not None:
+            process.communicate()
+
+
+def start() -> subprocess.Popen[str]:
+    """A process that runs cells."""
+    path = os.pathsep.join(map(str, (ROOT, PROGRAM.parent)))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM)]
+    return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def ask(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
+    """What came of ``job`` in ``process``."""
+    print(json.dumps(job), file=process.stdin, flush=True)
+    return json.loads(process.stdout.readline())
+
+
+def problems(result: dict[str, Any]) -> list[str]:
+    """What is wrong in the outcome of a cell: on which rank, what the host waits for and where, or the error."""
+    allowed = {name for row in DOCUMENTED for name in row.functions} | set(PENDING)
+    found = []
+    for rank, of_rank in result["ranks"].items():
+        if of_rank["error"] is not None:
+            found.append(f"rank {rank} failed:\n{of_rank['error']}")
+        for what, lines in of_rank["waits"]:
+            if not allowed.intersection(line.split()[-1] for line in lines):
+                at = " < ".join(line.replace(f"{ROOT}{os.sep}", "") for line in lines)
+                found.append(f"rank {rank} waits: {what} at {at}")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,45 @@
+"""What a GPU's step makes the host wait for, and what fails on a GPU alone: on a device that is not there.
+
+Every mode, layout and feature trains for three steps on the fake device (:mod:`fake_cuda`), with autograd's thread for
+it. In the third step the host may wait for nothing but what a page documents (:data:`gpu_cells.DOCUMENTED`).
+"""
+
+import os
+import shutil
+
+import pytest
+import torch
+from families import WHOLE, cases, family
+from gpu_cells import DOCUMENTED, EVERY, FEATURES, PART, ROOT, Runs, problems
+from matrix import MODES
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.backends.cuda.is_built(), reason="the fake device needs g++ and torch for CPUs"
+)
+CELLS = cases("gpu ways", EVERY, PART, 12)
+
+
+@pytest.fixture(scope="module")
+def runs(request):
+    chosen = [item.callspec.params["cell"] for item in request.session.items if "runs" in item.fixturenames]
+    started = Runs(chosen, min(2, os.cpu_count() or 1) if WHOLE else 1)
+    yield started
+    started.close()
+
+
+@family
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_host_waits_for_nothing_in_a_step(cell, runs):
+    found = problems(runs[cell])
+    assert not found, "\n".join(found)
+
+
+def test_every_mode_has_every_feature_that_it_can_have():
+    assert {cell.mode for cell in PART} <= set(MODES)
+    assert {cell.feature for cell in EVERY} == set(FEATURES)
+
+
+@pytest.mark.parametrize("row", DOCUMENTED, ids=lambda row: row.functions[0])
+def test_pages_document_what_waits(row):
+    assert row.sentence in " ".join((ROOT / row.page).read_text(encoding="utf-8").split())
