@@ -1,4 +1,4 @@
-"""``make gpu``: the tests and benchmarks of one GPU, in at most 40 minutes, into ``benchmarks/results``.
+"""``make gpu``: the tests and benchmarks of one GPU, in parts of at most 9 minutes, into ``benchmarks/results``.
 
     make gpu
     make gpu PARTS="step table" PYTHON=/opt/torch/bin/python
@@ -8,12 +8,13 @@ not run again, so a second call goes on where the first one ended. A part that f
 the file, and the next one runs. The exit status is 0 if all parts passed.
 
 It runs in the Python that calls it and installs nothing: torch, numpy, safetensors and pytest have to be there. Other
-packages are optional.
+packages are optional: what needs one that is missing is skipped, and the file has the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -32,11 +33,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MAX_LINES = 250
 """The lines of a command's output that are kept: the last ones."""
+SECONDS_TO_REPORT = 15.0
+"""The time that a command gets at its limit, in which pytest reports what failed until then."""
 
-PYTEST = [
-    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", "-rfE", "--continue-on-collection-errors"),
-    *("-W", "ignore::pytest.PytestConfigWarning"),  # pytest-timeout's option, where it is not installed
-]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", "-rsfE", "--continue-on-collection-errors"]
 PARALLEL = ["--numprocesses", "4", "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
 BY_HAND = ["benchmarks/by_hand.py", "--layouts"]
 TABLE = ["benchmarks/amp_table.py", "--model", "vit"]
@@ -55,7 +55,9 @@ class Part:
 PARTS = {
     "doctor": Part(1, [["-m", "paramp", "doctor"]]),
     "waits": Part(2, [[*PYTEST, "tests/system/test_one_gpu.py", "-k", "waits"]]),
-    "tests": Part(9, [[*PYTEST, *PARALLEL]]),
+    "tests": Part(9, [[*PYTEST, *PARALLEL, "--ignore", "tests/system"]]),
+    "system": Part(9, [[*PYTEST, *PARALLEL, "tests/system", "--ignore", "tests/system/test_matrix.py"]]),
+    "matrix": Part(9, [[*PYTEST, "tests/system/test_matrix.py"]]),
     "step": Part(5, [["benchmarks/step.py"], ["benchmarks/step.py", "--parameters", "500M", "--tensors", "2000"]]),
     "process": Part(
         8,
@@ -74,7 +76,7 @@ PARTS = {
     "ranks": Part(5, [[*BY_HAND, "tp2", "pp2", "dp2", "--widths", "512", "--seq-lens", "1024"]]),
     "table": Part(5, [[*TABLE, "--preset", "vit-b16", "--batch-size", "128", "--rounds", "20"]]),
 }
-"""In the order of the file; 40 minutes together. The ranks of a part share the GPU, over gloo."""
+"""In the order of the file; 58 minutes at most. The ranks of a part share the GPU, over gloo."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,10 @@ def run(name: str, part: Part, state: str) -> Section:
 
 
 def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """The output of ``command`` and what became of it. After ``seconds`` it and the processes it started are ended."""
+    """The output of ``command`` and what became of it.
+
+    Before ``seconds`` are over it is interrupted, and then it and the processes that it started are ended.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         command,
@@ -140,15 +145,18 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
         text=True,
         errors="replace",
     )
-    outcome = ""
+    output = outcome = ""
     try:
-        output, _ = process.communicate(timeout=max(0.0, seconds))
+        output, _ = process.communicate(timeout=max(0.0, seconds - SECONDS_TO_REPORT))
     except subprocess.TimeoutExpired:
         outcome = "ended at its limit"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=SECONDS_TO_REPORT)
     finally:
-        if process.returncode is None:  # also after Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL)
-    if outcome:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also after Ctrl-C, and ranks that outlive their command
+    if process.returncode is None:
         output, _ = process.communicate()
     return output, outcome or ("passed" if not process.returncode else f"failed with status {process.returncode}")
 

@@ -298,7 +298,7 @@ def count(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
     """The number of collectives and of host reads of a step. On a GPU only reads that synchronise count."""
     with CommDebugMode() as collectives, HostReads() as single, ListReads() as lists, cuda_waits(device) as waits:
         step()
-    on_gpu = sum("synchroniz" in str(wait.message) for wait in waits)
+    on_gpu = sum("called a synchronizing" in str(wait.message) for wait in waits)
     reads = single.count + lists.count if device.type == "cpu" else on_gpu
     return collectives.get_total_counts(), reads
 

@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -13,12 +14,18 @@ import warm
 from families import SEED
 from pool import choice, close_pools
 
+HAS_TIMEOUT = importlib.util.find_spec("pytest_timeout") is not None
+
 
 def pytest_addoption(parser):
     parser.addoption("--write-matrix", action="store_true", help="write the README's support matrix anew")
+    if not HAS_TIMEOUT:  # its option in pyproject.toml would be a warning, and so an error
+        parser.addini("timeout", "seconds that a test may take; without pytest-timeout it has no effect")
 
 
 def pytest_configure(config):
+    if not HAS_TIMEOUT:
+        config.addinivalue_line("markers", "timeout(seconds): without pytest-timeout it has no effect")
     try:
         devices = choice().devices
     except ValueError as error:

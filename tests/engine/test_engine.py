@@ -319,7 +319,7 @@ def test_outputs_under_a_pipeline(world):
             engine(x)
         engine.eval()
         reference = small_gpt()
-        torch.testing.assert_close(engine(x), reference(x), atol=1e-5, rtol=0)
+        torch.testing.assert_close(engine(x).cpu(), reference(x), atol=1e-5, rtol=0)
         engine.train()
         assert engine.forward_backward(x, y).item() == pytest.approx(reference.loss(reference(x), y).item(), abs=1e-5)
 

@@ -42,7 +42,9 @@ def test_norms_and_softmax_compute_in_fp32_in_the_mixed_modes(mode, call, device
     with computing(PRESETS[mode], device):
         result = CALLS[call](x)
     assert result.dtype is torch.float32
-    assert torch.equal(result, CALLS[call](x.float()))
+    # A GPU adds up in an order that depends on the dtype of what it reads.
+    tolerance = 0.0 if device == "cpu" else 1e-6
+    torch.testing.assert_close(result, CALLS[call](x.float()), rtol=tolerance, atol=tolerance)
 
 
 @on_each_device

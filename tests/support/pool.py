@@ -43,6 +43,9 @@ TIMEOUT = 240.0
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
+
 _pools: dict[tuple[int, str], RankPool] = {}
 
 
@@ -159,7 +162,7 @@ class RankPool:
             process = subprocess.Popen(
                 [python, "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent), key)],
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"RANK": str(rank)},
+                env=os.environ | {"RANK": str(rank), **DETERMINISTIC},
             )
             theirs.close()
             self._processes.append(process)

@@ -51,12 +51,12 @@ PRELOADED = (
         "numpy",
         "safetensors.torch",
         "pytest",
-        "rich.live",
     ),
-    *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "rich.live", "tomllib"),
+    *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "tomllib"),
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
 )
 OPTIONAL = (
+    "rich.live",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "peft",

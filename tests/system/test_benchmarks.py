@@ -7,12 +7,13 @@ import re
 import runpy
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import PYTHON, ROOT, run
+from commands import COLD, PYTHON, ROOT, run
 from families import family, long
 from pool import on_ranks
 
@@ -191,6 +192,21 @@ def test_the_step_has_a_row_or_a_reason_for_every_candidate(tmp_path, capsys, mo
     assert rows[step.FULL]["collectives"] == 0
 
 
+def test_waits_for_a_gpu_are_counted_without_torchs_own_warning_about_counting_them(monkeypatch):
+    def set_mode(mode):  # torch 2.11 to 2.13
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all "
+                          "synchronizing operations", stacklevel=2)  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+
+    def two_waits():
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert benchmark("step").count(two_waits, torch.device("cuda")) == (0, 2)
+
+
 def test_all_candidates_of_the_step_compute_the_same():
     step = benchmark("step")
     sizes = step.sizes_of(1000, 3)
@@ -327,19 +343,30 @@ def test_a_padded_vocabulary_is_refused_because_the_step_by_hand_masks_none(caps
     assert "--vocab-size: got 200, expected a multiple of 128" in capsys.readouterr().err
 
 
-PARTS_OF_A_TEST = """
+PARTS_OF_A_TEST = '''
 import sys
 sys.path[:0] = sys.argv[1:2]
 import gpu
 gpu.describe = lambda: ("some-gpu", "A GPU.")
 gpu.MAX_LINES = 2
+gpu.SECONDS_TO_REPORT = 3
+SLOW = """
+import time
+print('begun', flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('reported', flush=True)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 gpu.PARTS = {
-    "slow": gpu.Part(0.02, [["-c", "import time; print('begun', flush=True); time.sleep(60)"]]),
+    "slow": gpu.Part(0.1, [["-c", SLOW]]),
+    "deaf": gpu.Part(0.1, [["-c", DEAF]]),
     "good": gpu.Part(1, [["-c", "print(1); print(2); print(3)"]]),
     "bad": gpu.Part(1, [["-c", "import sys; sys.exit(3)"], ["-c", "print('after')"]]),
 }
 sys.exit(gpu.main(["--results", *sys.argv[2:]]))
-"""
+'''
 
 
 def test_parts_for_a_gpu_go_on_after_a_failure_and_keep_their_results(tmp_path):
@@ -349,12 +376,15 @@ def test_parts_for_a_gpu_go_on_after_a_failure_and_keep_their_results(tmp_path):
     done = run(command)
     assert done.returncode == 1
     assert "good: has passed" in done.stdout
-    assert "failed: slow,bad" in done.stdout
+    assert "failed: slow,deaf,bad" in done.stdout
     text = (tmp_path / "some-gpu.md").read_text()
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## slow", "## good", "## bad"]
-    assert "ended at its limit" in text
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        *("## slow", "## deaf", "## good", "## bad")
+    ]
+    assert text.count("ended at its limit") == 2
     for expected in (
-        "begun\n```",
+        "\nbegun\nreported\n",  # it is interrupted before it is ended, and pytest then reports what failed
+        "\ndeaf\n```",
         "... (1 lines before)\n2\n3\n```",
         "failed with status 3",
         "after\n```",
@@ -362,6 +392,42 @@ def test_parts_for_a_gpu_go_on_after_a_failure_and_keep_their_results(tmp_path):
     ):
         assert expected in text
     assert "print(1)" in text  # the command
+
+
+def test_each_part_for_a_gpu_has_nine_minutes_and_each_test_file_is_in_one():
+    parts = benchmark("gpu").PARTS
+    assert all(part.minutes <= 9 for part in parts.values())
+    system, matrix = "tests/system", "tests/system/test_matrix.py"
+    commands = {name: parts[name].commands[0] for name in ("tests", "system", "matrix")}
+    chosen = {name: [word for word in command if word in (system, matrix)] for name, command in commands.items()}
+    assert chosen == {"tests": [system], "system": [system, matrix], "matrix": [matrix]}
+    ignored = {name: command[command.index("--ignore") + 1] for name, command in commands.items() if name != "matrix"}
+    assert ignored == {"tests": system, "system": matrix}
+
+
+OPTIONAL = [
+    *("accelerate", "datasets", "hypothesis", "lightning", "matplotlib", "mkdocs", "mkdocstrings", "mpi4py", "peft"),
+    *("pytest_timeout", "pytorch_lightning", "ray", "rich", "sklearn", "tensorboard", "tokenizers", "torchao"),
+    *("torchtitan", "transformers", "triton", "trl", "xdist", "yaml"),
+]
+WITHOUT_THEM = f"""
+import functools, importlib.machinery
+def find(original, name, *more, **options):
+    return None if name.partition(".")[0] in {OPTIONAL} else original(name, *more, **options)
+finder = importlib.machinery.PathFinder
+finder.find_spec = functools.partial(find, finder.find_spec)
+"""
+
+
+@family
+@long
+def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THEM)
+    command = [sys.executable, *benchmark("gpu").PYTEST, "--collect-only"]
+    done = run(command, **COLD, PYTHONPATH=f"{tmp_path}:{ROOT}", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.returncode == 0, done.stdout
+    assert "test_one_gpu.py::test_a_step_never_waits_for_the_gpu[16-naive-cuda]" in done.stdout
+    assert re.search(r"SKIPPED .*test_fuzz.py:\d+: could not import 'hypothesis'", done.stdout)
 
 
 def test_a_machine_without_a_gpu_says_so_in_one_line():

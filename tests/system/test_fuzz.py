@@ -13,10 +13,9 @@ import typing
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from families import SEED, family, number
-from hypothesis import HealthCheck, assume, given, seed, settings
-from hypothesis import strategies as st
 from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
 
@@ -32,6 +31,11 @@ from paramp.precision.foreign_options import _OPTIONS
 from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
 from paramp.tools.flags import FLAGS, number_or_word
 from paramp.tools.train_config import configure
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import strategies as st
 
 
 def fuzz(short: int, full: int):

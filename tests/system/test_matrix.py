@@ -18,7 +18,9 @@ from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, batches, rounding, small_gpt, train_engine
 
 import paramp
+from paramp.base.optional_packages import PackageStatus, find_torchao
 from paramp.models import GPT
+from paramp.precision.policy import PRESETS
 
 STEPS = 10
 OVERFLOW_AT = 4
@@ -31,9 +33,18 @@ HALVED = [mode for layout, mode in CELLS if layout == HALVED_LAYOUT and (WHOLE o
 ADAM = [mode for layout, mode in CELLS if layout == ADAM_LAYOUT and mode in FP16_ADAM]
 
 
+def runs_here(mode):
+    return PRESETS[mode].float8 is None or find_torchao().found
+
+
+def skip_without_library(mode):
+    if not runs_here(mode):
+        pytest.skip(f"float8: {find_torchao().reason}")
+
+
 def modes_of_one_launch(layout, mode):
     """At most five: all modes would take eight ranks on two cores longer than a body may."""
-    modes = [other for where, other in CELLS if where == layout]
+    modes = [other for where, other in CELLS if where == layout and runs_here(other)]
     start = modes.index(mode) // 5 * 5
     return tuple(modes[start : start + 5])
 
@@ -87,7 +98,7 @@ def cells():
 
     @functools.cache
     def alone(device):
-        return train_all(World(0, 1, device), {}, sorted({mode for _, mode in CELLS}), adam=ADAM)
+        return train_all(World(0, 1, device), {}, sorted({mode for _, mode in CELLS if runs_here(mode)}), adam=ADAM)
 
     @functools.cache
     def compute(layout, modes, device):
@@ -118,10 +129,20 @@ def test_the_part_covers_every_layout_and_every_mode_on_every_axis():
     )
 
 
+def test_without_torchao_the_other_modes_run(monkeypatch):
+    monkeypatch.setattr("test_matrix.find_torchao", lambda: PackageStatus(found=False, reason="no package torchao"))
+    layout, mode = next((layout, mode) for layout, mode in CELLS if PRESETS[mode].float8 is None and layout != "1")
+    assert all(PRESETS[other].float8 is None for other in modes_of_one_launch(layout, mode))
+    skip_without_library(mode)
+    with pytest.raises(pytest.skip.Exception, match="no package torchao"):
+        skip_without_library("fp8-mixed")
+
+
 @family
 @on_each_device
 @pytest.mark.parametrize(("layout", "mode"), CELLS)
 def test_a_mode_on_a_layout_follows_its_single_process_run(layout, mode, cells, green, device):
+    skip_without_library(mode)
     actual, expected = cells(layout, mode, device)
     if layout == "1":
         losses, expected = actual[mode][0], plain_losses()
@@ -138,6 +159,7 @@ def test_a_mode_on_a_layout_follows_its_single_process_run(layout, mode, cells, 
 @on_each_device
 @pytest.mark.parametrize("mode", HALVED)
 def test_the_tolerance_rejects_one_ranks_gradient_halved(mode, cells, device):
+    skip_without_library(mode)
     actual, expected = cells(HALVED_LAYOUT, mode, device)
     assert_strays(actual[mode, "halved"], expected[mode], mode)
 
