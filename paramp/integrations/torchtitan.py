@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from typing import Any, Literal, get_args
@@ -37,6 +39,26 @@ MESHES = (
     ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
 )
 """The axes over which torchtitan lays parameters: with its backend ``partial_dtensor``, and with the others."""
+WORKS_WITH = "0.3.0 and the main branch of August 2026"
+"""The versions of torchtitan that have all names below, with the meaning they have here."""
+IN_PACKAGE = (
+    *("trainer.Trainer.Config", "trainer.Trainer.train_step", "trainer.Trainer.close"),
+    *("components.loss.BaseLoss.Config", "components.loss.ChunkedLossWrapper.Config.loss_fn"),
+    "distributed.utils.clip_grad_norm_",
+)
+"""What is used of the package ``torchtitan``."""
+BF16_ALONE = ("models.common.moe.GroupedExperts.Config", "models.common.attention.VarlenAttention.Config")
+"""The configurations of modules whose forward casts to bf16; looked up for fp16."""
+IN_CONFIG = (
+    *("_owner", "build", "loss", "model_spec", "checkpoint.enable"),
+    *("training.dtype", "training.mixed_precision_param"),
+)
+"""What is used of a ``Trainer.Config``."""
+IN_TRAINER = (
+    *("device", "loss_fn", "checkpointer", "optimizers.step", "lr_schedulers.step", "metrics_processor.log"),
+    *("parallel_dims.spmd_backend", "parallel_dims.get_optional_mesh"),
+)
+"""What is used of a ``Trainer``."""
 
 
 def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScaling | None = None) -> Any:
@@ -52,9 +74,13 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
             is not finite. None: the defaults of :class:`LossScaling`.
 
     Raises:
-        ConfigError: torchtitan is not installed, ``config`` is of something else, or ``precision`` does not fit it.
+        ConfigError: torchtitan is not installed or lacks a name that is used here, ``config`` is of something else, or
+            ``precision`` does not fit it: with ``float16`` the weights are not fp32, or a module, such as torchtitan's
+            routed experts, computes in bf16 whatever the precision.
     """
-    trainer = _torchtitan("trainer").Trainer
+    for path in IN_PACKAGE:
+        _torchtitan(path)
+    trainer = _torchtitan("trainer.Trainer")
     if not isinstance(config, trainer.Config) or isinstance(config, ParampTrainer.Adopted):
         raise ConfigError(f"config: got {type(config).__qualname__}, expected a Trainer.Config of torchtitan's")
     _check(precision, config)
@@ -79,6 +105,7 @@ class ParampTrainer:
         config.loss = _with_scaled_gradient(config.loss)
         super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
         host: Any = self
+        _check_names(host, IN_TRAINER, "Trainer")
         scaling = config.loss_scaling if config.precision == "float16" else LossScaling.static(1.0)
         self.scaler = DistributedGradScaler(host.device, **asdict(scaling))
         loss = host.loss_fn
@@ -88,6 +115,7 @@ class ParampTrainer:
         self.context = ParallelContext.from_mesh(mesh)
         self.num_skipped = 0
         if config.checkpoint.enable:
+            _check_names(host.checkpointer, ("states",), "Trainer.checkpointer")
             host.checkpointer.states["loss_scaler"] = self.scaler
 
     def train_step(self, data_iterator: Any) -> None:
@@ -105,20 +133,23 @@ class ParampTrainer:
             super().train_step(data_iterator)  # type: ignore[misc]  # torchtitan's
 
     def _clip(self, _: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Unscale, agree on overflow, and clip by the norm of the whole model."""
+        """Unscale, agree on overflow, and clip by the norm of the whole model.
+
+        The norm is 0 for a step that is skipped: the main branch of torchtitan stops at one that is not finite.
+        """
         host: Any = self
         self.scaler.unscale_(host.optimizers)  # the container has the parameters of all its optimizers
         self._clipped = True
-        return clip_grad_norm_(parameters, max_norm, context=self.context)
+        self._norm = clip_grad_norm_(parameters, max_norm, context=self.context)
+        self._stepped = not self.scaler.has_overflowed(host.optimizers)
+        return self._norm if self._stepped else torch.zeros_like(self._norm)
 
     def _step(self, step: Callable[[], None]) -> None:
-        host: Any = self
         if not self._clipped:
             raise RuntimeError(
                 "torchtitan stepped its optimizers and did not call torchtitan.distributed.utils.clip_grad_norm_, so "
-                "the gradients are still scaled; this version of torchtitan is not supported, expected one like 0.3.0"
+                f"the gradients are still scaled; this version of torchtitan is not supported, expected {WORKS_WITH}"
             )
-        self._stepped = not self.scaler.has_overflowed(host.optimizers)
         if self._stepped:
             step()
         self.num_skipped += not self._stepped
@@ -128,9 +159,9 @@ class ParampTrainer:
         if self._stepped:  # a schedule does not advance after a skipped step, as in paramp.Engine
             step()
 
-    def _log(self, log: Callable[..., None], *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
+    def _log(self, log: Callable[..., None], *args: Any, extra_metrics: Any = None) -> None:
         ours = {"loss_scale": self.scaler.get_scale(), "skipped_steps": self.num_skipped}
-        log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **kwargs)
+        log(*args[:-1], float(self._norm), extra_metrics={**(extra_metrics or {}), **ours})
 
     def close(self) -> None:
         """Close the context, then what torchtitan closes."""
@@ -160,14 +191,44 @@ class ScaledLoss:
         return loss, metrics
 
 
-def _torchtitan(name: str) -> Any:
-    """The module ``torchtitan.{name}``."""
+def _torchtitan(path: str) -> Any:
+    """``torchtitan.{path}``, a name in a module; a ConfigError if torchtitan is not installed or lacks it."""
+    name = "torchtitan"
     try:
-        return importlib.import_module(f"torchtitan.{name}")
+        found = importlib.import_module(name)
+        for part in path.split("."):
+            name = f"{name}.{part}"
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if name != "torchtitan" and name.startswith(str(error.name)):  # not one that torchtitan needs
+            raise _missing([name]) from None
+        raise _not_installed(error) from error
     except ImportError as error:
-        raise ConfigError(
-            f'adopt: torchtitan cannot be imported ({error}); run pip install "paramp[torchtitan]"'
-        ) from error
+        raise _not_installed(error) from error
+    return found
+
+
+def _not_installed(error: ImportError) -> ConfigError:
+    return ConfigError(f'adopt: torchtitan cannot be imported ({error}); run pip install "paramp[torchtitan]"')
+
+
+def _missing(names: Sequence[str]) -> ConfigError:
+    version = getattr(sys.modules["torchtitan"], "__version__", "of an unknown version")
+    return ConfigError(
+        f"adopt: torchtitan {version} has no {', '.join(names)}; expected a version that has, as {WORKS_WITH}"
+    )
+
+
+def _check_names(owner: Any, names: Sequence[str], where: str) -> None:
+    """Raise a ConfigError for those ``names``, such as ``"checkpoint.enable"``, that ``owner`` does not have."""
+    missing = []
+    for name in names:
+        try:
+            operator.attrgetter(name)(owner)
+        except AttributeError:
+            missing.append(f"{where}.{name}")
+    if missing:
+        raise _missing(missing)
 
 
 @functools.cache
@@ -185,25 +246,42 @@ def _adopted(config: type) -> Any:
 @functools.cache
 def _scaled_loss() -> Any:
     """:class:`ScaledLoss` as one of torchtitan's losses."""
-    base = _torchtitan("components.loss").BaseLoss
+    base = _torchtitan("components.loss.BaseLoss")
     made = make_dataclass("Config", [("loss_fn", Any)], bases=(base.Config,), kw_only=True, slots=True)
     return type("ScaledLoss", (ScaledLoss, base), {"Config": made})
 
 
 def _with_scaled_gradient(config: Any) -> Any:
     """The configuration of a loss with a :class:`ScaledLoss` in it, where its gradient enters the model."""
-    if isinstance(config, _torchtitan("components.loss").ChunkedLossWrapper.Config):
+    if isinstance(config, _torchtitan("components.loss.ChunkedLossWrapper.Config")):
         return replace(config, loss_fn=_with_scaled_gradient(config.loss_fn))
     return _scaled_loss().Config(loss_fn=config)
 
 
 def _check(precision: str, config: Any) -> None:
     require(precision in get_args(Dtype), "precision", precision, f"one of {', '.join(get_args(Dtype))}")
-    if precision == "float16" and config.training.dtype != "float32":
+    _check_names(config, IN_CONFIG, "Trainer.Config")
+    if precision != "float16":
+        return
+    if config.training.dtype != "float32":
         raise ConfigError(
             f"training.dtype: got {config.training.dtype!r} with precision 'float16', expected 'float32', because "
             "small updates of half-precision weights are lost"
         )
+    if config.model_spec is not None:
+        _check_names(config.model_spec, ("model.traverse",), "Trainer.Config.model_spec")
+        _check_modules(config.model_spec.model)
+
+
+def _check_modules(model: Any) -> None:
+    """Raise a ConfigError for a module in the configuration ``model`` whose forward casts to bf16."""
+    for path in BF16_ALONE:
+        names = [name for name, *_ in model.traverse(_torchtitan(path))]
+        if names:
+            raise ConfigError(
+                f"precision: got 'float16', but torchtitan's {path.split('.')[-2]} computes in bfloat16 whatever the "
+                f"precision ({names[0]}, the first of {len(names)}); use precision='bfloat16'"
+            )
 
 
 @contextmanager

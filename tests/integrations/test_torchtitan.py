@@ -1,12 +1,16 @@
 """torchtitan's own Trainer in fp16. The references are the stock Trainer in fp32, and what torch's step does by hand.
 
-Everything but the first test needs torchtitan (0.3.0); what of it runs on CPUs and how: ``tests/support/titan.py``.
+Everything but the first test needs torchtitan (0.3.0 or newer); what of it runs on CPUs and how:
+``tests/support/titan.py``.
 """
 
+import importlib
+import math
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +21,7 @@ from pool import on_ranks, run_on_ranks, shared_folder
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.integrations.torchtitan import ParampTrainer, adopt
+from paramp.integrations.torchtitan import IN_TRAINER, WORKS_WITH, ParampTrainer, adopt
 
 
 def test_without_torchtitan_the_extra_is_named():
@@ -94,7 +98,21 @@ OVERFLOWS = [*((layout, "partial_dtensor") for layout in titan.LAYOUTS), ("tp", 
 @family
 @pytest.mark.parametrize(("layout", "backend"), cases("torchtitan overflow", OVERFLOWS, OVERFLOWS[-2:-1], 1))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(torchtitan, layout, backend):
+    titan.prepare()
+    if not titan.has_backend(backend):
+        pytest.skip(f"this torchtitan has no spmd_backend={backend!r}")
     run_on_ranks(2, __name__, "one_overflow", {"layout": layout, "backend": backend})
+
+
+def stopping_like_main(clip):
+    """``clip`` with the check of the norm that torchtitan's main branch has behind it, and 0.3.0 has not."""
+
+    def checked(*args, **kwargs):
+        norm = clip(*args, **kwargs)
+        assert torch.isfinite(norm)
+        return norm
+
+    return checked
 
 
 @on_ranks(2)
@@ -103,8 +121,10 @@ def one_overflow(world, layout, backend):
     titan.train(trainer, 1)
     before, schedule = weights(trainer), trainer.lr_schedulers.state_dict()
     plant(trainer, here=world.rank == 1)
-    (logged,) = titan.train(trainer, 1)
+    with mock.patch.object(ParampTrainer, "_clip", stopping_like_main(ParampTrainer._clip)):
+        (logged,) = titan.train(trainer, 1)
     assert (logged["loss_scale"], logged["skipped_steps"]) == (2.0**11, 1)
+    assert not math.isfinite(logged["grad_norm"])
     assert trainer.lr_schedulers.state_dict() == schedule
     for name, value in weights(trainer).items():
         assert torch.equal(value, before[name]), name
@@ -169,6 +189,54 @@ def test_what_does_not_fit_is_refused(torchtitan):
         adopt(config)
 
 
+@pytest.mark.parametrize("kind", ["GroupedExperts", "VarlenAttention"])
+def test_modules_that_compute_in_bf16_are_refused_in_fp16(torchtitan, kind):
+    titan.prepare()
+    if kind == "GroupedExperts":
+        config = importlib.import_module("torchtitan.models.deepseek_v3.config_registry").deepseek_v3_debugmodel()
+    else:
+        config = importlib.import_module("torchtitan.models.llama3.config_registry").llama3_debugmodel_varlen_attn()
+    with pytest.raises(ConfigError, match=rf"{kind} computes in bfloat16 .* \(layers\.\d.*use precision='bfloat16'"):
+        adopt(config)
+    for precision in ("bfloat16", "float32"):
+        assert adopt(config, precision=precision).precision == precision
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distributed.utils.clip_grad_norm_",
+        "trainer.Trainer.train_step",
+        "components.loss.ChunkedLossWrapper.Config.loss_fn",
+    ],
+)
+def test_a_name_that_torchtitan_lacks_is_an_error_that_names_it(torchtitan, monkeypatch, name):
+    config = titan.tiny_config()
+    monkeypatch.delattr(f"torchtitan.{name}")
+    lacks = rf"torchtitan \S+ has no torchtitan\.{re.escape(name)}; expected a version that has, as {WORKS_WITH}"
+    with pytest.raises(ConfigError, match=lacks):
+        adopt(config)
+
+
+def test_a_field_that_a_configuration_of_torchtitan_lacks_is_an_error_that_names_it(torchtitan):
+    config = titan.tiny_config()
+    config.training = SimpleNamespace(dtype="float32")
+    with pytest.raises(ConfigError, match=r"has no Trainer\.Config\.training\.mixed_precision_param; expected"):
+        adopt(config)
+
+
+def test_an_attribute_that_a_trainer_of_torchtitan_lacks_is_an_error_that_names_it(torchtitan):
+    class Built:
+        def __init__(self, config):
+            self.device, self.optimizers = "cpu", object()
+
+    kind = type("Other", (ParampTrainer, Built), {})
+    config = adopted()
+    lacks = ", ".join(f"Trainer.{name}" for name in IN_TRAINER if name != "device")
+    with pytest.raises(ConfigError, match=f"has no {re.escape(lacks)}; expected"):
+        kind(config)
+
+
 def test_the_diff_of_the_page_runs(torchtitan):
     page = (Path(__file__).parents[2] / "docs" / "from-torchtitan.md").read_text(encoding="utf-8")
     diff = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
@@ -212,7 +280,9 @@ def clips_elsewhere(world):
     other = mock.Mock(clip_grad_norm_=utils.clip_grad_norm_, dist_sum_tensor=utils.dist_sum_tensor)
     with (
         mock.patch.dict(Trainer.train_step.__globals__, {"dist_utils": other}),
-        pytest.raises(RuntimeError, match=r"this version of torchtitan is not supported, expected one like 0\.3\.0"),
+        pytest.raises(
+            RuntimeError, match=f"this version of torchtitan is not supported, expected {re.escape(WORKS_WITH)}"
+        ),
     ):
         titan.train(trainer, 1)
     trainer.close()

@@ -1,21 +1,25 @@
 """torchtitan's own ``Trainer`` on CPUs over gloo, with a tiny Llama 3 and random tokens.
 
-torchtitan 0.3.0 is written for a GPU and for a torch after 2.13. What is put in its place here, and why:
+It runs torchtitan 0.3.0, and its main branch of August 2026, where tokens have one dim. Both are written for a GPU and
+for a torch after 2.13. What is put in its place here, and why:
 
 - The device module: on a machine without an accelerator torchtitan takes ``torch.cuda``, whose ``set_device`` fails.
 - ``torch.distributed.set_timeout``, which torch 2.13 lacks.
 - A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``): torch 2.13's takes whole batches.
 - FSDP's sum without a factor: gloo has no ``PREMUL_SUM``.
-- The attention: flex attention is compiled, and slow on CPUs. Tokenizer and data set: files that its wheel lacks.
+- The attention: flex attention is compiled, and slow on CPUs; the other one takes batches alone on the main branch.
+- Tokenizer and data set: files that its wheel lacks.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import types
 import warnings
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -86,14 +90,14 @@ def tiny_config(folder=None, chunked=True, backend="partial_dtensor", **layout):
     """torchtitan's configuration of its debug model, with two layers, on CPUs."""
     prepare()
     from torchtitan.components.optimizer import default_adamw
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     config = llama3_debugmodel()
     model = config.model_spec.model
     model.layers = model.layers[:2]
     for _, _, owner, name in list(model.traverse(FlexAttention.Config)):
-        setattr(owner, name, ScaledDotProductAttention.Config())
+        setattr(owner, name, attention().Config())
     config.tokenizer, config.dataloader = components()
     config.activation_checkpoint = None
     config.validator.enable = False
@@ -101,7 +105,12 @@ def tiny_config(folder=None, chunked=True, backend="partial_dtensor", **layout):
     config.optimizer = default_adamw(lr=1e-3)
     config.optimizer.implementation = "for-loop"
     training = config.training
-    training.seq_len, training.local_batch_size, training.steps, training.max_norm = 16, 4, 6, 0.5
+    if hasattr(training, "seq_len"):
+        training.seq_len, training.local_batch_size = 16, 4
+    else:
+        training.max_context_length = training.num_tokens_per_microbatch_per_dp_rank = 16
+        config.parallelism.num_pp_microbatches = 4  # without a pipeline it has no effect
+    training.steps, training.max_norm = 6, 0.5
     training.disable_cuda_graphs = True
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 1, None
     config.debug.seed = 0
@@ -112,6 +121,33 @@ def tiny_config(folder=None, chunked=True, backend="partial_dtensor", **layout):
     config.checkpoint.interval = 2
     config.dump_folder = str(folder or "unused")
     return config
+
+
+def has_backend(name):
+    """Whether this torchtitan has the ``spmd_backend`` called ``name``."""
+    from torchtitan.config import ParallelismConfig
+
+    return name in get_args(get_type_hints(ParallelismConfig)["spmd_backend"])
+
+
+@functools.cache
+def attention():
+    """torchtitan's attention by torch's function, also where it calls it for one sequence in place of a batch."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    if "q_TNH" not in inspect.signature(FlexAttention.forward).parameters:
+        return ScaledDotProductAttention
+
+    class Attention(ScaledDotProductAttention):
+        @dataclass(kw_only=True, slots=True)
+        class Config(ScaledDotProductAttention.Config):
+            pass
+
+        def forward(self, q_TNH, k_TNH, v_TNH, **options):  # the names that its plans have
+            one_batch = (one.unsqueeze(0) for one in (q_TNH, k_TNH, v_TNH))
+            return super().forward(*one_batch, **options).squeeze(0)
+
+    return Attention
 
 
 def build(config):
@@ -147,8 +183,8 @@ def train(trainer, num_steps):
 @functools.cache
 def components():
     """The configurations of a tokenizer without a file and of random tokens."""
-    from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.trainer import BaseDataLoader
 
     class Tokenizer(BaseTokenizer):
         @dataclass(kw_only=True, slots=True)
@@ -172,15 +208,16 @@ def components():
         class Config(BaseDataLoader.Config):
             pass
 
-        def __init__(self, config, *, dp_rank, dp_world_size, seq_len, local_batch_size, **_):
-            self.place, self.shape, self.count = dp_rank, (local_batch_size, seq_len + 1), 0
+        def __init__(self, config, *, dp_rank, seq_len=None, local_batch_size=None, num_tokens_per_batch=None, **_):
+            self.shape = (num_tokens_per_batch + 1,) if seq_len is None else (local_batch_size, seq_len + 1)
+            self.place, self.count = dp_rank, 0
 
         def __iter__(self):
             while True:
                 generator = torch.Generator().manual_seed(100 * self.count + self.place)
                 self.count += 1
                 tokens = torch.randint(0, 256, self.shape, generator=generator)
-                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+                yield {"input": tokens[..., :-1].contiguous()}, tokens[..., 1:].contiguous()
 
         def state_dict(self):
             return {"count": self.count}
