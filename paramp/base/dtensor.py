@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 
 from .errors import ConfigError
+from .torch_internals import take
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -107,7 +108,8 @@ def own_part(whole: torch.Tensor, like: DTensor, coordinate: Sequence[int] | Non
         ConfigError: a placement of ``like`` is neither Shard, nor Replicate, nor the one of FSDP2 over tensor shards.
     """
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    _StridedShard = take("torch.distributed.tensor.placement_types._StridedShard")
 
     def order(axis: int) -> tuple[bool, int]:
         # FSDP2 shards what tensor ranks hold, but its axes come first in the mesh: _StridedShard says so.
@@ -138,7 +140,10 @@ def forget_sharding_decisions() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+    from torch.distributed.tensor import debug
+
+    names = ("_collective_utils", "_redistribute", "_sharding_prop")
+    _collective_utils, _redistribute, _sharding_prop = (take(f"torch.distributed.tensor.{name}") for name in names)
 
     def clear(owner: Any, name: str, method: str = "__call__") -> None:
         getattr(getattr(owner, name, None), method, lambda: None)()  # some versions of torch lack some of them

@@ -11,6 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .torch_internals import expect
+
+expect("torch._C._autograd")
+
 STEP = "step"
 """The kind of an engine's step; all other kinds are the pipeline's."""
 

@@ -19,6 +19,7 @@ import torch
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import CheckpointError
+from ..base.torch_internals import take
 
 Ints = tuple[int, ...]
 
@@ -110,11 +111,10 @@ def chunk_of(
     """
     whole = tuple(like.shape if shape is None else shape)
     if is_dtensor(like):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+        local_shape_and_offset = take("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
         if any(placement.is_partial() for placement in like.placements):
             raise CheckpointError(f"{name}: its placements are {like.placements}, but a partial sum cannot be saved")
-        part, base = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        part, base = local_shape_and_offset(like.shape, like.device_mesh, like.placements)
     else:
         part, base = tuple(like.shape), (0,) * like.ndim
     if not math.prod(whole):  # a tensor without elements is saved too

@@ -18,6 +18,9 @@ from torch.library import Library
 
 from ..base import trees
 from ..base.scratch import Scratch
+from ..base.torch_internals import expect
+
+expect("torch._foreach_copy_", "torch.ops._c10d_functional", "torch.distributed.distributed_c10d")
 
 _OF_TWO: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 SWAP_TAG = 7

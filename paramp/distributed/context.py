@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, require
 from ..base.spans import span
+from ..base.torch_internals import expect, warn_if_untested
 from ..config.schema import Config
 from .collectives import gather_dtensors_over_gloo
 from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
@@ -38,6 +39,8 @@ from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
 from .mesh_roles import BATCH, ROLES, Role, read_mesh
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
+
+expect("torch.distributed.distributed_c10d")
 
 SECONDS_FOR_THREADS = 0.2
 """The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
@@ -159,6 +162,7 @@ class ParallelContext:
                 ``config`` are invalid or do not fit the mesh; or ranks passed different arguments.
             LaunchError: a rank did not call it in time.
         """
+        warn_if_untested()
         layout = read_mesh(mesh, config, roles)
         if layout.device.type == "cuda" and dist.get_backend() == "gloo":
             gather_dtensors_over_gloo()

@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..base.torch_internals import expect
+
+expect("torch.distributed.distributed_c10d")
+
 
 def family_along(mesh: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """The groups of ranks whose coordinates differ on ``dims`` of ``mesh`` only.

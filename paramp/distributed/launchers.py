@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ..base.errors import ConfigError, LaunchError, require
+from ..base.torch_internals import expect, warn_if_untested
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
 from .collectives import gather_dtensors_over_gloo
@@ -24,6 +25,8 @@ from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
+
+expect("torch.distributed.distributed_c10d")
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -226,6 +229,7 @@ def _join(
     store: Store | None = None,
 ) -> ParallelContext:
     """Rendezvous with the other ranks of ``place``'s world, through ``store`` if given, and make the context."""
+    warn_if_untested()
     place = place or LauncherRank("none", rank=0, world_size=1, local_rank=0)
     rank, world_size = place.rank, place.world_size
     if seed != DEFAULT_SEED:

@@ -31,10 +31,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError, nearest, one_line, require, shown
+from ..base.torch_internals import expect
 from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
 from .rendezvous import agree, first_difference, meet, shared_settings
+
+expect("torch.distributed.distributed_c10d")
 
 Role: TypeAlias = Literal["stage", "replicate", "shard", "context", "expert", "tensor"]
 

@@ -25,7 +25,10 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ..base.errors import ConfigError, LaunchError
+from ..base.torch_internals import expect
 from ..config.schema import Config, flatten
+
+expect("torch.distributed.distributed_c10d")
 
 PASSWORD = "paramp/password"
 """The key of a random text by which ranks recognise the store of their own rank 0."""

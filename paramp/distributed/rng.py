@@ -17,6 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from ..base.torch_internals import expect
+
+expect("torch._C.DisableTorchFunction")
+
 
 def derive_seed(*parts: object) -> int:
     """A seed of 63 bits from ``parts`` (ints and strings): a hash, so that nearby parts give unrelated seeds."""

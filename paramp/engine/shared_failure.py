@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import ConfigError
+from ..base.torch_internals import expect
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
 from ..distributed.mesh_roles import BATCH
+
+expect("torch.distributed.distributed_c10d")
 
 KINDS = ConfigError, ValueError, RuntimeError
 """The exceptions of the other ranks: the first that is a base class of the error's, else the last."""

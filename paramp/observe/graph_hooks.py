@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import expect
 from ..optim.overflow_report import flaw
 from .overflow_findings import Findings, StagePass
+
+expect("torch._C._autograd")
 
 PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 """Names of autograd nodes that may lie between a parameter and its use: casts and views."""

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import is_dtensor, local
 from ..base.local_leaves import Leaves, make_leaf, using
+from ..base.torch_internals import expect
 from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
@@ -31,6 +32,8 @@ from .zero import OverlappedReduceScatter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+expect("torch._foreach_copy_", "torch._foreach_zero_")
 
 # Applied with map() to all parameters, several times a step: without a Python call for each.
 GRADIENT = operator.attrgetter("grad")

@@ -19,12 +19,15 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.scratch import KEPT, Scratch, zeros_apart
+from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_params import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
 from .matrices.step import MatrixStep
 from .param_buffer import Buffer, FlatParam, StepRange
 from .user_optimizer import NarrowState, check_narrow_state
+
+expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
 CACHE_BLOCK = {"cpu": KEPT, "cuda": 2**23}
 """Elements of a block, by device: few enough to stay in the cache between the passes over them."""

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from ..base.dtensor import local
 from ..base.errors import require
+from ..base.torch_internals import expect
 from ..distributed.axes import num_replicas
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext, current_context
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
+
+expect("torch._foreach_mul_", "torch._foreach_norm", "torch._amp_foreach_non_finite_check_and_unscale_")
 
 Sums = Callable[[torch.Tensor], torch.Tensor]
 """The sum of squares of each row of a half-precision tensor, 2-dim with rows of ``NORM_BLOCK`` elements; 1-dim fp32."""

@@ -20,8 +20,11 @@ from torch import nn
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters, unfrozen
 from ..base.scratch import Scratch
+from ..base.torch_internals import expect
 from ..precision.policy import Precision
 from .replaced_parameters import ModelParameters
+
+expect("torch._foreach_copy_")
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.scratch import zeros_apart
+from ..base.torch_internals import take
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
 from .grad_norm import NORM_BLOCK
@@ -163,9 +164,8 @@ def whole_index(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """The indices in the whole, flattened tensor of elements ``start`` to ``stop - 1`` of its flattened local part."""
     shape, part, offsets = tuple(parameter.shape), tuple(local(parameter).shape), (0,) * parameter.ndim
     if is_dtensor(parameter):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        local_shape_and_offset = take("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+        found = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         offsets = tuple(found[1])
     return flat_index(start, stop, part, offsets, shape, local(parameter).device)
 

@@ -24,16 +24,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
+from ..base.torch_internals import take
 from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
 from .fsdp.checks import is_unit
+
+_has_any_global_hook = take("torch.nn.modules.module._has_any_global_hook")
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEFAULT = "inductor"
@@ -205,7 +207,7 @@ class _Reports:
     """Warnings of what is not compiled, each once."""
 
     def __init__(self, context: ParallelContext) -> None:
-        from torch._dynamo.utils import graph_break_reasons
+        graph_break_reasons = take("torch._dynamo.utils.graph_break_reasons")
 
         self._found: list[Any] = graph_break_reasons
         self._reported: set[object] = set()

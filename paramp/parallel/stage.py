@@ -20,7 +20,6 @@ from torch import nn
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
-from ..base.shape_errors import explaining_shapes
 from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import broadcast_, gather_objects
@@ -29,6 +28,7 @@ from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from .fsdp.units import ShardedUnits
 from .reproducible.functions import ExactFunctions
+from .shape_errors import explaining_shapes
 from .stage_io import StageOutput
 
 

@@ -10,8 +10,15 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
+from ..base.torch_internals import expect
 from ..distributed.failures import is_lost_connection
 from .split_backward import SplitBackward
+
+expect(
+    "torch.distributed.pipelining.stage._PipelineStageBase",
+    "torch.distributed.pipelining.schedules._Action",
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+)
 
 
 class RecordedStage(PipelineStage):

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
+from ..base.torch_internals import take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
 from .materialize import outline
 from .partition import is_sequential
+
+tree_leaves = take("torch.utils._pytree.tree_leaves")
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
 """torch functions of numbers, which are patched to accept proxies."""

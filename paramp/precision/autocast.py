@@ -16,10 +16,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.local_leaves import on_local
+from ..base.torch_internals import expect, take
 from .policy import Precision
+
+expect("torch._C")
+
+tree_leaves = take("torch.utils._pytree.tree_leaves")
+tree_map_only = take("torch.utils._pytree.tree_map_only")
 
 NAMES = (
     # norms

@@ -10,7 +10,10 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.optional_packages import find_torchao, find_transformer_engine
+from ..base.torch_internals import expect
 from .policy import Float8
+
+expect("torch.cpu", "torch.ops.mkldnn")
 
 NATIVE_BF16 = (8, 0)
 """Compute capability of the first GPUs that multiply in bfloat16: Ampere."""

@@ -21,6 +21,10 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ..base.torch_internals import expect
+
+expect("torch._C.DispatchKey", "torch.ops.aten")
+
 aten = torch.ops.aten
 
 # Operator -> the indices of its outputs that are fp32 even for fp16 operands (attention's logsumexp).

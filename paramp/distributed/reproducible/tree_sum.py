@@ -16,7 +16,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ...base.torch_internals import expect
 from ..collectives import all_gather_shards, all_reduce_
+
+expect("torch._foreach_add_")
 
 Terms = list[torch.Tensor | None]
 """Tensors that are added one by one to those of the same index; None counts as nothing, not as zero."""

@@ -24,6 +24,10 @@ from typing import Any
 
 import torch
 
+from ...base.torch_internals import expect
+
+expect("torch._foreach_copy_")
+
 Options = Mapping[str, Any]
 
 

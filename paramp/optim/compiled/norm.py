@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..grad_norm import Sums
 from .kernels import InductorOptions, inductor_options
+
+is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 
 
 def sums_for(context: ParallelContext) -> Sums | None:

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..flat_params import OptimizerWeights
 from ..fused_step import CACHE_BLOCK, Block, FusedStep
@@ -24,6 +24,8 @@ from .kernels import (
     joined,
     step_function,
 )
+
+is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 
 BLOCK = CACHE_BLOCK["cpu"]
 """Elements of a block with remainders on a CPU. A call costs some 35 us; its results are copied."""

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...base.torch_internals import expect
 from ...distributed.axes import replicated_axes
 from ...distributed.reproducible.tree_sum import SumTree, Terms, sum_over_
 from ..flat_gradients import FlatGradients
 from ..grad_reduce import sum_tied_gradients
 from ..param_buffer import FlatParam
+
+expect("torch._foreach_zero_")
 
 
 class Tap:

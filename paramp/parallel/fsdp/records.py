@@ -1,7 +1,11 @@
-"""torch's records of the parameters that FSDP2 shards: private attributes, which are the same from torch 2.11 on."""
+"""torch's records of the parameters that FSDP2 shards: private attributes, which differ from version to version.
+
+What they are, and which version has which: :mod:`paramp.base.torch_internals`.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...base.dtensor import is_dtensor, local
+from ...base.torch_internals import GROUP, PARAM, STATE, expect, take
 
 
 def reset(root: Any) -> None:
@@ -16,7 +21,7 @@ def reset(root: Any) -> None:
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
         return
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    TrainingState = take("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState")
 
     state = root._get_fsdp_state()
     if state._device.type == "cuda":
@@ -37,8 +42,14 @@ def reset(root: Any) -> None:
             group._training_state = TrainingState.IDLE
 
 
+@functools.cache
+def _check_internals() -> None:
+    expect(STATE, GROUP, PARAM)
+
+
 def groups(unit: Any) -> list[Any]:
     """torch's groups of parameters of a unit."""
+    _check_internals()
     return groups_of(unit._get_fsdp_state())
 
 
@@ -96,10 +107,15 @@ def gradient_of(one: Any) -> Any:
     return one._unsharded_param.grad if accumulated is None else accumulated
 
 
+def _placements(one: Any) -> Any:
+    """The placements of the gathered parameter, a DTensor, on the tensor axis."""
+    return (one._unsharded_dtensor_spec if hasattr(one, "_unsharded_dtensor_spec") else one._tp_spec).placements
+
+
 def is_mismatched(one: Any) -> bool:
     """Whether the gradient has other placements on the tensor axis than the parameter."""
     gradient = gradient_of(one)
-    return is_dtensor(gradient) and gradient.placements != one._unsharded_dtensor_spec.placements
+    return is_dtensor(gradient) and gradient.placements != _placements(one)
 
 
 def zeros(one: Any) -> torch.Tensor:
@@ -128,7 +144,7 @@ def sum_over_tensor_ranks(one: Any, dtype: torch.dtype | None) -> None:
     """Bring a gradient to the parameter's placements on the tensor axis; None: sum in the gradient's own ``dtype``."""
     gradient = gradient_of(one)
     wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
-    summed = gradient.to(wide).redistribute(placements=one._unsharded_dtensor_spec.placements).to(gradient.dtype)
+    summed = gradient.to(wide).redistribute(placements=_placements(one)).to(gradient.dtype)
     if is_added_up(one):
         one.unsharded_accumulated_grad = summed
     else:

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...base.module_surgery import BATCH_NORMS, PassThrough
+from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
@@ -51,6 +51,10 @@ from .records import (
     to_reduce_dtype,
     zeros,
 )
+
+expect("torch._C._autograd")
+
+tree_leaves = take("torch.utils._pytree.tree_leaves")
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -122,7 +126,7 @@ class ShardedUnits:
         module.register_forward_pre_hook(output.begin)
         module.register_forward_hook(output.prepare)  # before that of fully_shard
         number = len(self._units) + 1
-        # Given in any case: without it, torch reduces in ``dtype`` up to 2.14, and in the parameters' own one from 2.15 on.
+        # Given in any case: without it torch reduces in ``dtype``, but from 2.15 on in that of the sharded parameters.
         reduce_dtype = context.config.precision.reduce_dtypes.dp or dtype
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
         unit: Any = fully_shard(

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from ...base.errors import ConfigError
+from ...base.torch_internals import expect
 from .elementwise import expanded, with_contiguous_gradient
 from .slices import compute_dtype
+
+expect("torch._safe_softmax")
 
 Noise = Callable[[torch.Size, float, torch.Tensor], torch.Tensor]
 """From the shape of attention weights, (samples, heads, queries, keys), the probability of 0, and a tensor that has

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
+from ...base.torch_internals import expect, redispatch_function
 from ...distributed.reproducible.place import Place
 from . import attention as products
 from . import function_names as names
@@ -26,6 +27,7 @@ from .elementwise import elementwise, expanded, gated, with_expanded_operands
 from .features import check_broadcast, divided_features
 from .masks import Masks
 
+expect("torch._C.DisableTorchFunction", "torch._ops")
 Call = Callable[..., Any]
 
 

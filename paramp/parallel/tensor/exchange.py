@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import (
-    all_gather_tensor,
-    all_reduce,
-    reduce_scatter_tensor,
-    wait_tensor,
-)
 
 from ...base.dtensor import is_dtensor, of_spec, wrap
 from ...base.local_leaves import SPECS, local_in_graph, remember
+from ...base.torch_internals import take
 from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+all_gather_tensor = take("torch.distributed._functional_collectives.all_gather_tensor")
+all_reduce = take("torch.distributed._functional_collectives.all_reduce")
+reduce_scatter_tensor = take("torch.distributed._functional_collectives.reduce_scatter_tensor")
+wait_tensor = take("torch.distributed._functional_collectives.wait_tensor")
 
 _KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
 

@@ -13,19 +13,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.nn import _reduction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
+from ...base.torch_internals import take
 from ...distributed.collectives import all_reduce_
 from ...distributed.reproducible.tree_sum import sum_over, tree_sum
 from .exchange import as_shards, local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_reduction = take("torch.nn._reduction")
+
+tree_map_only = take("torch.utils._pytree.tree_map_only")
 
 
 SHARING = "_paramp_reshaped"

@@ -25,7 +25,7 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
 from ...base.globs import matches
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties
-from ...base.shape_errors import PLAN_ENTRY
+from ..shape_errors import PLAN_ENTRY
 from .linear import Colwise, PackedColwise, Rowwise
 from .styles import STYLES, ExpertSlices, sharded_dim
 

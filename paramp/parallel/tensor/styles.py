@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.utils._pytree import tree_map
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, run_within
+from ...base.torch_internals import take
 from ...distributed.rng import replicated_random, sharded_random
 from .exchange import enter, gather, local_shard, own_slice, sum_over_ranks
 from .linear import (
@@ -30,6 +30,8 @@ from .linear import (
     distribute,
     with_parameters,
 )
+
+tree_map = take("torch.utils._pytree.tree_map")
 
 
 class ShardedRandom(ParallelStyle):

@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...base.errors import ConfigError, nearest
+from ...base.torch_internals import expect
 from ...parallel.batches import Batch
 from ...parallel.huggingface.output import main_output
 from .options import Options, check_target
 
 if TYPE_CHECKING:
     from ...engine.loss_window import Criterion
+
+expect("torch.nn.modules.dropout._DropoutNd")
 
 
 def load_attribute(text: str, option: str) -> Any:

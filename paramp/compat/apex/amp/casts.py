@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ....base.torch_internals import take
 from .errors import AmpError
 from .session import state
+
+tree_leaves = take("torch.utils._pytree.tree_leaves")
+tree_map_only = take("torch.utils._pytree.tree_map_only")
 
 Function = Callable[..., Any]
 Choose = Callable[[list[torch.dtype]], torch.dtype]

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ....base.module_surgery import cast_parameters
+from ....base.torch_internals import take
 from ....engine.compute_context import ComputeContext
 from ....precision.policy import Precision
 from .errors import AmpError
 from .session import state
 from .weights import is_low
+
+tree_map = take("torch.utils._pytree.tree_map")
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....base.dtensor import is_dtensor
+from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....engine.step_result import StepResult
@@ -27,6 +28,8 @@ from ....optim.loss_scaler import DistributedGradScaler
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import StepGuard
 from ....precision.policy import LossScaling
+
+expect("torch._foreach_mul_")
 
 
 class AmpOptimizer(torch.optim.Optimizer):

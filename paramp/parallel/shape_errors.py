@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .dtensor import is_dtensor
-from .errors import ConfigError, one_line
+from ..base.dtensor import is_dtensor
+from ..base.errors import ConfigError, one_line
 
 PLAN_ENTRY = "_paramp_plan_entry"
 """The attribute of a sharded module with the entry of the plan, as messages show it."""

@@ -1,0 +1,196 @@
+"""The inventory of private names of torch and of hosts: whole, and right for what is installed."""
+
+import ast
+import re
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+
+import paramp
+from paramp.base import torch_internals as internals
+
+PACKAGE = Path(paramp.__file__).parent
+PARSED = {
+    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem != "torch_internals"
+}
+NAMES = {name for row in internals.INVENTORY for name in row.names.split()}
+PARTS = NAMES | {part for row in internals.INVENTORY for part in row.owner.split(".")}
+DOTTED = {f"{row.owner}.{name}" for row in internals.INVENTORY for name in row.names.split()}
+OWNERS = {row.owner for row in internals.INVENTORY}
+MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
+"""The short names under which files import torch's modules."""
+PUBLIC = {"_asdict", "_replace", "_fields", "_exit"}
+"""Documented by Python in spite of their underscores."""
+GIVEN = {
+    *("_amp_stash", "_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_overflow", "_probe"),
+    *("_paramp_masters", "_runs_forward_of_class", "_whole_on_meta"),
+}
+"""Attributes that paramp gives to objects of others."""
+FRIENDS = {
+    "tools/verify/activation_recorder.py": {"_weights"},
+    "tools/verify/exact/recorder.py": {"_losses", "_params", "_weights"},
+}
+"""Private attributes of the engine, which parts of paramp read."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
+
+
+def parts_of_texts(tree):
+    """The constants in formatted strings, which are no names."""
+    return {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+
+
+def defined(tree):
+    """The private names that a file defines: functions, classes, variables, attributes of ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def is_self(node):
+    called = node.func if isinstance(node, ast.Call) else node  # super()
+    return isinstance(called, ast.Name) and called.id in ("self", "cls", "super")
+
+
+OWN = {name for tree in PARSED.values() for name in defined(tree)}
+
+
+def dotted(node):
+    """``torch.a._b`` of an attribute of a module of torch's; None of another."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id in {"torch", *MODULES}:
+        return ".".join([MODULES.get(node.id, node.id), *reversed(names)])
+    return None
+
+
+def uses(path, tree):
+    """The private names that a file takes from elsewhere, and whether each is in the inventory."""
+    texts = parts_of_texts(tree)
+    here = set(defined(tree)) | PUBLIC | GIVEN | FRIENDS.get(path, set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((one.name, False) for one in node.names if any(map(is_private, one.name.split("."))))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [f"{node.module}.{one.name}" for one in node.names]
+            yield from ((one, one in DOTTED) for one in found if any(map(is_private, one.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            whole = dotted(node)
+            if whole is not None and whole not in OWNERS:
+                yield whole, whole in DOTTED
+            elif whole is None:
+                yield node.attr, node.attr in NAMES | here | (OWN if is_self(node.value) else set())
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            for name in filter(is_private, node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else ()):
+                yield name, name in PARTS | OWN | PUBLIC | GIVEN or name.startswith("_paramp")
+
+
+@pytest.mark.parametrize("path", PARSED)
+def test_every_private_name_that_a_file_takes_is_in_the_inventory(path):
+    assert sorted({name for name, known in uses(path, PARSED[path]) if not known}) == []
+
+
+def rows():
+    return [pytest.param(row, id=f"{row.owner}: {row.names.split()[0]}") for row in internals.INVENTORY]
+
+
+@pytest.mark.filterwarnings("ignore")  # of hosts that are imported
+@pytest.mark.parametrize("row", rows())
+def test_what_is_installed_has_the_names_of_the_inventory(row):
+    pytest.importorskip(row.owner.split(".")[0])
+    assert internals.lacks(row) == []
+
+
+def test_a_missing_name_is_an_error_that_names_it(monkeypatch):
+    name = "torch.nn.modules.module._has_any_global_hook"
+    monkeypatch.delattr("torch.nn.modules.module._has_any_global_hook")
+    internals.take.cache_clear()
+    message = rf"torch {re.escape(torch.__version__)} has no {name}, which paramp needs for compiling .* 2.11 to 2.15"
+    for check in (internals.take, internals.expect):
+        with pytest.raises(RuntimeError, match=message):
+            check(name)
+    monkeypatch.undo()
+    assert internals.take(name) is torch.nn.modules.module._has_any_global_hook
+
+
+def test_attributes_of_a_class_are_checked(monkeypatch):
+    class Record:
+        set_by_a_method: int
+
+        def __init__(self):
+            self.value = 1
+
+    rows = (internals.Private("torch.Record", "set_by_a_method value", "a test"),)
+    monkeypatch.setattr(torch, "Record", Record, raising=False)
+    monkeypatch.setattr(internals, "INVENTORY", (*rows, internals.Private("torch.Record", "_gone", "a test")))
+    internals.expect("torch.Record.value")
+    with pytest.raises(RuntimeError, match=r"has no torch\.Record\._gone"):
+        internals.expect("torch.Record")
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "2.16.0a0+git1"])
+def test_an_untested_version_warns_once(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    internals.warn_if_untested.cache_clear()
+    with pytest.warns(UserWarning, match=rf"torch {re.escape(version)}: paramp was tested with torch 2\.11 to 2\.15"):
+        paramp.launch_from_torch({}).close()
+    paramp.launch_from_torch({}).close()  # a second warning would be an error
+
+
+def test_a_tested_version_does_not_warn():
+    internals.warn_if_untested.cache_clear()
+    internals.warn_if_untested()
+
+
+def test_a_row_is_of_the_versions_that_have_it(monkeypatch):
+    row = internals.Private("torch.nn", "_gone", "a test", since="2.12", until="2.13")
+    for version, expected in (("2.11.0", []), ("2.12.1", ["_gone"]), ("2.13.0+cpu", ["_gone"]), ("2.14.0", [])):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert internals.lacks(row) == expected
+
+
+def test_redispatch_in_python_lets_a_mode_see_what_a_function_calls():
+    """Against torch's own, which 2.11 lacks."""
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __init__(self, redispatch):
+            super().__init__()
+            self.redispatch, self.names = redispatch, []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.__name__)
+            if isinstance(func, FunctionType):
+                with self:
+                    return self.redispatch(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    def seen(redispatch):
+        x = torch.arange(12.0).view(3, 4)
+        with Names(redispatch) as mode:
+            results = [
+                torch.nn.functional.softmax(x, dim=1, dtype=torch.float64),
+                torch.nn.functional.max_pool1d(x, 2),
+                torch.nn.functional.cosine_embedding_loss(x, x, torch.ones(3)),
+                torch.nn.init.normal_(x, generator=torch.Generator().manual_seed(0)),
+                torch.einsum("ij,kj->ik", x, x),
+                2.0 - x,
+            ]
+        return mode.names, results
+
+    names, results = seen(internals._redispatch)
+    assert {"softmax", "normal_", "einsum", "__rsub__"} < set(names)
+    expected_names, expected = seen(internals.redispatch_function)
+    torch.testing.assert_close(results, expected, atol=0, rtol=0)
+    assert names == expected_names
