@@ -188,6 +188,7 @@ INVENTORY = (
         "forward_one_chunk backward_one_chunk backward_weight_one_chunk backward_maybe_with_nosync",
         "observing a pipeline's stages, and their backward in two halves",
     ),
+    Private(STAGE, "_get_init_p2p_neighbors_ops", "stages of one rank that are neighbours", until="2.14"),
     Private(
         "torch.distributed.pipelining.PipelineStage",
         "_post_metadata_inference_cleanup",
@@ -273,19 +274,25 @@ def warn_if_untested() -> None:
 
 def _redispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As ``torch.overrides.redispatch_function``, which torch 2.11 lacks, for a ``func`` in Python."""
-    return _unasking(func)(*args, **(kwargs or {}))
+    return _unasking(func, {})(*args, **(kwargs or {}))
 
 
-def _unasking(func: Any) -> Any:
-    """A copy of ``func`` in whose own code ``has_torch_function`` is false; what it calls is intercepted."""
+def _unasking(func: Any, copies: dict[Any, Any]) -> Any:
+    """A copy of ``func`` in whose own code ``has_torch_function`` is false; what it calls is intercepted.
+
+    Functions that it decorates, or chooses between, as ``max_pool1d`` does, are its own code. ``copies``: those so far.
+    """
+    if not isinstance(func, FunctionType):
+        return func
+    if func in copies:
+        return copies[func]
     seen = _Unasking(func.__globals__)
     names = {name: getattr(seen, name) for name in func.__code__.co_names if name in func.__globals__}
-    cells = list(func.__closure__ or ())
-    for index, name in enumerate(func.__code__.co_freevars):
-        if name in ("if_true", "if_false"):  # the two halves of a function such as max_pool1d
-            cells[index] = CellType(_unasking(cells[index].cell_contents))
-    copy = FunctionType(func.__code__, func.__globals__ | names, closure=tuple(cells))
+    cells = tuple(CellType() for _ in func.__code__.co_freevars)
+    copies[func] = copy = FunctionType(func.__code__, func.__globals__ | names, closure=cells)
     copy.__defaults__, copy.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    for cell, original in zip(cells, func.__closure__ or (), strict=True):
+        cell.cell_contents = _unasking(original.cell_contents, copies)
     return copy
 
 

@@ -76,6 +76,10 @@ class RecordedStage(PipelineStage):
         does not run this one, which is made with them.
         """
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """As torch's up to 2.14, without those with this rank itself, which torch 2.11 runs and gloo refuses."""
+        return [one for one in super()._get_init_p2p_neighbors_ops() if one.group_peer != self.group_rank]
+
     def _run_backward(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:

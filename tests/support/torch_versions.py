@@ -7,16 +7,43 @@ left out and listed. ``docs/versions.md`` has a row for each version; a run of t
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-HOSTS = ("accelerate", "datasets", "lightning", "peft", "ray", "torchao", "torchtitan", "transformers", "trl")
-"""What may refuse a version of torch; each is installed for itself, after everything else."""
+PAGE = ROOT / "docs" / "versions.md"
+HOSTS = {
+    "accelerate": ("accelerate", "integrations.test_accelerate"),
+    "datasets": ("datasets", "data.test_corpus"),
+    "lightning": ("lightning.pytorch", "integrations.test_lightning"),
+    "peft": ("peft", "parallel.test_lora"),
+    "ray": ("ray", "integrations.test_recipes"),
+    "torchao": ("torchao.float8", "precision.test_float8"),
+    "torchtitan": ("torchtitan.trainer", "integrations.test_torchtitan"),
+    "transformers": ("transformers", "integrations.test_transformers_trainer"),
+    "trl": ("trl", "integrations.test_transformers_trainer"),
+}
+"""What may refuse a version of torch: the module that has to load, and tests that use it."""
+SELECTION = [
+    *("tests/base", "tests/parallel", "tests/precision", "tests/integrations"),
+    *("tests/checkpoint/test_dcp_storage.py", "tests/checkpoint/test_resharding.py", "tests/checkpoint/test_resume.py"),
+    *("tests/data/test_corpus.py", "tests/data/test_dataloader.py"),
+    *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),
+    *("tests/distributed/test_groups.py", "tests/engine/test_engine.py", "tests/observe/test_overflow_trace.py"),
+    *("tests/optim/test_compiled_norm.py", "tests/optim/test_compiled_step.py", "tests/optim/test_flat_params.py"),
+    *("tests/optim/test_grad_norm.py", "tests/optim/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),
+    *("tests/system/test_matrix.py", "tests/system/test_schedules.py", "tests/system/test_sharded_overflow.py"),
+]
+"""The tests that use the names of ``paramp/base/torch_internals.py``."""
 
 
 def requirements(extra: str, extras: dict[str, list[str]]) -> list[str]:
@@ -36,10 +63,10 @@ def constraints(torch: str) -> str:
     return re.sub(r"^torch==.*$", f"torch=={torch}", text, flags=re.MULTILINE)
 
 
-def _refusal(output: str) -> str:
-    """The line of pip's output that tells why it installed nothing."""
+def _reason(output: str) -> str:
+    """The line of a failed program's output that names the reason: pip's first error, or the last line."""
     lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
-    return lines[0] if lines else output.strip().splitlines()[-1]
+    return re.sub(r" \(/.*\)$", "", lines[0] if lines else output.strip().splitlines()[-1])  # without the path
 
 
 def make_environment(torch: str, folder: Path) -> dict[str, str]:
@@ -62,23 +89,87 @@ def make_environment(torch: str, folder: Path) -> dict[str, str]:
     subprocess.run([*pip, "-e", ROOT, *(each for each, name in hosts.items() if name not in HOSTS)], check=True)
     left_out = {}
     for requirement, name in hosts.items():
-        if name in HOSTS:
-            done = subprocess.run([*pip, requirement], check=False, capture_output=True, text=True)
-            if done.returncode:
-                left_out[name] = _refusal(done.stderr)
-                print(f"left out {name}: {left_out[name]}", flush=True)
+        if name in HOSTS and (reason := _install_host(folder, pip, name, requirement)):
+            left_out[name] = reason
+            print(f"left out {name}: {reason}", flush=True)
     record.write_text(json.dumps(left_out), encoding="utf-8")
     return left_out
+
+
+def _install_host(folder: Path, pip: list[Any], name: str, requirement: str) -> str:
+    """Install a host, unless that fails or what it installed does not load; why not, or nothing."""
+    done = subprocess.run([*pip, requirement], check=False, capture_output=True, text=True)
+    if done.returncode:
+        return _reason(done.stderr)
+    loading = [folder / "bin/python", "-c", f"import {HOSTS[name][0]}"]
+    done = subprocess.run(loading, check=False, capture_output=True, text=True)
+    if not done.returncode:
+        return ""
+    subprocess.run([folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", name], check=True)
+    return f"it does not load: {_reason(done.stderr)}"
+
+
+def run_tests(folder: Path, arguments: list[str]) -> tuple[int, list[ElementTree.Element]]:
+    """Run pytest of the environment in ``folder``; its exit status, and a record of each test."""
+    report = folder / "results.xml"
+    report.unlink(missing_ok=True)
+    command = [folder / "bin/python", "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, f"--junitxml={report}", *arguments], cwd=ROOT, env=environment, check=False)
+    return done.returncode, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+
+
+def outcome(test: ElementTree.Element) -> str:
+    """Whether a test passed, failed or was skipped."""
+    kinds = {child.tag for child in test}
+    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+
+
+def row(folder: Path, tests: list[ElementTree.Element], left_out: dict[str, str]) -> str:
+    """The line of the page for one run."""
+    program = f"import importlib.metadata as m, json; d = {{n: m.version(n) for n in {['torch', *HOSTS]} if n not in"
+    program += f" {sorted(left_out)}}}; print(json.dumps(d))"
+    listed = subprocess.run([folder / "bin/python", "-c", program], check=True, capture_output=True, text=True)
+    versions = json.loads(listed.stdout)
+    ran, reasons = [], [f"{name}: {reason}" for name, reason in left_out.items()]
+    for name, version in versions.items():
+        if name != "torch":
+            outcomes = {outcome(test) for test in tests if HOSTS[name][1] in test.get("classname", "")}
+            if "passed" in outcomes:
+                ran.append(f"{name} {version}")
+            else:
+                reasons.append(f"{name} {version}: no test of it passed")
+    counts = Counter(map(outcome, tests))
+    torch = versions["torch"].split("+")[0]
+    cells = [torch, datetime.date.today().isoformat(), *(str(counts[kind]) for kind in ("passed", "failed", "skipped"))]
+    cells += [", ".join(ran), "; ".join(reasons).replace("|", "\\|") or "none"]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(line: str) -> None:
+    """Put the ``line`` of a version into the page, in place of its earlier one; rows are in the order of versions."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    version = line.split(" | ")[0]
+    rows = [one for one in lines if re.match(r"\| \d", one) and not one.startswith(f"{version} |")]
+    rows.append(line)
+    rows.sort(key=lambda one: [int(part) for part in one.split()[1].split(".")])
+    head = next(index for index, one in enumerate(lines) if one.startswith("|---")) + 1
+    rest = [one for one in lines[head:] if not re.match(r"\| \d", one)]
+    PAGE.write_text("\n".join([*lines[:head], *rows, *rest]) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("torch", help="version of torch, such as 2.15.0")
     parser.add_argument("--environment", type=Path, help="folder of the environment, .venv-VERSION by default")
-    arguments = parser.parse_args()
-    folder = arguments.environment or ROOT / f".venv-{arguments.torch}"
-    make_environment(arguments.torch, folder.absolute())
-    return 0
+    given, arguments = parser.parse_known_args()  # of pytest, in place of the selection: the page is not written then
+    folder = (given.environment or ROOT / f".venv-{given.torch}").absolute()
+    left_out = make_environment(given.torch, folder)
+    status, tests = run_tests(folder, arguments or SELECTION)
+    if tests and not arguments:
+        write(row(folder, tests, left_out))
+        print(f"{PAGE.relative_to(ROOT)} has a row for torch {given.torch}", flush=True)
+    return status
 
 
 if __name__ == "__main__":
