@@ -13,8 +13,16 @@ train: $(VENV)/installed-train
 # Two workers, because a test in one process leaves a core idle; a file's tests stay together, for what they share.
 PYTEST := python -m pytest -q --numprocesses 2 --dist loadfile
 
+# TORCH=2.15.0: the tests that use private names, with that torch, in an environment of its own (docs/versions.md).
+ifdef TORCH
+TORCH_VENV ?= .venv-$(TORCH)
+
+test:
+	$(PYTHON) tests/support/torch_versions.py $(TORCH) --environment $(TORCH_VENV) $(ARGS)
+else
 test: $(VENV)/installed
 	$(RUN)/$(PYTEST) $(ARGS)
+endif
 
 # Cases of the long families that `make test` leaves out, chosen by SEED.
 SEED ?= $(shell git rev-parse --short HEAD)
@@ -79,4 +87,4 @@ $(VENV)/installed: $(VENV)/installed-train
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .pytest-parts .hypothesis .mutants .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .pytest-parts .hypothesis .mutants .ruff_cache .mypy_cache

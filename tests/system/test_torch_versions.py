@@ -1,0 +1,72 @@
+"""The tool behind ``make test TORCH=...``: what it installs, and the page that it writes."""
+
+import re
+import tomllib
+from xml.etree import ElementTree
+
+import pytest
+import torch_versions
+from commands import ROOT
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_only_the_version_of_torch_is_replaced():
+    before = (ROOT / "constraints.txt").read_text().splitlines()
+    after = torch_versions.constraints("2.15.0").splitlines()
+    changed = [(one, other) for one, other in zip(before, after, strict=True) if one != other]
+    assert changed == [("torch==2.13.0", "torch==2.15.0")]
+
+
+def test_extras_of_extras_are_followed():
+    found = torch_versions.requirements("test", EXTRAS)
+    assert "rich>=13" in found  # of `all`, in `test`
+    assert not [one for one in found if one.startswith("paramp")]
+
+
+def test_every_host_of_the_environment_is_known():
+    """Each pinned trainer can be left out, and the tests that stand for a host exist."""
+    pinned = set(re.findall(r"^(\w+)==", torch_versions.constraints("2.15.0"), re.MULTILINE)) - {"torch"}
+    assert pinned <= set(torch_versions.HOSTS)
+    for _, tests in torch_versions.HOSTS.values():
+        assert (ROOT / "tests" / f"{tests.replace('.', '/')}.py").is_file()
+    assert all((ROOT / path).exists() for path in torch_versions.SELECTION)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("WARNING: old\nERROR: Cannot install a and b\nERROR: ResolutionImpossible\n", "Cannot install a and b"),
+        (
+            "Traceback\nImportError: cannot import name 'X' from 'torch' (/a/torch/__init__.py)\n",
+            "ImportError: cannot import name 'X' from 'torch'",
+        ),
+    ],
+)
+def test_the_reason_is_one_line_without_a_path(output, expected):
+    assert torch_versions._reason(output) == expected
+
+
+def test_outcomes_of_tests():
+    for xml, expected in (
+        ("<testcase/>", "passed"),
+        ("<testcase><failure/></testcase>", "failed"),
+        ("<testcase><skipped/><error/></testcase>", "failed"),
+        ("<testcase><skipped/></testcase>", "skipped"),
+    ):
+        assert torch_versions.outcome(ElementTree.fromstring(xml)) == expected
+
+
+def test_a_row_replaces_the_earlier_one_of_its_version(tmp_path, monkeypatch):
+    page = tmp_path / "versions.md"
+    page.write_text("# Title\n\n| torch | failed |\n|---|---|\n| 2.9.1 | 3 |\n| 2.11.0 | 1 |\n\nEnd.\n")
+    monkeypatch.setattr(torch_versions, "PAGE", page)
+    torch_versions.write("| 2.11.0 | 0 |")
+    torch_versions.write("| 2.10.0 | 5 |")
+    rows = "| 2.9.1 | 3 |\n| 2.10.0 | 5 |\n| 2.11.0 | 0 |"
+    assert page.read_text() == f"# Title\n\n| torch | failed |\n|---|---|\n{rows}\n\nEnd.\n"
+
+
+def test_the_page_has_the_table():
+    lines = torch_versions.PAGE.read_text().splitlines()
+    assert sum(line.startswith("|---") for line in lines) == 1
