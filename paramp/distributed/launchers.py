@@ -25,6 +25,7 @@ from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
+from .reproducible.cublas import choose_workspace
 
 expect("torch.distributed.distributed_c10d")
 
@@ -239,6 +240,8 @@ def _join(
     if not owns_world:
         _check_world(place)
         device = device or _device_of_group()
+    if config.reproducible and _device_type(device) == "cuda":
+        choose_workspace()  # before the next line, which initialises CUDA
     device = _set_device(device, place.local_rank)
     if not owns_world:
         _check_backend(backend, device)
@@ -363,10 +366,14 @@ def _backend_of(devices: list[str]) -> str:
     return "nccl" if len(gpus) == len(devices) else "gloo"
 
 
+def _device_type(requested: torch.device | str | None) -> str:
+    return torch.device(requested or ("cuda" if torch.cuda.device_count() else "cpu")).type
+
+
 def _set_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
     """The device of this rank, made torch's current one if it is a GPU."""
     gpus = torch.cuda.device_count()
-    device = torch.device(requested or ("cuda" if gpus else "cpu"))
+    device = torch.device(requested or _device_type(requested))
     if device.type == "cuda":
         if not gpus:
             raise LaunchError(f"device: got {str(device)!r}, but torch sees no GPU; leave device out to use the CPU")

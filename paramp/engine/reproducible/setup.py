@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from ...base.spans import Observer
 from ...config.reproducible import Reproducible, check_data_ranks
 from ...distributed.axes import tensor_mesh
 from ...distributed.context import ParallelContext
+from ...distributed.reproducible.cublas import choose_workspace
 from ...distributed.reproducible.place import Place
 from ...optim.fused_step import why_not_fused
 from ...optim.reproducible.chunk_gradients import ChunkGradients, Tap
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 def prepare(context: ParallelContext, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Place | None:
     """The place of this rank, if training is reproducible in ``context``; torch is set to one thread.
 
+    On GPUs torch's deterministic algorithms are used until the context is closed.
+
     Raises:
-        ConfigError: the number of data ranks is no power of two, or the results of a module or an optimizer depend on
-            the layout.
+        ConfigError: the number of data ranks is no power of two, the results of a module or an optimizer depend on
+            the layout, or cuBLAS may have read another workspace (:mod:`paramp.distributed.reproducible.cublas`).
     """
     config = context.config
     how = config.reproducible
@@ -57,11 +59,17 @@ def prepare(context: ParallelContext, model: nn.Module, optimizers: Sequence[tor
         )
     torch.set_num_threads(1)  # kernels split their work, and some sums, by the number of threads
     if context.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order with it only
-        torch.use_deterministic_algorithms(True)
+        choose_workspace()  # launched contexts have; those over a mesh of others' have not
+        _use_deterministic_algorithms(context)
     tensor = context.tensor_axis
     group = tensor.group if tensor.size > 1 else None
     return Place(config.seed, how.chunk, how.slices, group, config.parallel.sequence_parallel)
+
+
+def _use_deterministic_algorithms(context: ParallelContext) -> None:
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    context.before_close.append(partial(torch.use_deterministic_algorithms, was, warn_only=warned))
 
 
 def sliced_layers(

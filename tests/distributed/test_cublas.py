@@ -1,0 +1,80 @@
+"""The workspace of cuBLAS for ``reproducible``: in the environment before CUDA is initialised, else an error."""
+
+import os
+
+import pytest
+import torch
+
+import paramp
+from paramp.base.errors import ConfigError
+from paramp.distributed import launchers
+from paramp.distributed.reproducible.cublas import VARIABLE, choose_workspace
+from paramp.engine.reproducible.setup import prepare
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")  # so that it is restored
+    monkeypatch.delenv(VARIABLE)
+
+
+class CudaBegins(Exception):
+    """Raised where a launch would first use the GPU."""
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", None, "cpu"])
+def test_a_launch_sets_the_workspace_before_cuda_begins(unset, monkeypatch, device, reproducible):
+    found = []
+
+    def set_device(*_):
+        found.append(os.environ.get(VARIABLE))
+        raise CudaBegins
+
+    monkeypatch.setattr(launchers, "_set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CudaBegins):
+        paramp.launch_from_torch({"reproducible": reproducible}, device=device)
+    assert found == [":4096:8" if reproducible and device != "cpu" else None]
+
+
+@pytest.mark.parametrize("value", [":4096:8", ":16:8"])
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_workspace_that_was_set_is_kept(monkeypatch, value, initialized):
+    monkeypatch.setenv(VARIABLE, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    choose_workspace()
+    assert os.environ[VARIABLE] == value
+
+
+def test_another_workspace_is_an_error(monkeypatch):
+    monkeypatch.setenv(VARIABLE, ":0:0")
+    with pytest.raises(ConfigError, match=r"got ':0:0', expected ':4096:8' or ':16:8', because reproducible is set"):
+        choose_workspace()
+
+
+def test_without_a_workspace_after_cuda_has_begun_the_fix_is_named(unset, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"not set, but CUDA is in use already.*set CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        choose_workspace()
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
+def test_deterministic_algorithms_end_with_the_context(unset, before):
+    def now():
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    model = torch.nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with paramp.launch_from_torch({"reproducible": True}, device="cpu") as context:
+            context.device = torch.device("cuda")
+            prepare(context, model, optimizers)
+            prepare(context, model, optimizers)  # of a second engine
+            assert now() == (True, False)
+            context.device = torch.device("cpu")
+        assert now() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
