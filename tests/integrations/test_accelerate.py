@@ -307,6 +307,7 @@ def save(accelerator, model, optimizer, folder):
     config = accelerator.parallelism_config
     if config is None or accelerator.is_fsdp2:
         accelerator.save_state(folder)
+        accelerator.wait_for_everyone()  # other ranks return before the main one has written
         return
     with pytest.raises(
         paramp.ConfigError, match=r"save_state: with tensor parallelism alone.*accelerator\.scaler\.state"
@@ -385,6 +386,7 @@ def test_accelerate_4289_plain_accelerate_changes_the_scale_at_load(world):
                 if not resumed:
                     steps(accelerator, world, model, optimizer, range(3))
                     accelerator.save_state(folder)
+                    accelerator.wait_for_everyone()
                     saved = accelerator.scaler.state_dict()
                 else:
                     accelerator.load_state(folder)
