@@ -4,7 +4,8 @@ Groups come in families: disjoint sets of ranks, at most one of which has this r
 of the mesh. torch's ``DeviceMesh`` has every rank of the world call ``new_group`` for every group of a family. Here a
 rank makes one call for a family:
 
-- ``split_group``, by every rank of the world, if the world's communicator can be split (NCCL's, bound to a device);
+- ``split_group``, by every rank of the world, if the world's communicator can be split (NCCL's, bound to a device) and
+  is its only backend;
 - else ``new_group(use_local_synchronization=True)``, by the members of the group only.
 
 The members wait for each other, so every rank makes its groups in the same order of families.
@@ -71,7 +72,8 @@ class ProcessGroups:
             if splits:
                 made = dist.split_group(split_ranks=family.tolist(), group_desc=name)
             else:
-                made = dist.new_group(mine, backend=backend, use_local_synchronization=True, group_desc=name)
+                with _unbound():
+                    made = dist.new_group(mine, backend=backend, use_local_synchronization=True, group_desc=name)
                 if dist.get_backend(made) == "gloo":
                     # A member that is connected and destroys the group at once would break the connection of one that
                     # is still in its own call: "Gloo connectFullMesh failed with ... Connection closed by peer".
@@ -95,7 +97,24 @@ def _world_splits() -> bool:
     world = c10d._get_default_group()
     if world.bound_device_id is None or not torch.accelerator.is_available():
         return False
+    if len({part.rpartition(":")[2] for part in dist.get_backend_config().split(",")}) > 1:
+        return False  # split_group would hand NCCL's options to gloo
     return bool(world._get_backend(world.bound_device_id).supports_splitting)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Let torch's ``new_group`` make a group that is not split from the world, as it would with a bound device."""
+    world = c10d._get_default_group()
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 @contextmanager

@@ -234,3 +234,30 @@ def test_ties_between_several_stages_follow_plain_torch(world, schedule):
 def test_nccl_splits_the_worlds_communicator():
     done = torchrun(2, "tests/support/scripts/nccl_groups.py")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("backends", "splits"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)])
+def test_a_world_is_split_only_if_it_has_one_backend(monkeypatch, rank_of_world, backends, splits):
+    """Else torch would hand NCCL's options to gloo; and a world with a bound device splits new groups too."""
+    rank_of_world(0, 2)
+    bound = []
+
+    class World:
+        bound_device_id = torch.device("cuda:0")
+
+        def _get_backend(self, _):
+            return type("Backend", (), {"supports_splitting": True})
+
+    world = World()
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert groups._world_splits() is splits
+    if not splits:
+        monkeypatch.setattr(dist, "new_group", lambda *_, **__: bound.append(world.bound_device_id))
+        monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        groups.ProcessGroups("run").make("own", torch.tensor([[0], [1]]))
+        assert bound == [None]
+        assert world.bound_device_id == torch.device("cuda:0")
