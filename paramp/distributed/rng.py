@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -51,6 +51,16 @@ class RandomStream:
         assert self._outer is not None
         self.states = random_states(self._device)
         set_random_states(self._outer, self._device)
+
+
+@contextmanager
+def cpu_seeds() -> Iterator[Callable[[int], object]]:
+    """A context that restores the CPU's generator; yields a function that seeds it, and no other device's.
+
+    ``torch.manual_seed`` would seed every GPU too, and ``fork_rng(devices=[])`` restores none.
+    """
+    with torch.random.fork_rng(devices=[]):
+        yield torch.default_generator.manual_seed
 
 
 def _forked(device: torch.device) -> AbstractContextManager[None]:

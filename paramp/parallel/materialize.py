@@ -27,7 +27,7 @@ from ..base.dtensor import is_dtensor, own_part, wrap
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, carry_over, resolved, shallow_copy, stored_dtype
 from ..distributed.context import current_context
-from ..distributed.rng import derive_seed
+from ..distributed.rng import cpu_seeds, derive_seed
 from ..precision.autocast import default_dtype
 from ..precision.foreign_options import AMP_TYPE
 from ..precision.policy import Precision
@@ -151,10 +151,10 @@ def materialize(
             filled[like] = _shard(value, like, in_dtype or like.dtype, device)
         return filled[like]
 
-    with torch.random.fork_rng(devices=[]):
+    with cpu_seeds() as seed_cpu:
         for name, original in (whole or outline(module)).named_modules():
             if is_on_meta(original):
-                torch.manual_seed(derive_seed(seed, name))
+                seed_cpu(derive_seed(seed, name))
                 values = _stored_values(name, original, stored)
                 _fill(module.get_submodule(name), original, values, fill, keep)
 

@@ -193,3 +193,20 @@ def test_training_with_dropout_is_reproducible(world):
                 engine.step()
             runs.append(losses)
     assert runs[0] == runs[1]
+
+
+def test_filling_a_model_on_meta_seeds_no_gpu(monkeypatch):
+    """Its values are drawn on the CPU; the generators of GPUs, which belong to the user, stay as they are."""
+    seeded = []
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, seeded.append)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    torch.manual_seed(7)
+    assert seeded == [7]  # torch seeds every GPU
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    materialize(model, 3, torch.device("cpu"))
+    assert not model.weight.is_meta
+    assert seeded == [7]
+    assert torch.equal(torch.get_rng_state(), before)
