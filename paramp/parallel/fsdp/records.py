@@ -67,7 +67,8 @@ def drop_prefetched(group: Any) -> None:
         if isinstance(result.all_gather_work, dist.Work):
             result.all_gather_work.wait()
         if result.all_gather_event is not None:
-            torch.accelerator.current_stream().wait_event(result.all_gather_event)
+            # Not of torch.accelerator's stream, whose wait_event does not wait for a torch.cuda.Event.
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
         group._all_gather_result = None
 
 
