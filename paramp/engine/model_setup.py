@@ -35,7 +35,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp.checks import check_embeddings, check_shardable, check_stages
+from ..parallel.fsdp.checks import check_embeddings, check_scripted, check_shardable, check_stages
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
@@ -181,6 +181,7 @@ def read_names(
     """All names of each parameter of the whole model. Checks the model and the optimizers. A collective."""
     names_of = names_by_parameter(model)
     check_embeddings(model, context)
+    check_scripted(model, context)
     check_shardable(names_of, context)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, context, with_hooks=is_split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from ...base.errors import ConfigError
@@ -20,6 +21,18 @@ def check_embeddings(model: nn.Module, context: ParallelContext) -> None:
             raise ConfigError(
                 f"model: {name!r} has max_norm={module.max_norm:g}, expected none, because each of {size} data ranks "
                 "would shrink the rows of its own batch only; leave it out, and normalise rows after a step"
+            )
+
+
+def check_scripted(model: nn.Module, context: ParallelContext) -> None:
+    """Raise a ConfigError for a submodule with parameters whose code FSDP2 cannot change: its parameters are fixed."""
+    for name, module in model.named_modules() if context.config.parallel.shard > 1 else ():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"model: {name or 'the model'!r} is a module of torch.jit, expected a plain one, because "
+                f"parallel.data.shard is {context.config.parallel.shard} and fully_shard cannot replace the parameters "
+                "of compiled code; pass the module without torch.jit.script or torch.jit.trace, and compile it by "
+                "compile=True"
             )
 
 
