@@ -140,8 +140,8 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
 
 
 # torch 2.13 has new names for these two and deprecates the old ones; 2.11 has only the old ones.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def start_reduce_scatter(
@@ -161,7 +161,7 @@ def start_reduce_scatter(
     """
     cast_ = dtype not in (None, whole.dtype)
     part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which gloo and NCCL support
-    work = _reduce_scatter(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)
+    work = reduce_scatter_single(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -181,7 +181,7 @@ def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.Proces
         whole: 1-dim, group size x slice size elements.
         own: 1-dim; may be a view of this rank's slice of ``whole``.
     """
-    _all_gather(whole, own, group=group)
+    all_gather_single(whole, own, group=group)
 
 
 def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -191,7 +191,7 @@ def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.Pr
         own: 1-dim.
         whole: 1-dim, group size x slice size elements.
     """
-    _reduce_scatter(own, whole, group=group)
+    reduce_scatter_single(own, whole, group=group)
 
 
 _gathers: Library | None = None
@@ -218,7 +218,7 @@ def _gather(own: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
 def _gather_out(own: torch.Tensor, _group_size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-    _all_gather(out, own.contiguous(), group=group)
+    all_gather_single(out, own.contiguous(), group=group)
     return out
 
 

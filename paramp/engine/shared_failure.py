@@ -127,12 +127,6 @@ class SharedFailure:
         alike = len({failure and failure[1] for failure in everyone}) == 1
         if own is not None and (alike or not isinstance(own, StopIteration)):  # which alone would end a loop silently
             raise own
-        if not any(everyone):  # no batch failed: differing_orders of FSDP2's units
-            raise RuntimeError(
-                "data ranks ran different blocks of the model, but gather the parameters of each together "
-                "(parallel.data.shard), so this step was not made; choose blocks by random numbers that are the same "
-                "on every data rank"
-            )
         kind, text, rank = next(failure for failure in everyone if failure is not None)
         raise KINDS[kind](f"{text}; on {rank}")
 

@@ -25,7 +25,6 @@ from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
 from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
 from ..optim.reproducible import squares as exact
-from ..optim.sharded_gradients import differing_orders, order_of_units
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from .loss_window import LossWindow
 from .state.weight_averages import WeightAverages
@@ -73,15 +72,10 @@ def decide_step(
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
     presence = [gradients.presence(first_names)] if differ else []
-    order = order_of_units(gradients, context)
-    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *order, *presence])
+    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
     if context.world_size > 1:
         all_reduce_(control)
-    rest = control[NUM_SUMS:]
-    for own in order:
-        control[NUM_SUMS - 1] += differing_orders(rest[: len(own)], context)
-        rest = rest[len(own) :]
-    absent = _absent(gradients, first_names, rest if differ else None)
+    absent = _absent(gradients, first_names, control[NUM_SUMS:] if differ else None)
     arguments = window_size, mean_factor, context.config.clip_grad_norm, absent
     if context.device.type == "cpu":
         return _decide_on_host(control[:NUM_SUMS].tolist(), scale.item(), *arguments)

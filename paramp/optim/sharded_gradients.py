@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.module_surgery import num_hooks
-from ..distributed.context import ParallelContext
 from .flat_gradients import FlatGradients
 from .grad_reduce import sum_tied_gradients
 
@@ -25,8 +24,6 @@ class Units(Protocol):
     def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def take_order(self) -> int: ...
 
     def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
 
@@ -61,10 +58,6 @@ class UnitGradients(FlatGradients):
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""
         return [_Handle(self._units.on_gradient(call))]  # type: ignore[list-item]
-
-    def take_order(self) -> int:
-        """As :meth:`Units.take_order`."""
-        return self._units.take_order()
 
 
 class ShardedGradients(UnitGradients):
@@ -127,29 +120,6 @@ class ShardedGradients(UnitGradients):
     def reduce(self) -> None:
         """Sum the gradients of tied parameters over the stages that hold a copy."""
         sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
-
-
-def order_of_units(gradients: FlatGradients, context: ParallelContext) -> list[torch.Tensor]:
-    """This rank's terms of a sum over the world that shows whether ranks of a stage gathered the same units.
-
-    Ranks that gather different ones together, as where each skips blocks at random, compute with parts of both.
-
-    Returns:
-        1-dim float64, for each pipeline rank a number for the order and its square; nothing without units.
-    """
-    if not isinstance(gradients, UnitGradients):
-        return []
-    order = gradients.take_order()
-    terms = torch.zeros(2 * context.stage_axis.size, dtype=torch.float64, device=context.device)
-    for place, value in enumerate((order, order**2)):  # filled: a copy to a GPU synchronises
-        terms[2 * context.stage_axis.rank + place].fill_(value)
-    return [terms]
-
-
-def differing_orders(sums: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-    """1.0 if ranks of a stage differ, else 0.0; 0-dim float64. ``sums``, those of :func:`order_of_units`, are exact."""
-    first, second = sums.view(-1, 2).unbind(1)
-    return (first.square() != second * (context.world_size // context.stage_axis.size)).any().double()
 
 
 class _Handle:

@@ -37,7 +37,7 @@ class SomeBlocks(nn.Module):
 
 @on_ranks(2)
 def test_data_ranks_that_run_different_blocks_raise_at_the_step(world):
-    """The blocks have equal shapes, so that the collectives match: each rank computes with halves of two blocks."""
+    """The blocks have equal shapes: without a check each rank would compute with halves of two blocks."""
     torch.manual_seed(0)
     model = SomeBlocks()
     with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}):
@@ -132,6 +132,16 @@ def test_models_that_data_ranks_cannot_train_together_are_refused(world):
             if data != 2:
                 with pytest.raises(paramp.ConfigError, match=r"'phase' has the dtype torch.complex64, expected a real"):
                     paramp.initialize(parts, sgd, nn.functional.mse_loss)
+
+
+@on_ranks(2)
+def test_a_scripted_module_is_refused_by_name(world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.warns(DeprecationWarning, match="script"):
+        model[1] = torch.jit.script(model[1])
+    found = pytest.raises(paramp.ConfigError, match=r"model: '1' is a module of torch.jit, expected a plain one")
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}), found:
+        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
 
 
 @on_ranks(4)

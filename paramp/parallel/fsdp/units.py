@@ -51,6 +51,7 @@ from .records import (
     to_reduce_dtype,
     zeros,
 )
+from .unit_order import END, UnitOrder
 
 expect("torch._C._autograd")
 
@@ -87,7 +88,7 @@ class ShardedUnits:
         self._units: list[Any] = []
         self._records: dict[nn.Parameter, Any] = {}
         self._listeners: list[Callable[[torch.Tensor], None]] = []
-        self._order = 0
+        self._order = UnitOrder(context)
         names = list(blocks)
         sharded: set[nn.Parameter] = set()
         for stage in stages:
@@ -102,22 +103,29 @@ class ShardedUnits:
         modules = dict(stage.named_modules())
         precision = self._context.config.precision
         if precision.keep_batchnorm_fp32:
-            for module in modules.values():
+            for name, module in modules.items():
                 if isinstance(module, BATCH_NORMS) and next(module.parameters(recurse=False), None) is not None:
-                    self._fully_shard(module, None, done)
+                    self._fully_shard(module, repr(name), None, done)
         units: list[Any] = []
-        for block in map(modules.get, blocks):
+        for name in blocks:
+            block = modules.get(name)
             if block is not None and not isinstance(block, PassThrough) and _is_alone(block, before):
-                self._fully_shard(block, _gathered_dtype(precision), done)
+                self._fully_shard(block, repr(name), _gathered_dtype(precision), done)
                 units.append(block)
         _set_prefetch(units, self._context.config.parallel.data_axes.prefetch)
-        self._fully_shard(stage, _gathered_dtype(precision), done, is_root=True)
+        self._fully_shard(stage, "the rest of the model", _gathered_dtype(precision), done, is_root=True)
         for name, new in stage.named_parameters(remove_duplicate=False):
             if before[name] is not new:
                 vars(new).update(vars(before[name]))  # attributes that optimizers and others read
 
     def _fully_shard(
-        self, module: nn.Module, dtype: torch.dtype | None, done: set[nn.Parameter], *, is_root: bool = False
+        self,
+        module: nn.Module,
+        name: str,
+        dtype: torch.dtype | None,
+        done: set[nn.Parameter],
+        *,
+        is_root: bool = False,
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -125,7 +133,6 @@ class ShardedUnits:
         output = _Output()
         module.register_forward_pre_hook(output.begin)
         module.register_forward_hook(output.prepare)  # before that of fully_shard
-        number = len(self._units) + 1
         # Given in any case: without it torch reduces in ``dtype``, but from 2.15 on in that of the sharded parameters.
         reduce_dtype = context.config.precision.reduce_dtypes.dp or dtype
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
@@ -138,7 +145,7 @@ class ShardedUnits:
         )
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
-        module.register_forward_pre_hook(_RecordsGathering(self, unit, number), prepend=True)
+        self._order.follow(unit, name)
         self._units.append(unit)
         if is_root:
             self._roots.append(unit)
@@ -196,13 +203,15 @@ class ShardedUnits:
         elif backward and not self._reduces:
             for root in self._roots:
                 root.set_requires_gradient_sync(False)
+        self._order.begin(backward=backward)
         with self.resetting():
             yield
-        if not self._reduces:
-            drop_gradients(self._params())  # of a batch that is run again
-        if backward and self._pipelined:
-            for root in self._roots:
-                self._reduce(root)
+            if not self._reduces:
+                drop_gradients(self._params())  # of a batch that is run again
+            if backward and self._pipelined:
+                for root in self._roots:
+                    self._reduce(root)
+            self._order.check(END)
         self.reshard()
 
     @contextmanager
@@ -241,16 +250,6 @@ class ShardedUnits:
                 reset(root)
         drop_gradients(self._params())
         self.reshard()
-        self._order = 0
-
-    def add_gathered(self, number: int) -> None:
-        """Record that a unit is gathered for a forward."""
-        self._order = (self._order * 31 + number) % 2**12
-
-    def take_order(self) -> int:
-        """A number below 2**12 for the order in which units were gathered since the last call."""
-        order, self._order = self._order, 0
-        return order
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
@@ -292,17 +291,6 @@ class ShardedUnits:
                 to_reduce_dtype(one)
         for one in filter(is_mismatched, trained):
             sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
-
-
-class _RecordsGathering:
-    """The hook before the forward of a unit, which records that its parameters are about to be gathered."""
-
-    def __init__(self, units: ShardedUnits, unit: Any, number: int) -> None:
-        self._units, self._unit, self._number = units, unit, number
-
-    def __call__(self, *_: Any) -> None:
-        if any(group.is_sharded for group in groups(self._unit)):
-            self._units.add_gathered(self._number)
 
 
 def _set_reducing(root: Any, reducing: bool) -> None:

@@ -1,0 +1,183 @@
+"""Data ranks that shard parameters and run different blocks: each raises, names them, and can train on."""
+
+import copy
+
+import pytest
+import torch
+from pool import on_ranks
+from torch import nn
+
+import paramp
+import paramp.parallel.fsdp.unit_order as module
+from paramp.parallel.fsdp.unit_order import END, UnitOrder
+
+
+class Blocks(nn.Module):
+    """Equal blocks, each of which may be skipped, run twice, or left out of the backward."""
+
+    def __init__(self, num_blocks=4):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(num_blocks))
+        self.order = [*range(num_blocks)]
+        self.cut = None
+
+    def forward(self, x):
+        x = self.first(x)
+        for index in self.order:
+            y = self.blocks[index](x)
+            x = x + y.detach() if index == self.cut else y
+        return x
+
+
+X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Trained:
+    """An engine on shards, and plain training in one process beside it."""
+
+    def __init__(self, context):
+        torch.manual_seed(0)
+        model = Blocks()
+        self.rank = context.batch_axis.rank
+        self.part = [one.chunk(context.batch_axis.size)[self.rank] for one in (X, Y)]
+        self.plain = copy.deepcopy(model)
+        self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
+        self.engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+
+    def step(self, order=(0, 1, 2, 3)):
+        """A step on every rank, on equal blocks, and the plain one."""
+        self.plain.order = self.engine.module.order = [*order]
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.plain(X), Y).backward()
+        self.optimizer.step()
+        self.engine.forward_backward(*self.part)
+        assert self.engine.step().stepped
+        for name, value in self.engine.full_state_dict().items():
+            torch.testing.assert_close(value, self.plain.state_dict()[name], atol=1e-6, rtol=0)
+
+    def fail(self, deviating, call, order=None, cut=None):
+        """The error of ``call`` where ranks ``deviating`` run blocks in another ``order``, or leave a backward out."""
+        if self.rank in deviating:
+            self.engine.module.order, self.engine.module.cut = [0, 1, 2, 3] if order is None else order, cut
+        with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model") as raised:
+            call(*self.part)
+        self.engine.module.order, self.engine.module.cut = [0, 1, 2, 3], None
+        self.engine.zero_grad()
+        return str(raised.value)
+
+
+SKIPS = {
+    "a middle one": [0, 2, 3],
+    "the last": [0, 1, 2],
+    "all": [],
+    "another twice": [0, 2, 2, 3],
+    "other order": [0, 2, 1, 3],
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first batch", "known order"])
+@on_ranks(2)
+def test_a_block_that_one_rank_skips(world, known):
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        trained = Trained(context)
+        engine = trained.engine
+        if known:
+            trained.step()
+            engine.evaluate(*trained.part)
+        for call in (engine.forward_backward, engine.evaluate, lambda x, y: engine.backward((engine(x) - y).mean())):
+            for what, order in SKIPS.items():
+                error = trained.fail({1}, call, order)
+                skipped = {"the last": 3, "all": 0}.get(what, 1)
+                found = f"'blocks.{skipped}' runs on rank 0 (pp 0, dp_replicate 0, dp_shard 0, tp 0), but is skipped"
+                assert f"{found} on rank 1" in error
+                assert "run the same blocks on every data rank" in error
+        trained.step()
+
+
+@on_ranks(2)
+def test_a_block_that_one_rank_runs_once_more(world):
+    """The other rank is in its backward by then."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        trained = Trained(context)
+        trained.step()
+        error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3, 2])
+        assert "'blocks.3' runs on rank 1 (pp 0, dp_replicate 0, dp_shard 1, tp 0), but is skipped on rank 0" in error
+        trained.step()
+
+
+@on_ranks(2)
+def test_a_rank_that_nobody_answers_raises_after_the_timeout(world):
+    """The other one has ended its batch, and waits in what follows."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}, "hang_timeout": 1}) as context:
+        trained = Trained(context)
+        order = trained.engine._stages._units._order
+        for run in ("first", "known"):
+            order.begin(backward=False)
+            order.check(3)
+            if run == "known" and world.rank:
+                for _ in range(2):  # it cannot go on
+                    with pytest.raises(
+                        RuntimeError, match=r"rank 1 .* is at the forward of 'blocks.2', where all ranks"
+                    ):
+                        order.check(6)
+                break
+            order.check(END)
+
+
+@on_ranks(2)
+def test_a_backward_that_one_rank_leaves_out(world):
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        trained = Trained(context)
+        for _ in range(2):
+            error = trained.fail({1}, trained.engine.forward_backward, cut=2)
+            assert "the reduction of the gradients of 'blocks.2' runs on rank 0" in error
+            trained.step()
+
+
+@on_ranks(2)
+def test_blocks_that_all_ranks_choose_alike_train(world):
+    """Orders that part again and again, more of them than are remembered."""
+    module.MAX_KNOWN, before = 30, module.MAX_KNOWN
+    try:
+        with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+            trained = Trained(context)
+            choose = torch.Generator().manual_seed(3)
+            for _ in range(8):
+                trained.step(index for index in range(4) if torch.rand((), generator=choose) > 0.4)
+    finally:
+        module.MAX_KNOWN = before
+
+
+@on_ranks(2)
+def test_known_orders_need_no_messages(world):
+    posts = []
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        trained, post = Trained(context), UnitOrder._post
+        UnitOrder._post = lambda self, tag: posts.append(tag) or post(self, tag)
+        try:
+            for _ in range(3):
+                before = len(posts)
+                trained.step()
+                trained.engine.evaluate(*trained.part)
+        finally:
+            UnitOrder._post = post
+    assert before
+    assert len(posts) == before
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@on_ranks(4)
+def test_several_ranks_that_skip_a_block(world, replicate):
+    parallel = {"data": {"shard": 4 // replicate, "replicate": replicate}}
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        trained = Trained(context)
+        for deviating in ({1}, {2, 3}, {3, 0, 2}):
+            error = trained.fail(deviating, trained.engine.forward_backward, [0, 2, 3])
+            assert "'blocks.1' runs on rank" in error
+        trained.step()
+        if replicate == 1:  # with more, some ranks wait for each other in the sum over replicas
+            for deviating in ({1}, {2, 3}, {3, 0, 2}):
+                error = trained.fail(deviating, trained.engine.forward_backward, [0, 2, 3])
+                assert "'blocks.1' runs on rank" in error
+            trained.step()
