@@ -42,7 +42,7 @@ from ..parallel.partition import partition_model
 from ..parallel.stage import Joined, Stage, Stages
 from ..precision.capabilities import find_library
 from ..precision.float8 import convert
-from ..precision.float8_layers import choose_layers
+from ..precision.float8_layers import check_checkpointing, choose_layers
 from ..precision.policy import Precision
 from .compute_context import ComputeContext
 from .engine import Engine
@@ -88,7 +88,8 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
             "one that shards them, as fully_shard needs it"
         )
     if current.config.precision.float8 is not None:
-        find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
+        library = find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
+        check_checkpointing(library.name, current.config.activation_checkpointing)
     return current
 
 

@@ -32,12 +32,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from ..base.dtensor import local
 from ..base.module_surgery import run_within
 from .capabilities import Library, find_library
-from .float8_layers import Choice, choose_layers
+from .float8_layers import MULTIPLE, Choice, choose_layers
 from .policy import Float8, Precision
 from .transformer_engine import engine_autocast, engine_layer, transformer_engine_recipe
 
@@ -147,9 +148,17 @@ def _with_transformer_engine(
 
 def _with_torchao(module: nn.Module, choice: Choice, float8: Float8, emulated: bool) -> nn.Module:
     with _quiet_import():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
-    # The products need a multiple of 16 tokens; if the number is one already, padding costs nothing.
-    config = replace(Float8LinearConfig.from_recipe_name(float8.recipe), emulate=emulated, pad_inner_dim=not emulated)
+        from torchao.float8 import (  # type: ignore[import-untyped]
+            Float8GemmConfig,
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    config = replace(
+        Float8LinearConfig.from_recipe_name(float8.recipe),
+        emulate=emulated,
+        pad_inner_dim=not emulated,  # the products need a multiple of 16 tokens; if it is one, padding costs nothing
+        gemm_config_output=Float8GemmConfig(use_fast_accum=False),  # on Hopper its sums have fewer bits than fp32
+    )
 
     def make(old: nn.Module) -> nn.Module:
         new: nn.Module = convert_to_float8_training(old, config=config)
@@ -188,13 +197,27 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if layer._inputs_saturate and torch.is_grad_enabled():
         _flag_overflow(layer._overflow, x)
     with torch.autocast(device, enabled=False):
-        output: torch.Tensor = type(layer).forward(layer, x)
+        output: torch.Tensor = _whole_products(layer, x) if layer._inputs_saturate else type(layer).forward(layer, x)
     if torch.compiler.is_compiling():
         return _Probe.apply(output, layer._probe)
     if output.requires_grad:
         flag = layer._overflow
         output.register_hook(lambda gradient: _flag_overflow(flag, gradient))
     return output
+
+
+def _whole_products(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The output of Transformer Engine's ``layer``, which takes a multiple of 16 tokens only: zeros are added to ``x``.
+
+    They change neither the largest elements nor, because their outputs are cut off again, a gradient.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    missing = -len(tokens) % MULTIPLE
+    if not missing:
+        whole: torch.Tensor = type(layer).forward(layer, x)
+        return whole
+    output: torch.Tensor = type(layer).forward(layer, F.pad(tokens, (0, 0, 0, missing)))[: len(tokens)]
+    return output.reshape(*x.shape[:-1], -1)
 
 
 class _Probe(torch.autograd.Function):

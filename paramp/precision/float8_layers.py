@@ -26,6 +26,16 @@ class Choice:
     """Reason -> the other linear layers that match the mode's globs but keep their dtype for that reason."""
 
 
+def check_checkpointing(library: str, how: str | int) -> None:
+    """Raise a ConfigError if ``activation_checkpointing`` is ``how``, and layers of ``library`` cannot be repeated."""
+    if library == "transformer_engine" and how != "none":
+        raise ConfigError(
+            f"activation_checkpointing: got {how!r}, expected 'none', because Transformer Engine's scales "
+            "change from one forward to the next, so that a block that runs again computes otherwise; use "
+            "transformer_engine.pytorch.checkpoint in the model's forward, or the mode 'fp8-mixed', on torchao"
+        )
+
+
 def choose_layers(
     model: nn.Module, float8: Float8, sharded_dims: Mapping[str, int] | None = None, tensor_size: int = 1
 ) -> Choice:

@@ -460,6 +460,41 @@ def test_gpus_with_float8_products_are_used(monkeypatch, capability, emulated):
     assert ("compute capability 8.0" in library.reason) == emulated
 
 
+def scaled_mm(calls):
+    """In place of ``torch._scaled_mm``: in float64, of what a GPU's takes."""
+
+    def product(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum):
+        assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0, (a.shape, b.shape)
+        assert a.stride(1) == b.stride(0) == 1, "row-major, and column-major"
+        calls.append(use_fast_accum)
+        result = (a.double() * scale_a) @ (b.double() * scale_b)
+        return result.to(out_dtype) if bias is None else (result + bias).to(out_dtype)
+
+    return product
+
+
+@EACH_RECIPE
+@pytest.mark.parametrize("tokens", [32, 10])
+def test_the_products_of_a_gpu_are_padded_and_accumulated_in_fp32(monkeypatch, recipe, tokens):
+    """They have the numbers of the emulation, which pads nothing; torchao rounds a rowwise product to bf16."""
+    torch.manual_seed(0)
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm(calls))
+    layer = nn.Linear(32, 48)
+    x, gradient = torch.randn(tokens, 32), torch.randn(tokens, 48)
+    results = []
+    for without in ("", "emulated"):
+        monkeypatch.setattr("paramp.precision.capabilities.why_not_native_float8", lambda device, why=without: why)
+        model = convert(copy.deepcopy(layer), mode(recipe=recipe), CPU)
+        own = x.clone().requires_grad_()
+        output = model(own)
+        output.backward(gradient)
+        results.append([output.detach(), own.grad, model.weight.grad, model.bias.grad])
+    assert calls == [False] * 3
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=2.0**-8 * float(expected.abs().max()))
+
+
 # ------------------------------------------------------------------------------------------ Transformer Engine
 
 
@@ -493,6 +528,7 @@ def stand_in(monkeypatch):
 
         def forward(self, x):
             assert entered[-1]["inside"]
+            assert x.numel() // x.shape[-1] % 16 == 0, "FP8 execution requires a multiple of 16 tokens"
             return F.linear(x.nan_to_num(1, 448, -448), self.weight, self.bias)
 
         def get_extra_state(self):
@@ -604,6 +640,34 @@ def test_an_engine_on_transformer_engine_keeps_its_state_out_of_the_model(stand_
                 engine.zero_grad()
             engine.backward(loss)
             assert engine.step().overflow
+
+
+@pytest.mark.parametrize("shape", [(16,), (10,), (2, 5), (3, 1, 7), ()])
+def test_transformer_engines_layers_get_a_multiple_of_16_tokens(stand_in, shape):
+    """And the numbers are those of the layer without a padding."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    model = convert(copy.deepcopy(plain), mode("transformer-engine"), CPU)
+    x, gradient = torch.randn(*shape, 32), torch.randn(*shape, 32)
+    results = []
+    for one in (plain, model):
+        own = x.clone().requires_grad_()
+        output = one(own)
+        output.backward(gradient)
+        results.append([output.detach(), own.grad, *(parameter.grad for parameter in one.parameters())])
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_activation_checkpointing_on_transformer_engine_is_refused(stand_in):
+    """Its scales are delayed, so that a block that runs again would round its operands otherwise."""
+    config = {"precision": "transformer-engine", "activation_checkpointing": "full"}
+    with paramp.launch_from_torch(config):
+        model = small_gpt()
+        with pytest.raises(
+            ConfigError, match=r"activation_checkpointing: got 'full', expected 'none', because .*'fp8-mixed'"
+        ):
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
 
 
 def test_under_tensor_parallelism_torchao_takes_its_place(stand_in):
