@@ -63,9 +63,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "own loop": {"loop": "by hand"},
     "sums": {"criterion": "sum and count"},
     "no loss": {"loop": "without the loss"},
+    "pinned batches": {"batches": "pinned"},
 }
 """What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to what :mod:`gpu_ways` does with it."""
-OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros")
+OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches")
 WITHOUT_PIPELINE = {"own loop"}
 
 
@@ -111,19 +112,28 @@ PART = [
     Cell("bf16-true", "1", "stochastic rounding"),
     Cell("O2", "dp2 + zero1", "bf16 state"),
     Cell("bf16-naive", "dp2", "accumulation"),
+    Cell("bf16-mixed", "pp2", "pinned batches"),
 ]
 """The cells of ``make test``."""
 
 
 def _every() -> list[Cell]:
-    """Every mode on every layout; every feature on every layout in some modes, of which each has each feature."""
+    """Every pair of a mode, a layout and a feature that there can be: modes take turns on the layouts of a feature."""
     cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
     cells += [Cell(mode, name, "plain") for name in SCHEDULES if name != "1f1b" for mode in SCHEDULE_MODES]
     for number, feature in enumerate(FEATURES):
-        for place, layout in enumerate(ALL_LAYOUTS):
-            able = [cell for mode in MODES if (cell := Cell(mode, layout, feature)).is_one()]
-            start = number + 3 * place
-            cells += [able[(start + index) % len(able)] for index in range(min(3, len(able)))]
+        turns = {mode: (0, (place - number) % len(MODES)) for place, mode in enumerate(MODES)}
+        able = {layout: [mode for mode in MODES if Cell(mode, layout, feature).is_one()] for layout in ALL_LAYOUTS}
+        for layout, modes in able.items():
+            if modes:
+                mode = min(modes, key=turns.__getitem__)
+                turns[mode] = (turns[mode][0] + 1, turns[mode][1])
+                cells.append(Cell(mode, layout, feature))
+        cells += [
+            Cell(mode, next(layout for layout, modes in able.items() if mode in modes), feature)
+            for mode, (times, _) in turns.items()
+            if not times and any(mode in modes for modes in able.values())
+        ]
     return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
 
 

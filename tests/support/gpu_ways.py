@@ -100,7 +100,8 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
         optimizer = OPTIMIZERS[cell.get("optimizer", "adamw")](model.parameters())
         engine, *_ = paramp.initialize(model, optimizer, CRITERIA[cell.get("criterion", "mean")])
         for _ in range(STEPS):
-            x = torch.randint(0, 64, (8, 16), device="cuda")
+            x = torch.randint(0, 64, (8, 16))
+            x = x.pin_memory() if cell.get("batches") == "pinned" else x.cuda()
             waits.begin_step()
             for _ in range(context.config.gradient_accumulation):
                 batch_of(engine, x)
@@ -110,7 +111,7 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
 
 def outcome(cell: dict[str, Any]) -> dict[str, Any]:
     """What the first and the last rank of the cell waited for in their last step, and the error of one that failed."""
-    start, objects, found = time.monotonic(), fake_cuda.Objects(), {}
+    start, objects, found = time.process_time(), fake_cuda.Objects(), {}
     for rank in sorted({0, cell["size"] - 1}):
         waits.begin_step()
         error = None
@@ -121,7 +122,7 @@ def outcome(cell: dict[str, Any]) -> dict[str, Any]:
         except Exception as raised:
             error = "".join(traceback.format_exception(raised))
         found[rank] = {"waits": waits[:], "error": error}
-    return {"ranks": found, "seconds": time.monotonic() - start}
+    return {"ranks": found, "seconds": time.process_time() - start}
 
 
 if __name__ == "__main__":

@@ -192,6 +192,8 @@ _SIZES_FROM_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "uni
 """Operators whose output has a size that the host has to read."""
 _INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 _COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
+_WITHOUT_FAKE = {"_fused_sgd_", "_fused_adagrad_"}
+"""Operators that change their arguments, for which torch has no fake kernel."""
 _NAMES: dict[Any, str] = {}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 SMALL = 64
@@ -231,6 +233,8 @@ class Device(FakeTensorMode):
             copied = self._copy(function, name, args, kwargs)
             if copied is not None:
                 return copied
+        elif name in _WITHOUT_FAKE:
+            return self._only_check(function, leaves)
         new_args, new_kwargs = args, kwargs
         if any(type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in leaves):
             new_args, new_kwargs = tree_map(self._faked, (tuple(args), kwargs))
@@ -254,6 +258,11 @@ class Device(FakeTensorMode):
         real_args, real_kwargs = tree_map(_on_host, (tuple(args), kwargs))
         for one, values in zip(results, tree_leaves(function(*real_args, **real_kwargs)), strict=True):
             one.host_values = values
+
+    def _only_check(self, function: Any, leaves: list[Any]) -> None:
+        on_host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda"]
+        if on_host:
+            raise RuntimeError(f"{function}: expected all tensors on the device, got {on_host}")
 
     def _read(self, function: Any, args: Any) -> Any:
         waits.add(f"host read ({function})")
