@@ -113,7 +113,7 @@ class BatchRunner:
         if not backward:
             self._run(microbatches, loss)
             return
-        losses.begin_backward(batch.num_targets / (len(microbatches) or self.num_microbatches), batch)
+        losses.begin_backward(batch)
         if self._chunks is not None:  # now that the gradients of a past step are dropped
             microbatches = self._begin_chunks(microbatches)
         with losses.failing():
@@ -180,7 +180,7 @@ class BatchRunner:
         losses, loss = self._losses, self.criterion.counted(loss)
         if self._chunks is not None:
             raise RuntimeError(WHOLE_BATCH)
-        losses.begin_backward(float(loss[1]) if isinstance(loss, tuple) else 1.0, None)
+        losses.begin_backward(None)
         taking_part = self._taking_part(losses.in_last_call)
         with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
             value = losses.scaled(map_tensors(full_tensor, loss))
@@ -267,7 +267,7 @@ class BatchRunner:
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
         leaves = self._gradients.local_leaves() if backward else nullcontext()
         running = self._stages.running(backward=backward)
-        with self._taking_part(overlap) as before_last_backward, self._computing(), leaves, running:
+        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), leaves, running:
             if not microbatches:
                 before_last_backward()
                 return
@@ -281,8 +281,8 @@ class BatchRunner:
                 self.pipeline.run(microbatches, loss, backward=backward, before_last_backward=before_last_backward)
 
     @contextmanager
-    def _taking_part(self, overlap: bool) -> Iterator[Callable[[], None]]:
-        """Record an exception raised inside, and take part in the reductions over data ranks in any case.
+    def _taking_part(self, overlap: bool, backward: bool = True) -> Iterator[Callable[[], None]]:
+        """Record an exception raised inside, and take part in what data ranks do together in any case.
 
         Yields a function to call before the last backward; with ``overlap`` it starts the reductions.
         """
@@ -291,6 +291,8 @@ class BatchRunner:
 
         def before_last_backward() -> None:
             nonlocal begun
+            if backward:
+                self._losses.unit.choose(None, self._losses.size)  # other data ranks wait for it
             if not begun:
                 begun = True
                 self._gradients.begin_last_backward()

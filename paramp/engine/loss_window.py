@@ -2,20 +2,18 @@
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near its count, and the step corrects for the true total count:
-gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+``(sum, count)`` is also divided by a power of two near the counts (:mod:`.state.count_unit`), and the step corrects for
+the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ..base.dtensor import full_tensor, is_dtensor
@@ -31,6 +29,7 @@ from ..precision.autocast import moved
 from .compute_context import ComputeContext
 from .reproducible.totals import ChunkTotals, terms_of
 from .shared_failure import SharedFailure
+from .state.count_unit import CountUnit, mixes_kinds
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
@@ -163,7 +162,7 @@ class LossWindow:
             ended; more than 1 after :meth:`shorten`.
         totals: 1-dim float64, on the device: the sum of the losses, of their weights, of those weights that are counts,
             and the number of losses. A mean over a microbatch has weight 1.
-        count_unit: the divisor of sums and counts. None before the first backward.
+        unit: what sums and counts are divided by.
         gradients: the gradients of the window's losses.
         batches: the batches of the window, for a diagnosis of a skipped step.
         failure: what failed on this rank or another.
@@ -199,7 +198,7 @@ class LossWindow:
         self.size = context.config.parallel.pipeline.num_microbatches * self._accumulation * context.batch_axis.size
         self.totals: torch.Tensor | ChunkTotals = self.no_losses()
         self._one_loss = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=self._device)
-        self.count_unit: float | None = None
+        self.unit = CountUnit(failure, context)
 
     def no_losses(self) -> torch.Tensor:
         """The initial :attr:`totals`; also for losses outside the window."""
@@ -207,11 +206,8 @@ class LossWindow:
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
-    def begin_backward(self, count: float, batch: Batch | None) -> None:
-        """Prepare a backward: drop the gradients of a past step, and agree with all ranks on :attr:`count_unit`.
-
-        ``count`` is the number of elements of a microbatch's target; ``batch`` is None if it is not known.
-        """
+    def begin_backward(self, batch: Batch | None) -> None:
+        """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         self.check_paused()
         self._check_source()
         if self._num_calls:
@@ -221,11 +217,6 @@ class LossWindow:
         self._has_backward = True
         self.batches.add(batch)
         self.gradients.flat.begin_window()
-        if self.count_unit is None:
-            # One unit for all ranks, so that their sums add up; a power of two, so that dividing by it is exact.
-            largest = torch.tensor(max(count, 1.0), dtype=torch.float64, device=self._device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-            self.count_unit = 2.0 ** round(math.log2(float(largest)))
 
     @property
     def in_last_call(self) -> bool:
@@ -306,6 +297,7 @@ class LossWindow:
             self.gradients.drop(overflow=not self._ended)
             self.totals.zero_()
             self.batches.drop()
+            self.unit.restart()
             self._num_calls, self._length = 0, self._accumulation
             self._ended = self._has_backward = self.failed = self._incomplete = self._has_other = False
 
@@ -352,35 +344,39 @@ class LossWindow:
         It is scaled, and divided so that the sum of the gradients over the window is their mean.
 
         Raises:
-            ValueError: it has no gradient.
+            ValueError: it has no gradient, an invalid count, or one where the window's other losses have none.
         """
-        value, parts = self.split(loss)
-        if not value.requires_grad:
+        if not (loss[0] if isinstance(loss, tuple) else loss).requires_grad:
             raise ValueError(
                 "criterion: got a loss without a gradient, expected one that depends on the model's output; do not "
                 "detach it, and compute it in torch"
             )
+        self.unit.choose(loss, self.size)
+        value, parts = self.split(loss)
         self.totals.add_(parts)
         scaled = self._scaler.scale(value)
         return scaled / self.size if self.size > 1 else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """The value of ``loss`` to differentiate, 0-dim, and what it adds to totals; a sum and count over the unit."""
+        """The value of ``loss`` to differentiate, 0-dim, and what it adds to totals; a sum and count over the unit.
+
+        Raises:
+            ValueError: its count is invalid.
+        """
         if not isinstance(loss, tuple):
             parts = self._one_loss.clone()
             parts[0].copy_(loss.detach())
             return loss, parts
-        unit = self.count_unit or 1.0
-        value, count = loss[0] / unit, loss[1].detach().double().to(self._device) / unit
+        value, count = self.unit.divide(loss)
         return value, torch.stack([value.detach().double(), count, count, torch.ones_like(count)])
 
     def findings(self, totals: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's terms of a sum over ranks, 1-dim float64: ``totals`` (None: the window's), and 1 if it failed.
+        """This rank's terms of a sum over ranks, 1-dim float64: ``totals`` (None: the window's), and its failures.
 
         The totals are zeros except on the one rank of each model group whose losses count.
         """
         own = terms_of(self.totals if totals is None else totals, self._context)
-        return torch.cat([own, self.failure.flag()])
+        return torch.cat([own, self.failure.flag() + self.unit.flag()])
 
     def mean(self, totals: torch.Tensor | None = None) -> torch.Tensor:
         """The mean loss over the ``totals`` of all ranks (None: of the window so far), 0-dim float32.
@@ -389,11 +385,14 @@ class LossWindow:
             Exception: on every rank: a batch failed on one (:mod:`paramp.engine.shared_failure`).
         """
         summed = self.findings(totals)
+        failures = summed[4]
         if self._context.world_size > 1:
             all_reduce_(summed)
+            if totals is None:
+                failures = failures + mixes_kinds(*summed[1:4])
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
         is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
         if not is_left_to_step:
             with self.failing() if totals is None else nullcontext():
-                self.failure.publish(summed[4], wait=True)
+                self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()

@@ -12,6 +12,7 @@ the job ends when it leaves the context.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ expect("torch.distributed.distributed_c10d")
 
 KINDS = ConfigError, ValueError, RuntimeError
 """The exceptions of the other ranks: the first that is a base class of the error's, else the last."""
+SAME_KIND = "in one accumulation window; return the same kind for every microbatch, on every rank"
 
 
 class SharedFailure:
@@ -46,6 +48,11 @@ class SharedFailure:
         self._num_batches = 0
         self._own: Exception | None = None
         self._failed_alone = False
+        self.find_late: Callable[[], Exception | None] = lambda: None
+        """The error of this rank, None if it has none, that only the device knew of; called when ranks have failed."""
+        self.kind: str | None = None
+        """What the losses of this window are on this rank, for an error if ranks differ."""
+        self._published_kind: str | None = None
         device = context.device
         self._count = torch.zeros(1, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
@@ -94,11 +101,12 @@ class SharedFailure:
 
         On a GPU, without ``wait``, the host does not wait for the sum: the next :meth:`check` raises.
         """
-        if self._context.world_size == 1:  # its failures were raised at once
+        if self._context.world_size == 1 and self._copied is None:  # its failures were raised at once
             return
+        self._published_kind = self.kind
         if self._copied is None or wait:
             if num_failed:
-                self._raise(self.take())
+                self._raise(self._found())
             return
         self._count.copy_(num_failed, non_blocking=True)
         self._copied.record()
@@ -110,7 +118,12 @@ class SharedFailure:
             self._unread = False
             self._copied.synchronize()
             if self._count.item():
-                self._raise(self.take())
+                self._raise(self._found())
+
+    def _found(self) -> Exception | None:
+        """The error of this rank, when the sum of all flags was not 0."""
+        late = self.find_late()
+        return self.take() or late
 
     def agree(self, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
         """Raise on every rank of ``group`` (None: the world) if one has an ``error``; a collective."""
@@ -122,13 +135,20 @@ class SharedFailure:
             self._raise(error, group)
 
     def _raise(self, own: Exception | None, group: dist.ProcessGroup | None = None) -> NoReturn:
-        described = None if own is None else (_kind(own), _text(own), self._context.name_of(self._context.rank))
-        everyone = gather_objects(described, group)
+        if own is not None and self._context.world_size == 1:
+            raise own
+        name = self._context.name_of(self._context.rank)
+        described = None if own is None else (_kind(own), _text(own), name)
+        everyone, kinds = zip(*gather_objects((described, (self._published_kind, name)), group), strict=True)
         alike = len({failure and failure[1] for failure in everyone}) == 1
         if own is not None and (alike or not isinstance(own, StopIteration)):  # which alone would end a loop silently
             raise own
+        first_of = {kind: rank for kind, rank in reversed(kinds) if kind}
+        if not any(everyone) and len(first_of) > 1:
+            (one, rank), (other, another) = first_of.items()
+            raise ValueError(f"criterion: returned {one} on {rank}, and {other} on {another} {SAME_KIND}")
         kind, text, rank = next(failure for failure in everyone if failure is not None)
-        raise KINDS[kind](f"{text}; on {rank}")
+        raise KINDS[kind](text if rank in text else f"{text}; on {rank}")
 
     def _peers_failed_too(self) -> bool:
         """Whether all ranks failed that have collectives with this one in the model."""

@@ -27,6 +27,7 @@ from ..optim.param_buffer import FlatParam
 from ..optim.reproducible import squares as exact
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from .loss_window import LossWindow
+from .state.count_unit import mixes_kinds
 from .state.weight_averages import WeightAverages
 from .step_result import StepCounters, StepResult
 
@@ -38,13 +39,16 @@ class StepDecision:
     overflow: torch.Tensor
     """0-dim bool: a gradient is not finite on some rank, so the step is skipped on all ranks."""
     skip: torch.Tensor
-    """0-dim bool: the step is skipped on all ranks: an overflow, a total count of 0, or a failed rank."""
+    """0-dim bool: the step is skipped on all ranks: an overflow, a total count of 0, or a failure."""
     num_failed: torch.Tensor
-    """0-dim float64: the number of ranks on which a batch failed; more, if ranks gathered different units of FSDP2."""
+    """0-dim float64: the number of ranks on which a batch failed or has an invalid count; more, if ranks gathered
+    different units of FSDP2, or have losses of different kinds."""
     divisor: torch.Tensor
     """0-dim float64: the divisor that unscales, averages and clips the gradients in one operation."""
     absent: list[FlatParam]
     """Parameters for which no data rank has a gradient; they are not stepped."""
+    mean_count: torch.Tensor
+    """0-dim float64: of all microbatches, in the window's unit; 0 or NaN if they have no counts."""
     values: torch.Tensor
     """1-dim float64: loss scale, 0 (stepped), 1 (overflow) or 2 (skipped), norm, number of zeros, mean loss."""
 
@@ -97,6 +101,7 @@ def _decide_on_device(
     """The decision from the sums over the world, 1-dim float64, without a value that the host would wait for."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums.unbind()
     scale = scale.double()
+    num_failed = num_failed + mixes_kinds(weight, count, num_losses)
     overflow = (found_any > 0) | ~squares.isfinite()
     uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
     skip = overflow | uncounted | (num_failed > 0)
@@ -107,7 +112,7 @@ def _decide_on_device(
         factor = factor * clip_coefficient(norm, max_norm)
     divisor = scale / torch.where(overflow, 1.0, factor)
     values = torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight])
-    return StepDecision(overflow, skip, num_failed, divisor, absent, values)
+    return StepDecision(overflow, skip, num_failed, divisor, absent, count / num_losses, values)
 
 
 def _decide_on_host(
@@ -120,6 +125,7 @@ def _decide_on_host(
 ) -> StepDecision:
     """:func:`_decide_on_device` in Python's numbers: on a CPU, a third of the time of torch's operations on them."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums
+    num_failed += 0.5 < weight - count < num_losses - 0.5  # as mixes_kinds
     overflow = found_any > 0 or not math.isfinite(squares)
     skip = overflow or (num_losses > 0 and weight == 0) or num_failed > 0
     factor = window_size / count if count > 0 else mean_factor
@@ -128,10 +134,10 @@ def _decide_on_host(
         factor *= coefficient
     kind = 1.0 if overflow else 2.0 * skip
     divisor = _quotient(scale, 1.0 if overflow else factor)
-    numbers = [scale, kind, norm, zeros, _quotient(loss, weight), num_failed, divisor]
+    numbers = [scale, kind, norm, zeros, _quotient(loss, weight), num_failed, divisor, _quotient(count, num_losses)]
     values = torch.tensor(numbers, dtype=torch.float64)
     overflows, skips = torch.tensor([overflow, skip])
-    return StepDecision(overflows, skips, values[5], values[6], absent, values[:5])
+    return StepDecision(overflows, skips, values[5], values[6], absent, values[7], values[:5])
 
 
 def _quotient(dividend: float, divisor: float) -> float:
@@ -215,10 +221,12 @@ class OptimizerStep:
     def make(self, scale: torch.Tensor) -> StepResult:
         """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
         losses, precision = self._losses, self._context.config.precision
+        self._counters.warn_if_vanished(self._optimizers)
         found_inf = losses.gradients.complete()
         window = losses.findings(), losses.size, losses.mean_factor
         decision = decide_step(found_inf, scale, losses.gradients.flat, *window, self._first_names, self._context)
         losses.failure.publish(decision.num_failed)
+        losses.unit.follow(decision.mean_count)
         if self._averages is not None:
             self._averages.begin()
         for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):
@@ -228,7 +236,9 @@ class OptimizerStep:
         if self._averages is not None:
             self._averages.move(decision.skip)
         self._scaler.update_from_flag(decision.overflow, ~decision.skip)
-        self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor())
+        # With gradients that were set by hand there is no loss, whose mean then is NaN.
+        vanished = ~decision.skip & (decision.values[2] == 0) & ~decision.values[4].isnan()
+        self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)
         result = StepResult(decision.values, with_zeros=precision.log_num_zeros)
         if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
             print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -72,21 +73,26 @@ class StepResult:
 class StepCounters:
     """Counters of steps on the device. Reading them waits for the last step only, not for work queued after it.
 
-    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; and the number
-    of those in a row that left the loss scale at its floor.
+    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; the number
+    of those in a row that left the loss scale at its floor; and of the last steps in a row, how many were made with a
+    gradient whose norm is 0.
     """
 
-    SIZE = 4
+    SIZE = 5
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(self.SIZE, dtype=torch.int64, device=device)
         self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor) -> None:
-        """Count a step: skipped or not, for an overflow or not, with the loss scale at its floor or not; 0-dim bool."""
-        self._counts[2:].mul_(overflow)
-        self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor])
+    def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor, vanished: torch.Tensor) -> None:
+        """Count a step: skipped or not, for an overflow or not, with the loss scale at its floor or not; 0-dim bool.
+
+        ``vanished``, 0-dim bool: it was made with the gradient of a loss, whose norm is 0.
+        """
+        self._counts[2:4].mul_(overflow)
+        self._counts[4:].mul_(vanished)
+        self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor, vanished])
         self._publish()
 
     @property
@@ -113,8 +119,21 @@ class StepCounters:
         """
         if max_skipped is None:
             return False
-        _, _, in_a_row, at_floor = self.read()
+        in_a_row, at_floor = self.read()[2:4]
         return in_a_row >= max_skipped - 1 or at_floor > 0
+
+    def warn_if_vanished(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn if the step before, of ``optimizers``, was the first in a row with a gradient whose norm is 0."""
+        made, *_, in_a_row = self.read()
+        if in_a_row == 1:
+            names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            warnings.warn(
+                f"step {made} of {names} was made with a gradient whose norm is exactly 0, though the loss depends on "
+                "the model: half-precision gradients may have underflowed. Look at engine.gradient_histogram() between "
+                "forward_backward and step, at the loss scale (engine.scaler.get_scale()), at the count that a "
+                "criterion returns beside its sum, and at the criterion, whose gradient may be 0",
+                stacklevel=2,
+            )
 
     def _publish(self) -> None:
         # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.

@@ -86,7 +86,8 @@ class TrainingState:
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
         self._losses.check_paused()
         with self._context.phase("checkpoint"):
-            collect = functools.partial(self._contents, self._optimizer.numbers_everywhere())
+            unit = self._losses.unit.everywhere()
+            collect = functools.partial(self._contents, self._optimizer.numbers_everywhere(), unit)
             self._saver.save(path, collect, wait=wait, then=then)
 
     def finish_saving(self) -> None:
@@ -122,14 +123,14 @@ class TrainingState:
             self._random.load(fill, header, self._counters.read()[0])
         self._losses.restart()
 
-    def _contents(self, numbers: dict[str, str]) -> tuple[list[Chunk], dict[str, Any]]:
-        """The chunks of this rank, and the values that are equal on all ranks, ``numbers`` among them."""
+    def _contents(self, numbers: dict[str, str], count_unit: float | None) -> tuple[list[Chunk], dict[str, Any]]:
+        """The chunks of this rank, and the values that are equal on all ranks, the arguments among them."""
         self._losses.check_ended()
         values = {
             "layout": saved_layout(self._context),
             "config": flatten(self._context.config),
             "counts": self._counters.read(),
-            "count_unit": self._losses.count_unit,
+            "count_unit": count_unit,
             "scaler": self._scaler.state_dict(),
             "optimizer": self._optimizer.kind,
             "groups": self._optimizer.groups(),
@@ -149,7 +150,7 @@ class TrainingState:
 
     def _load_values(self, values: Mapping[str, Any]) -> None:
         self._counters.load(values["counts"])
-        self._losses.count_unit = values["count_unit"]
+        self._losses.unit.load(values["count_unit"])
         if values["scaler"] and self._scaler.is_enabled():
             same_mode = values["config"].get("precision") == self._context.config.precision.name
             _load_scaler(self._scaler, values["scaler"], same_mode=same_mode)

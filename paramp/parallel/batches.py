@@ -145,12 +145,6 @@ class Batch:
         args, kwargs = (map_leaves(function, tree, "inputs") for tree in (self.args, self.kwargs))
         return Batch(args, kwargs, map_leaves(function, self.target, "target"))
 
-    @property
-    def num_targets(self) -> float:
-        """The number of elements of the target; of the input ``labels`` if there is none; at least 1."""
-        tree = self.kwargs.get("labels") if self.target is None else self.target
-        return float(max(1, sum(leaf.numel() for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))))
-
     def key(self) -> tuple[Any, ...]:
         """What stages' shapes and code may depend on: the shapes and dtypes of the inputs, and their constants."""
         return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))

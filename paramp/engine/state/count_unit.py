@@ -1,0 +1,197 @@
+"""The unit of counts: what the sums of a window are divided by before their backward, if the criterion counts.
+
+A criterion that returns ``(sum, count)`` gives gradients of sums, which may be some millions of times larger than those
+of means: in fp16 they overflow, and divided by too much they are 0. So each sum is divided by a power of two, which
+rounds nothing, near the mean count of the window's microbatches: before the step, gradients are those of the mean times
+the loss scale, as with a criterion that returns means. The step then divides by the true total count.
+
+All gradients that are added up need the same unit, and it has to be known before the first backward. So it follows the
+counts of the first microbatch of a window, their mean over the data ranks, and those of the window before::
+
+    a window has one microbatch on each data rank     the unit is its mean count
+    more, and the first one's mean count is between   the larger of that and the mean count of the window before, so
+    1/64 of the last window's and more                that a short first microbatch changes nothing
+    more, and it is less than 1/64                    its mean count
+
+Everything is computed on the device. Only the last stage knows counts; the others see their ratio to the unit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ...distributed.collectives import all_reduce_
+from ...distributed.context import ParallelContext
+from ..shared_failure import SAME_KIND, SharedFailure
+
+MEAN, COUNTED = "a mean", "(sum, count)"
+"""The kinds of losses."""
+SPREAD = 64.0
+"""What the counts of the microbatches of a window may differ by without changing its unit."""
+
+
+class CountUnit:
+    """The unit of the counts of the current accumulation window on this rank.
+
+    Attributes:
+        value: the unit, 0-dim float64, on the device: of this window, or of the last one until the next has a loss.
+    """
+
+    def __init__(self, failure: SharedFailure, context: ParallelContext) -> None:
+        self._failure = failure
+        self._context = context
+        self._device = context.device
+        self._exact = bool(context.config.reproducible)
+        self.value = torch.ones((), dtype=torch.float64, device=self._device)
+        self._usual = torch.zeros_like(self.value)
+        """The unit for the counts of the last window that had any; 0: none had."""
+        self._chosen = False
+        self._agrees: bool | None = None
+        """Whether data ranks agree on a unit in this window, once they know; that windows before had counts."""
+        self._counted: bool | None = None
+        """Whether the window has counts; None: it has no loss yet."""
+        self._last: bool | None = None
+        """The same of the window before, if no rank failed."""
+        self._invalid = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """1 and the last invalid count, or zeros."""
+        failure.find_late = self._after_failure
+
+    def restart(self) -> None:
+        """A window begins."""
+        self._chosen = False
+        self._counted = self._failure.kind = None
+
+    def choose(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, size: int) -> None:
+        """Choose :attr:`value` for a window by its first loss; the others are only checked.
+
+        On the ranks of the last stage: a collective of the data ranks, unless windows before had no counts. The host
+        never waits for a GPU.
+
+        Args:
+            loss: a mean, or ``(sum, count)``; None if a batch failed and has none, while other data ranks wait.
+            size: microbatches in the window, over all data ranks.
+
+        Raises:
+            ValueError: its count is invalid, or it has one and others of the window have none.
+        """
+        count = self._checked(loss[1]) if isinstance(loss, tuple) else None
+        if loss is not None:
+            if self._counted not in (None, count is not None):
+                raise ValueError(f"criterion: returned both {MEAN} and {COUNTED} {SAME_KIND}")
+            self._counted = count is not None
+            self._failure.kind = COUNTED if self._counted else MEAN
+        if not self._chosen and self._context.is_last_stage:
+            self._chosen = True
+            self._choose(count, size)
+
+    def _choose(self, count: torch.Tensor | None, size: int) -> None:
+        axis = self._context.batch_axis
+        agrees = axis.size > 1 and self._agrees is not False
+        if count is None and not agrees:
+            return
+        # In the exact mode data ranks have other microbatches in each layout; the first of the first rank is the same.
+        num_first = 1 if self._exact else axis.size
+        first = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
+            first[0] = count / num_first
+            first[1] = 1.0
+        if agrees:
+            all_reduce_(first, axis.group)
+            if self._device.type == "cpu" and self._agrees is None:
+                self._agrees = bool(first[1])
+        self.value = _unit_of(first[0], self._usual, SPREAD if size > num_first else 1.0)
+
+    def divide(self, loss: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum over the unit, to differentiate, and the count over the unit, float64; both 0-dim, on the device.
+
+        Raises:
+            ValueError: the count is invalid.
+        """
+        dtype = torch.promote_types(loss[0].dtype, torch.float32)  # which the unit does not overflow
+        return loss[0].to(dtype) / self.value.to(dtype), self._checked(loss[1]) / self.value
+
+    def follow(self, mean_count: torch.Tensor) -> None:
+        """A window has ended.
+
+        ``mean_count``: of its microbatches, over all ranks, in its unit, 0-dim float64; 0 or NaN if it had none.
+        """
+        # By the window before the last: if ranks differed in it, all of them have raised by now, also on GPUs.
+        self._agrees = self._agrees if self._last is None else self._last
+        self._last = self._counted
+        mean = mean_count * self.value
+        self._usual = torch.where((mean > 0) & mean.isfinite(), _power_of_two(mean), self._usual)
+
+    def everywhere(self) -> float | None:
+        """The unit for the counts of the last window that had any, on every rank, to be saved; None if none had.
+
+        A collective of the world; the host waits.
+        """
+        usual = self._usual if self._context.is_last_stage else torch.zeros_like(self._usual)
+        if self._context.world_size > 1:
+            usual = usual.clone()
+            all_reduce_(usual, op=dist.ReduceOp.MAX)
+        return float(usual) or None
+
+    def load(self, usual: float | None) -> None:
+        """Set what :meth:`everywhere` returned."""
+        self._usual.fill_(usual or 0.0)
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _checked(self, count: torch.Tensor) -> torch.Tensor:
+        """``count``, 0-dim, as 0-dim float64 on the device; a ValueError if it is negative, infinite or NaN.
+
+        One on a GPU is checked there: the host does not wait for it, and :meth:`flag` reports it.
+        """
+        count = torch.as_tensor(count).detach()  # in engine.backward((sum, count)) it may be a number
+        if count.device.type == "cpu":
+            number = float(count)
+            if not 0 <= number < math.inf:
+                raise self._error(number)
+            return torch.full((), number, dtype=torch.float64, device=self._device)
+        return self._checked_on_device(count.double())
+
+    def _checked_on_device(self, count: torch.Tensor) -> torch.Tensor:
+        found = torch.stack([torch.ones_like(count), count])
+        self._invalid = torch.where((count >= 0) & count.isfinite(), self._invalid, found)
+        return count
+
+    def flag(self) -> torch.Tensor:
+        """1 if a count was invalid on this rank, else 0; 1-dim float64 of one element."""
+        return self._invalid[:1]
+
+    def _after_failure(self) -> ValueError | None:
+        """The error for a count that :meth:`flag` reported, once; else None. Called on every rank; the host waits."""
+        self._last = None  # in a window that failed, ranks may have had losses of different kinds, or none
+        flag, value = self._invalid.tolist()
+        self._invalid = torch.zeros_like(self._invalid)
+        return self._error(value) if flag else None
+
+    def _error(self, count: float) -> ValueError:
+        return ValueError(
+            f"criterion: got (sum, count) with a count of {count:g} on {self._context.name_of(self._context.rank)}, "
+            "expected a finite number of 0 or more: how many elements the sum has"
+        )
+
+
+def mixes_kinds(weight: torch.Tensor, count: torch.Tensor, num_losses: torch.Tensor) -> torch.Tensor:
+    """Whether the sums of a window's totals over all ranks have both means and sums with counts; 0-dim bool."""
+    num_means = weight - count  # up to rounding
+    return (num_means > 0.5) & (num_means < num_losses - 0.5)
+
+
+def _unit_of(first: torch.Tensor, usual: torch.Tensor, spread: float) -> torch.Tensor:
+    """The unit of a window whose first counts have the mean ``first``, and ``usual`` in the window before; 0: none."""
+    unit = _power_of_two(first)
+    chosen = torch.where(unit * spread >= usual, torch.maximum(unit, usual), unit)
+    otherwise = torch.where(usual > 0, usual, 1.0)
+    return torch.where((first > 0) & first.isfinite(), chosen, otherwise)
+
+
+def _power_of_two(number: torch.Tensor) -> torch.Tensor:
+    """The power of two nearest to ``number`` as a ratio, exactly; NaN if it is 0, infinite or NaN."""
+    mantissa = torch.frexp(number).mantissa  # from 0.5 up to 1
+    return number / mantissa * torch.where(mantissa < math.sqrt(0.5), 0.5, 1.0)
