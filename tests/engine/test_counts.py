@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 from torch import nn
 
 import paramp
@@ -247,6 +247,57 @@ def test_means_and_counts_take_turns():
             result = engine.step()
             assert result.stepped
             assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
+
+
+@on_ranks(2)
+def test_means_and_counts_take_turns_on_two_data_ranks(world):
+    """Ranks agree on the unit only in windows for which all of them expect counts: none waits for another."""
+    model = two_layers()
+    reference = Reference(model)
+    counts = True
+
+    def criterion(output, target):
+        total, count = weighted(output, target)
+        return (total, count) if counts else total / count
+
+    with paramp.launch_from_torch(
+        {"parallel": {"data": 2}, "precision": {"mode": "16-mixed", "init_scale": 256.0}}
+    ) as context:
+        engine = engine_for(model, criterion)
+        for now in (False, False, True, True, True, False, True, False, False):
+            counts = now
+            x, y = samples([3.0] * 8)
+            engine.forward_backward(*(part.chunk(2)[context.dp.rank] for part in (x, y)))
+            assert engine.step().grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
+
+
+@pytest.mark.parametrize("after", [{"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}], ids=["dp2", "pp2"])
+@on_ranks(2)
+def test_a_masked_first_microbatch_after_a_load_has_the_unit_of_the_checkpoint(world, after):
+    """The first stage of the pipeline, whose rank writes it, knows no counts itself."""
+    before = {"pipeline": {"size": 2, "microbatches": 2}}
+    model, other = two_layers(), two_layers()
+    reference = Reference(model)
+    precision = {"mode": "16-mixed", "init_scale": 256.0}
+    with paramp.launch_from_torch({"parallel": before, "precision": precision}):
+        folder = shared_folder()
+        engine = engine_for(model)
+        x, y = samples([HUGE] * 8)
+        train(engine, x, y)
+        reference.step(x, y)
+        engine.save(folder / "saved")
+    calls = 1 if "pipeline" in after else 2
+    config = {"parallel": after, "precision": precision, "gradient_accumulation": calls}
+    with paramp.launch_from_torch(config) as context:
+        engine = engine_for(other)
+        engine.load(folder / "saved")
+        x, y = samples([0.0] * 4 + [HUGE] * 4)
+        for call in range(calls):
+            rows = [part.chunk(calls)[call].chunk(context.dp.size)[context.dp.rank] for part in (x, y)]
+            engine.forward_backward(*rows)
+            result = engine.step()
+        assert result.stepped
+        assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
 
 def test_the_unit_is_the_nearest_power_of_two():
