@@ -54,6 +54,7 @@ class Engine:
         ema: averages of the weights, with ``ema`` in the configuration; else None.
         observers: notified of each forward, backward and step of this rank.
         before_step: functions called before each optimizer step.
+        weights_changed: a function to call on every rank after edits of weights by ``.data``, for masters to follow.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Engine:
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
         self.before_step: list[Callable[[], None]] = []
+        self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)

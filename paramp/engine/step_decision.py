@@ -49,6 +49,8 @@ class StepDecision:
     """Parameters for which no data rank has a gradient; they are not stepped."""
     mean_count: torch.Tensor
     """0-dim float64: of all microbatches, in the window's unit; 0 or NaN if they have no counts."""
+    num_changed: torch.Tensor
+    """0-dim float64: the number of ranks that found weights changed in place."""
     values: torch.Tensor
     """1-dim float64: loss scale, 0 (stepped), 1 (overflow) or 2 (skipped), norm, number of zeros, mean loss."""
 
@@ -60,6 +62,7 @@ def decide_step(
     losses: torch.Tensor,
     window_size: int,
     mean_factor: float,
+    changed: torch.Tensor,
     first_names: Mapping[str, str],
     context: ParallelContext,
 ) -> StepDecision:
@@ -71,16 +74,17 @@ def decide_step(
         losses: 1-dim float64, from :meth:`~paramp.engine.loss_window.LossWindow.findings`.
         window_size: microbatches in the accumulation window, over all data ranks.
         mean_factor: the factor for gradients of means: more than 1 if the window was shortened.
+        changed: 1-dim float64, from :meth:`~paramp.optim.changes.in_place.ChangedWeights.look`.
         first_names: for each name in the whole model the first name of the same parameter, which may be tied.
     """
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
     presence = [gradients.presence(first_names)] if differ else []
-    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence])
+    control = torch.cat([_local_findings(found_inf, gradients, context), losses, *presence, changed])
     if context.world_size > 1:
         all_reduce_(control)
-    absent = _absent(gradients, first_names, control[NUM_SUMS:] if differ else None)
-    arguments = window_size, mean_factor, context.config.clip_grad_norm, absent
+    absent = _absent(gradients, first_names, control[NUM_SUMS:-1] if differ else None)
+    arguments = window_size, mean_factor, context.config.clip_grad_norm, absent, control[-1]
     if context.device.type == "cpu":
         return _decide_on_host(control[:NUM_SUMS].tolist(), scale.item(), *arguments)
     return _decide_on_device(control[:NUM_SUMS], scale, *arguments)
@@ -97,6 +101,7 @@ def _decide_on_device(
     mean_factor: float,
     max_norm: float | None,
     absent: list[FlatParam],
+    num_changed: torch.Tensor,
 ) -> StepDecision:
     """The decision from the sums over the world, 1-dim float64, without a value that the host would wait for."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums.unbind()
@@ -112,7 +117,7 @@ def _decide_on_device(
         factor = factor * clip_coefficient(norm, max_norm)
     divisor = scale / torch.where(overflow, 1.0, factor)
     values = torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight])
-    return StepDecision(overflow, skip, num_failed, divisor, absent, count / num_losses, values)
+    return StepDecision(overflow, skip, num_failed, divisor, absent, count / num_losses, num_changed, values)
 
 
 def _decide_on_host(
@@ -122,6 +127,7 @@ def _decide_on_host(
     mean_factor: float,
     max_norm: float | None,
     absent: list[FlatParam],
+    num_changed: torch.Tensor,
 ) -> StepDecision:
     """:func:`_decide_on_device` in Python's numbers: on a CPU, a third of the time of torch's operations on them."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums
@@ -137,7 +143,7 @@ def _decide_on_host(
     numbers = [scale, kind, norm, zeros, _quotient(loss, weight), num_failed, divisor, _quotient(count, num_losses)]
     values = torch.tensor(numbers, dtype=torch.float64)
     overflows, skips = torch.tensor([overflow, skip])
-    return StepDecision(overflows, skips, values[5], values[6], absent, values[7], values[:5])
+    return StepDecision(overflows, skips, values[5], values[6], absent, values[7], num_changed, values[:5])
 
 
 def _quotient(dividend: float, divisor: float) -> float:
@@ -200,6 +206,7 @@ class OptimizerStep:
         context: ParallelContext,
     ) -> None:
         self._optimizers = [one.optimizer for one in weights.by_optimizer]
+        self._changes = weights.changes
         self._first_names = first_names
         self._scaler = scaler
         self._losses = losses
@@ -224,15 +231,18 @@ class OptimizerStep:
         self._counters.warn_if_vanished(self._optimizers)
         found_inf = losses.gradients.complete()
         window = losses.findings(), losses.size, losses.mean_factor
-        decision = decide_step(found_inf, scale, losses.gradients.flat, *window, self._first_names, self._context)
+        given = *window, self._changes.look(), self._first_names, self._context
+        decision = decide_step(found_inf, scale, losses.gradients.flat, *given)
         losses.failure.publish(decision.num_failed)
         losses.unit.follow(decision.mean_count)
+        self._changes.agree(decision.num_changed)
         if self._averages is not None:
             self._averages.begin()
         for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):
             with guard:
                 update(decision.divisor, decision.skip.float(), decision.absent)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
+        self._changes.end_step()
         if self._averages is not None:
             self._averages.move(decision.skip)
         self._scaler.update_from_flag(decision.overflow, ~decision.skip)

@@ -32,12 +32,13 @@ from ..distributed.collectives import all_gather_shards
 from ..distributed.context import ParallelContext, TiedParameter
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
+from .changes.in_place import ChangedWeights
+from .changes.replaced_parameters import ModelParameters
 from .flat_gradients import FlatGradients
 from .grad_norm import norm_weight
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .replaced_parameters import ModelParameters
 from .reproducible.chunk_gradients import ChunkGradients
 from .reproducible.sharded_chunks import ShardedChunkGradients
 from .sharded_gradients import ShardedGradients, Units
@@ -58,6 +59,7 @@ class FlatWeights:
         stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
             rank's part, 1-dim (0-dim for a 0-dim parameter). None if this rank has no element of the parameter.
         buffers: the flat buffers that hold the parameters.
+        changes: whether weights were changed in place, so that masters have to follow.
         gradients: the gradients of the parameters, from the backward to the step.
         by_optimizer: the weights of each optimizer.
         frozen: the parameters that are not trained, by name.
@@ -113,6 +115,7 @@ class FlatWeights:
         if units is not None:
             units.use_memory({param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()})
         self._param_of = {param.parameter: param for param in self.params}
+        self.changes = ChangedWeights(self.buffers, context.device)
         self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
@@ -220,6 +223,7 @@ class OptimizerWeights:
         params: its parameters, in the model's order.
         buffers: the buffers that hold them; no other optimizer's.
         step_ranges: the ranges of the buffers that are stepped with the same options.
+        changes: those of all weights.
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
     """
 
@@ -230,6 +234,7 @@ class OptimizerWeights:
         self.params = [param for param in weights.params if param.optimizer == index]
         self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
         self.step_ranges = StepRanges(self.buffers)
+        self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
         self._pairs = [pair for pair in weights.pairs() if pair[0].optimizer == index]
         self._context = context

@@ -18,22 +18,21 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.scratch import KEPT, Scratch, zeros_apart
+from ..base.scratch import STEP_BLOCK, Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_params import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
 from .matrices.step import MatrixStep
-from .param_buffer import Buffer, FlatParam, StepRange
+from .param_buffer import Buffer, FlatParam, StepRange, aligned
 from .user_optimizer import NarrowState, check_narrow_state
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
-CACHE_BLOCK = {"cpu": KEPT, "cuda": 2**23}
-"""Elements of a block, by device: few enough to stay in the cache between the passes over them."""
-
 Options = Mapping[str, Any]
 State = Mapping[str, torch.Tensor]
+Update = Callable[..., None]
+"""``update(weight, gradient, state, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +43,32 @@ class Kernel:
     """The names of its state tensors with a group's options; all have the weight's shape and are zero at first."""
     counts_steps: bool
     """Whether its state has the number of steps, as ``step``."""
-    run: Callable[..., None]
-    """``run(weight, gradient, state, options, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
+    bind: Callable[[Options, torch.Tensor | None], Update]
+    """The update with a group's options and a step count, 0-dim, or None."""
 
 
-def _adam(weight: torch.Tensor, gradient: torch.Tensor, state: State, options: Options, **scaling: Any) -> None:
+def _adam(options: Options, step: torch.Tensor | None) -> Update:
     kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
-    kernel(
-        [weight],
-        [gradient],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [state["max_exp_avg_sq"]] if options["amsgrad"] else [],
-        [state["step"]],
-        beta1=float(options["betas"][0]),
-        beta2=float(options["betas"][1]),
-        **{name: options[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
-        **scaling,
-    )
+    fixed = {name: options[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    fixed |= {"beta1": float(options["betas"][0]), "beta2": float(options["betas"][1])}
+
+    def update(weight: torch.Tensor, gradient: torch.Tensor, state: State, **scaling: Any) -> None:
+        most = [state["max_exp_avg_sq"]] if options["amsgrad"] else []
+        moments = [state["exp_avg"]], [state["exp_avg_sq"]], most
+        kernel([weight], [gradient], *moments, [step], **fixed, **scaling)
+
+    return update
 
 
-def _sgd(weight: torch.Tensor, gradient: torch.Tensor, state: State, options: Options, **scaling: Any) -> None:
-    torch._fused_sgd_(
-        [weight],
-        [gradient],
-        [state["momentum_buffer"]] if options["momentum"] else [],
-        **{name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
-        is_first_step=False,  # a momentum of zeros gives the same result, also if the first step is skipped
-        **scaling,
-    )
+def _sgd(options: Options, _: torch.Tensor | None) -> Update:
+    fixed = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    fixed["is_first_step"] = False  # a momentum of zeros gives the same result, also if the first step is skipped
+
+    def update(weight: torch.Tensor, gradient: torch.Tensor, state: State, **scaling: Any) -> None:
+        momenta = [state["momentum_buffer"]] if options["momentum"] else []
+        torch._fused_sgd_([weight], [gradient], momenta, **fixed, **scaling)
+
+    return update
 
 
 def _adam_states(options: Options) -> tuple[str, ...]:
@@ -198,25 +194,42 @@ class FusedStep:
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
-        self._run(ranges, grad_scale, found_inf)
+        self._run(ranges, grad_scale, found_inf, compare=self._weights.changes.due)
         if self._kernel.counts_steps:
             self._steps.sub_(counted * found_inf)  # undo it if the kernels skipped the step: the host does not know
         self._weights.gather_weights()
 
-    def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        scale = grad_scale.float()
+    def _run(
+        self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
+    ) -> None:
+        """``compare``: weights may have been changed in place (:meth:`NoMasters.read`)."""
+        device = self._steps.device.type
+        scale = (grad_scale.reciprocal() if device == "cpu" else grad_scale).float()
         for step_range in ranges:
             options = self._optimizer.param_groups[step_range.group]
-            step = {"step": self._step_of[step_range.params[0]]} if self._kernel.counts_steps else {}
-            for block in self._in_blocks(step_range, CACHE_BLOCK[self._steps.device.type]):
-                self._step_block(block, options, step, (grad_scale, scale), found_inf)
+            names = self._kernel.states(options)
+            update = self._kernel.bind(options, self._step_of[step_range.params[0]])
+            for block in self._in_blocks(step_range, STEP_BLOCK[device]):
+                # Read, step and write a block, while it is in the cache. Half-precision weights without masters are
+                # stepped in fp32 and rounded once. torch's fused SGD for the CPU computes wrong momenta in half
+                # precision. State in half precision is widened and rounded likewise.
+                master = block.masters.read(ALL, self._scratch, compare=compare)
+                wide = torch.promote_types(master.dtype, torch.float32)
+                master_in = self._widened("master", master, wide)
+                gradient_in, divisor = self._gradient_in(block.gradient, wide, grad_scale, scale)
+                state = {name: block.state[name] for name in names}
+                state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
+                update(master_in, gradient_in, state_in, grad_scale=divisor, found_inf=found_inf)
+                block.store_state(state, state_in)
+                block.masters.write_stepped(ALL, master_in, self._scratch)
 
     def _in_blocks(self, step_range: StepRange, size: int) -> list[Block]:
-        """The blocks of a range, of ``size`` elements each but for the last."""
+        """The blocks of a range, of at most ``size`` elements."""
         key = step_range, size
         if key not in self._blocks:
-            starts = range(0, step_range.length, size)
-            self._blocks[key] = [self._block(step_range, at, min(size, step_range.length - at)) for at in starts]
+            length = step_range.length
+            size = aligned(-(-length // -(-length // size)))  # of about one size, so that no block is short
+            self._blocks[key] = [self._block(step_range, at, min(size, length - at)) for at in range(0, length, size)]
         return self._blocks[key]
 
     def _block(self, step_range: StepRange, start: int, length: int) -> Block:
@@ -249,42 +262,25 @@ class FusedStep:
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
-    def _step_block(
-        self,
-        block: Block,
-        options: Options,
-        step: dict[str, torch.Tensor],
-        grad_scale: tuple[torch.Tensor, torch.Tensor],
-        found_inf: torch.Tensor,
-    ) -> None:
-        """Read, step and write a block, while it is in the cache."""
-        master = block.masters.read(ALL, self._scratch)
-        # Half-precision weights without masters are stepped in fp32 and rounded once. torch's fused SGD for the CPU
-        # computes wrong momenta in half precision. State in half precision is widened and rounded likewise.
-        wide = torch.promote_types(master.dtype, torch.float32)
-        master_in = self._widened("master", master, wide)
-        gradient_in, divisor = self._gradient_in(block.gradient, wide, *grad_scale)
-        state = {name: block.state[name] for name in self._kernel.states(options)}
-        state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
-        self._kernel.run(master_in, gradient_in, state_in | step, options, grad_scale=divisor, found_inf=found_inf)
-        block.store_state(state, state_in)
-        block.masters.write_stepped(ALL, master_in, self._scratch)
-
     def _gradient_in(
         self, gradient: torch.Tensor, wide: torch.dtype, exact_scale: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient for the kernel, in the dtype ``wide``, and the divisor to pass to the kernel, or None.
 
-        The kernel divides fp32 gradients, and on a GPU widened ones: it writes the quotient back, which costs little
-        where it reads the gradient from memory. Beforehand are divided, as they are copied: on a CPU gradients that are
-        widened, because they are in the cache; and fp64 ones, because the kernel accepts only an fp32 divisor.
+        On a GPU the kernel divides by ``scale``, and writes the quotient back. On a CPU its division costs 12 ms for
+        100 M elements, and a product with the inverse, ``scale``, in the cache 5 ms; and gradients in memory would be
+        written. The kernel accepts only an fp32 divisor, so fp64 gradients are divided beforehand.
         """
-        if gradient.dtype is wide is torch.float32:
+        on_cpu = gradient.device.type == "cpu"
+        if gradient.dtype is wide is torch.float32 and not on_cpu:
             return gradient, scale
-        widened = self._scratch.like("gradient", gradient, wide).copy_(gradient)
-        if gradient.device.type == "cpu" or wide is torch.float64:
-            return widened.div_(exact_scale), None
-        return widened, scale
+        scaled = self._scratch.like("gradient", gradient, wide)
+        if gradient.dtype is wide is torch.float32:
+            return torch.mul(gradient, scale, out=scaled), None
+        scaled.copy_(gradient)
+        if wide is torch.float64:
+            return scaled.div_(exact_scale), None
+        return (scaled.mul_(scale), None) if on_cpu else (scaled, scale)
 
     def _widened(self, what: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``block`` in ``dtype``: itself, or a copy that the next block overwrites."""
@@ -353,6 +349,7 @@ class PlainStep:
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`FusedStep.__call__`."""
         if bool(found_inf):
+            self._weights.changes.postpone()
             return
         for param, stepped, buffer in self._weights.pairs():
             gradient = buffer.gradients[buffer.flat_range(param)].view(stepped.shape)
@@ -365,7 +362,8 @@ class PlainStep:
                 stepped.grad = None
             elif stepped is not param.parameter:
                 stepped.grad = gradient
-        self._follow_changes()
+        if self._weights.changes.due:
+            self._follow_changes()
         with self._state:
             self._optimizer.step()
         for param, stepped, _ in self._weights.pairs():
@@ -375,7 +373,7 @@ class PlainStep:
 
     def _follow_changes(self) -> None:
         """Update the masters of weights that were changed in place, block by block."""
-        size, scratch = CACHE_BLOCK[self._weights.device.type], Scratch()
+        size, scratch = STEP_BLOCK[self._weights.device.type], Scratch()
         for buffer in self._weights.buffers:
             for start in range(0, buffer.own_size, size):
                 buffer.masters.read(slice(start, start + size), scratch)

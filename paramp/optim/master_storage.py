@@ -40,6 +40,8 @@ class NoMasters:
 
     needs_fused_step: ClassVar[str | None] = None
     """The setting that only a fused step can follow, as for masters that exist only during it; None: any step can."""
+    are_compared: ClassVar[bool] = False
+    """Whether :meth:`read` costs passes over memory that are needed only after changes of weights in place."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
@@ -55,10 +57,12 @@ class NoMasters:
         part.state = ()
         return part
 
-    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
         """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them, else of ``scratch``.
 
         If a master does not round to its weight, the weight was changed in place, and the master takes its value.
+        ``compare``: False if no weight was changed since the last step
+        (:class:`~paramp.optim.changes.in_place.ChangedWeights`).
         """
         return sliced(self.stepped, own)
 
@@ -107,15 +111,18 @@ class StochasticWeights(NoMasters):
 class FullMasters(NoMasters):
     """Masters in fp32."""
 
+    are_compared = True
+
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__(weights)
         self.dtype = torch.float32
         self.stepped = zeros_apart(len(weights), torch.float32, weights.device)
         self.state = (self.stepped,)
 
-    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
-        master, weight = sliced(self.stepped, own), sliced(self.weights, own)
-        follow(weight, master, scratch)
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
+        master = sliced(self.stepped, own)
+        if compare:
+            follow(sliced(self.weights, own), master, scratch)
         return master
 
     def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
@@ -142,10 +149,11 @@ class ResidualMasters(NoMasters):
         part.remainders = self.remainders[own]
         return part
 
-    def read(self, own: slice, scratch: Scratch | None = None) -> torch.Tensor:
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
         weight = sliced(self.weights, own)
         master = join(weight, sliced(self.remainders, own), scratch)
-        # After a change in place, weight and remainder may not fit together.
+        # After a change in place, weight and remainder may not fit together: a zero with the remainder of another
+        # bfloat16 may be NaN. So they are compared in any case.
         follow(weight, master, scratch)
         return master
 

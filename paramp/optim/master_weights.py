@@ -22,7 +22,7 @@ from ..base.module_surgery import cast_parameters, unfrozen
 from ..base.scratch import Scratch
 from ..base.torch_internals import expect
 from ..precision.policy import Precision
-from .replaced_parameters import ModelParameters
+from .changes.replaced_parameters import ModelParameters
 
 expect("torch._foreach_copy_")
 

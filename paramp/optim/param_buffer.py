@@ -87,9 +87,9 @@ class Buffer:
         self.num_parts = num_parts
         stop = 0
         for param in params:
-            param.start, stop = stop, stop + _aligned(max(param.size, param.reserved))
+            param.start, stop = stop, stop + aligned(max(param.size, param.reserved))
         # A multiple of the norm's blocks, so that the norm has the same bits for any number of ranks.
-        self.own_size = _aligned(-(-stop // num_parts), NORM_BLOCK)
+        self.own_size = aligned(-(-stop // num_parts), NORM_BLOCK)
         self.own_start = part * self.own_size
         own_stop = self.own_start + self.own_size
         for param in params:
@@ -170,7 +170,7 @@ def whole_index(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return flat_index(start, stop, part, offsets, shape, local(parameter).device)
 
 
-def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
+def aligned(size: int, alignment: int = ALIGNMENT) -> int:
     """``size`` rounded up to a multiple."""
     return -(-size // alignment) * alignment
 
@@ -202,7 +202,7 @@ class StepRange:
     def in_blocks(self) -> Iterator[torch.Tensor]:
         """The gradient, 1-dim, split at a block of the norm, so that the norm has the same bits in any layout."""
         stop = self.start + self.length
-        first = min(_aligned(self.start, NORM_BLOCK), stop)
+        first = min(aligned(self.start, NORM_BLOCK), stop)
         for part in (self.buffer.gradients[self.start : first], self.buffer.gradients[first:stop]):
             if part.numel():
                 yield part
@@ -257,5 +257,5 @@ def _ranges_of(buffer: Buffer, absent: set[FlatParam], missed: Mapping[FlatParam
         params = tuple(neighbours)
         if not kind[0]:
             low = max(params[0].start, buffer.own_start)
-            high = min(params[-1].start + _aligned(params[-1].size), buffer.own_start + buffer.own_size)
+            high = min(params[-1].start + aligned(params[-1].size), buffer.own_start + buffer.own_size)
             yield StepRange(buffer, low, low - buffer.own_start, high - low, *kind[1:3], params)

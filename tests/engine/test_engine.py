@@ -383,7 +383,7 @@ COLLECTIVES = {
 @on_ranks(4)
 def test_the_collectives_of_a_step_are_few(world):
     """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""
-    size = 8 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
+    size = 9 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
     for layout, expected in COLLECTIVES.items():
         parallel = LAYOUTS[layout.removesuffix("-sp")] | {"sequence_parallel": layout.endswith("-sp")}
         with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}) as context:

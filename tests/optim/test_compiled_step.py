@@ -3,6 +3,7 @@
 A kernel takes seconds to compile. So most tests run the driver with the kernels' functions uncompiled.
 """
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -168,6 +169,24 @@ def test_the_function_is_that_of_torchs_optimizer(uncompiled, name):
 @pytest.mark.parametrize(("mode", "masters", "close"), MODES)
 def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, close):
     check(configuration(mode, masters), ADAMW, close)
+
+
+@pytest.mark.parametrize("agreeing", [True, False])
+@pytest.mark.parametrize("masters", [None, "remainder"])
+def test_every_change_of_a_weight_is_followed_without_a_warning(uncompiled, monkeypatch, masters, agreeing):
+    """Of one element too, without an announcement; also in torch's kernels, in place of one that differs."""
+    monkeypatch.setattr(compiled, "agrees", lambda *_: agreeing)
+    with paramp.launch_from_torch(configuration("16-naive", masters)):
+        model = nn.Linear(200, 200, bias=False)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=2.0**-12), F.mse_loss)
+        for step in range(3):
+            engine.forward_backward(torch.ones(1, 200), torch.ones(1, 200))
+            engine.module.weight.data.view(-1)[20_000 + step] = 0.375
+            with contextlib.nullcontext() if agreeing or step else pytest.warns(UserWarning, match="compile: "):
+                engine.step()
+            engine.zero_grad()
+        followed = engine.full_state_dict()["weight"].view(-1)[20_000:20_003]
+        torch.testing.assert_close(followed, torch.full((3,), 0.375), rtol=2.0**-10, atol=2.0**-11)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ...base.scratch import Scratch
+from ...base.scratch import STEP_BLOCK, Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
-from ...optim.fused_step import CACHE_BLOCK
 from ...optim.param_buffer import Buffer, FlatParam
 from ..loss_window import LossWindow
 from .full_state import full_state_dict
@@ -96,7 +95,7 @@ class WeightAverages:
         """Move the averages towards the stepped weights, unless ``skip``, 0-dim bool on the device."""
         self._begun = True
         for buffer, own, average in self._blocks():
-            weight = buffer.masters.read(own, self._scratch)
+            weight = buffer.masters.read(own, self._scratch, compare=False)  # the step has just rounded it
             if weight.dtype is not average.dtype:
                 weight = self._scratch.like("weight", weight, average.dtype).copy_(weight)
             moved = self._scratch.like("moved", average, average.dtype)
@@ -105,7 +104,7 @@ class WeightAverages:
 
     def _blocks(self) -> Iterator[tuple[Buffer, slice, torch.Tensor]]:
         """(buffer, range, averages in it), in blocks that stay in the cache."""
-        size = CACHE_BLOCK[self._weights.device.type]
+        size = STEP_BLOCK[self._weights.device.type]
         for buffer in self._weights.buffers:
             assert buffer.average is not None
             for start in range(0, buffer.own_size, size):

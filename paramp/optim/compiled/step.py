@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...base.scratch import STEP_BLOCK
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..flat_params import OptimizerWeights
-from ..fused_step import CACHE_BLOCK, Block, FusedStep
+from ..fused_step import Block, FusedStep
 from ..master_storage import ResidualMasters
 from ..param_buffer import StepRange
 from .kernels import (
@@ -27,7 +28,7 @@ from .kernels import (
 
 is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 
-BLOCK = CACHE_BLOCK["cpu"]
+BLOCK = STEP_BLOCK["cpu"]
 """Elements of a block with remainders on a CPU. A call costs some 35 us; its results are copied."""
 TRIED = 2**16
 """Elements of the step with which each kernel is compared with its uncompiled function. Inductor decides by this first
@@ -49,6 +50,8 @@ def fused_step_for(context: ParallelContext) -> Callable[[torch.optim.Optimizer,
 class CompiledStep(FusedStep):
     """AdamW, Adam and SGD in one loop over memory for each range.
 
+    The loop compares each weight with its master, for nothing on a CPU: memory that is written is read first anyway.
+
     On a CPU a range with remainders runs in blocks, whose weights and remainders are copied while they are in the cache
     (:mod:`paramp.optim.compiled.kernels`).
 
@@ -65,14 +68,17 @@ class CompiledStep(FusedStep):
         self._index = {param: index for index, param in enumerate(weights.params)}
         self._first: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._kernels: dict[Variant, Callable[..., None] | None] = {}
+        weights.changes.leave_out(weights.buffers)
 
-    def _run(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    def _run(
+        self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
+    ) -> None:
         if not ranges:  # of this optimizer, another stage or data rank has the parameters
             return
         if self._on_cpu and found_inf:  # known without a wait; masters follow changed weights in the next step
             return
         if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on
-            super()._run(ranges, grad_scale, found_inf)
+            super()._run(ranges, grad_scale, found_inf, compare=True)
             return
         skip = None if self._on_cpu else found_inf.bool()
         rows = self._coefficients(ranges, grad_scale)
@@ -80,7 +86,7 @@ class CompiledStep(FusedStep):
         for index, step_range in enumerate(ranges):
             kernel = self._kernel_for(step_range)
             if kernel is None:
-                super()._run([step_range], grad_scale, found_inf)
+                super()._run([step_range], grad_scale, found_inf, compare=True)
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)

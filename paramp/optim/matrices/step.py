@@ -31,9 +31,12 @@ class MatrixStep:
     @torch.no_grad()
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`~paramp.optim.fused_step.FusedStep.__call__`."""
+        if bool(found_inf):
+            self._weights.changes.postpone()
         if bool(found_inf) or not self._places:
             return
-        masters = [buffer.masters.read(buffer.own_range(param)) for param, buffer in self._places]
+        compare = self._weights.changes.due
+        masters = [buffer.masters.read(buffer.own_range(param), compare=compare) for param, buffer in self._places]
         gradients = self._exchange.to_owners(self._unscaled(grad_scale))
         values = self._exchange.to_owners(masters)
         for param, stepped in self._exchange.owned.items():

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor, local
+from ...base.dtensor import is_dtensor, local
 
 Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
 """Updates the masters of parameters."""
