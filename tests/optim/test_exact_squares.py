@@ -3,10 +3,14 @@
 import math
 import random
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from paramp.base.scratch import SQUARES_BLOCK
 from paramp.optim.reproducible.squares import largest, squares, total
 
 CPU = torch.device("cpu")
@@ -145,3 +149,38 @@ def test_what_has_no_exact_square_or_product_is_refused():
         squares([torch.ones(2, dtype=torch.float64)], [1.0], one)
     with pytest.raises(ValueError, match=r"norm weight 0.33.*, expected 0 or a power of two"):
         squares([torch.ones(2)], [1 / 3], one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_size_of_the_blocks_changes_no_bit(dtype, monkeypatch):
+    torch.manual_seed(3)
+    values = spread(150_001, dtype)
+    expected = sum_of([values])
+    assert len(values) > SQUARES_BLOCK["cpu"]
+    for size in (1000, 2**14, 2**25):
+        monkeypatch.setitem(SQUARES_BLOCK, "cpu", size)
+        assert sum_of([values]).equal(expected)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, of which each is a launch on a GPU, but for views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_launches_few_kernels():
+    with FakeTensorMode():
+        values = torch.empty(2**27, dtype=torch.float16)
+        largest = torch.empty((), dtype=torch.float64)
+        counts = []
+        for size in (2**16, SQUARES_BLOCK["cuda"]):
+            with mock.patch.dict(SQUARES_BLOCK, cpu=size), Operators() as operators:
+                squares([values], [1.0], largest)
+            counts.append(operators.count)
+    assert counts[0] > 2**27 / 2**16 * 10
+    assert counts[1] < 100
+    assert SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries

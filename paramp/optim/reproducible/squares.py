@@ -29,11 +29,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ...base.scratch import SQUARES_BLOCK
+
 _BITS = 20
 """Of a bin."""
 _NUM_BINS = 3
-_BLOCK = 2**16
-"""Elements that are widened at once: few enough to stay in the cache."""
 _EXPONENTS = (-149, 127)
 """Of the smallest and the largest fp32 numbers; zero, inf and NaN have others in fp64."""
 
@@ -114,7 +114,7 @@ def _bins(flat: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     """
     shifts = (units * (1.5 * 2**52)).unbind()
     sums = []
-    for block in flat.split(_BLOCK):
+    for block in flat.split(SQUARES_BLOCK[flat.device.type]):
         rest = block.double().square_()
         for shift in shifts:
             multiples = (rest + shift).sub_(shift)
