@@ -7,6 +7,7 @@ counts, with the summed gradient.
 
 import functools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def clip_grad_norm_(
         max_norm: the largest norm allowed, above 0.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude. A string that ``float()`` accepts,
             such as ``"inf"``, counts as that number.
-        error_if_nonfinite: raise, on every rank, if the norm is not finite.
+        error_if_nonfinite: raise, on every rank, if the norm is not finite. The host waits for it.
         foreach: ignored, as the foreach path is always used; here for torch's signature.
         context: None: the current one.
 
@@ -57,12 +58,14 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is not above 0; or, on every rank, if any rank has a sparse gradient,
-            or plain parameters in a world of several ranks and no context.
+            or plain parameters in a world of several ranks and no context. On GPUs, whose hosts wait in the first call
+            only, that rank raises at once and every rank in its next call.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     max_norm = positive("max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
     norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
     context = context or current_context()
+    _failures.check()
     owned = _with_complete_gradients(parameters, context)
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
     device = gradients[0].device if gradients else (context.device if context else torch.device("cpu"))
@@ -113,11 +116,64 @@ def _agreed_norm(
     except ValueError as error:
         problem = error
     total, num_problems = _reduce(part, norm_type, failed=problem is not None)
-    if num_problems:  # a synchronisation with the GPU, so that no rank waits for one that has raised
+    if isinstance(num_problems, torch.Tensor) and num_problems.device.type in DELAYED and _failures.keep(num_problems):
+        if problem is not None:
+            raise problem
+    elif num_problems:  # so that no rank waits for one that has raised
         problems = gather_objects(problem and str(problem)) if dist.is_initialized() else [str(problem)]
         rank, message = next((rank, text) for rank, text in enumerate(problems) if text is not None)
         raise ValueError(f"rank {rank}: {message}" if len(problems) > 1 else message) from problem
     return total
+
+
+DELAYED = {"cuda"}
+"""The devices for whose values the host does not wait."""
+
+
+class _Failures:
+    """The number of ranks that failed in the last call, read in the next one. The first call in a world reads its own:
+    most mistakes are in every call."""
+
+    def __init__(self) -> None:
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._read: Callable[[], float] | None = None
+
+    def keep(self, num_failed: torch.Tensor) -> bool:
+        """Keep the number, 0-dim, for :meth:`check`; False if the caller has to read it."""
+        assert dist.group.WORLD is not None
+        if self._world is None or self._world() is not dist.group.WORLD:
+            self._world, self._read = weakref.ref(dist.group.WORLD), None
+            return False
+        self._read = _start_read(num_failed)
+        return True
+
+    def check(self) -> None:
+        """Raise a ValueError if a rank failed in the last call."""
+        read, self._read = self._read, None
+        is_current = self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
+        if read is not None and is_current and read():
+            raise ValueError(
+                "a rank could not clip its gradients in the last call, so no rank clipped them right; the error of "
+                "that rank names the gradient"
+            )
+
+
+_failures = _Failures()
+
+
+def _start_read(value: torch.Tensor) -> Callable[[], float]:
+    """Start to copy ``value``, 0-dim, to the host; the function returned waits for that copy only."""
+    if value.device.type == "cpu":
+        return value.clone().item
+    copy = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return copy.item()
+
+    return read
 
 
 def positive(name: str, value: Any, allowed: str) -> float:
@@ -283,7 +339,7 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
     """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
 
     Each element is checked separately, before the multiplication, so large finite values whose sum would overflow do
-    not count. One fused pass for each device and dtype.
+    not count. One fused pass for each device and dtype, two for bfloat16 on a GPU.
 
     Args:
         gradients: of any shape, device and floating-point dtype.
@@ -296,11 +352,21 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
         flag = torch.zeros((), dtype=torch.float32, device=device)
         factor = inv_scale.to(device, non_blocking=True)
         if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
-            flag += ~torch.stack([gradient.isfinite().all() for gradient in bucket]).all()
-            torch._foreach_mul_(bucket, factor)
+            _unscale_bfloat16_(bucket, flag, factor)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
         found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
+
+
+def _unscale_bfloat16_(gradients: Sequence[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """torch's ``_amp_foreach_non_finite_check_and_unscale_`` for bfloat16: two fused passes, whatever their number.
+
+    ``factor`` is rounded to bfloat16, as torch rounds it there; powers of two are exact.
+    """
+    if present := [gradient for gradient in gradients if gradient.numel()]:
+        largest = torch._foreach_norm(present, math.inf)  # one of its elements, or NaN
+        flag.copy_(torch.maximum(flag, ~torch.stack(largest).isfinite().all()))
+        torch._foreach_mul_(present, factor.bfloat16())  # fused for a factor of their dtype only
 
 
 @torch.no_grad()

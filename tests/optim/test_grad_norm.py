@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import paramp
 from paramp import clip_grad_norm_
 from paramp.distributed.context import TiedParameter
+from paramp.optim import grad_norm
+from paramp.optim.grad_norm import unscale_and_check_
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},
@@ -145,6 +147,61 @@ def test_a_gradient_without_a_norm_is_the_same_error_on_every_rank(world):
                 assert clip_grad_norm_([tied], 1e9).item() == pytest.approx(math.sqrt(12.0))
     with pytest.raises(ValueError, match=r"^rank 1: a plain parameter in a world of 2 ranks"):
         clip_grad_norm_([parameter(False)] if world.rank else [], 1.0)
+
+
+@on_ranks(2)
+def test_where_the_host_does_not_wait_the_error_of_a_rank_is_every_ranks_next_one(world):
+    def clip(sparse=False):
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3).to_sparse() if sparse else torch.ones(3)
+        return clip_grad_norm_([weight], 1e9).item()
+
+    delayed, grad_norm.DELAYED = grad_norm.DELAYED, {"cpu"}
+    grad_norm._failures, norm = grad_norm._Failures(), pytest.approx(math.sqrt(3.0))
+    try:
+        with paramp.launch_from_torch({"parallel": {"data": 2}}):
+            with pytest.raises(ValueError, match=r"^rank 1: a gradient of shape .* is sparse"):
+                clip(sparse=world.rank == 1)  # the first call waits
+            assert clip() == norm
+            if world.rank == 1:
+                with pytest.raises(ValueError, match=r"^a gradient of shape .* is sparse"):
+                    clip(sparse=True)
+            else:
+                clip()
+            with pytest.raises(ValueError, match="a rank could not clip its gradients in the last call"):
+                clip()
+            assert clip() == norm
+    finally:
+        grad_norm.DELAYED = delayed
+
+
+SPECIAL = [0.0, -0.0, 1.0, -3.5, 2.0**-133, -(2.0**-140), 3.0e38, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("wrong", [None, *SPECIAL])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-16, 2.0**-130])
+def test_bfloat16_gradients_are_checked_and_unscaled_as_torchs_kernel_does(factor, wrong):
+    """The two fused passes for GPUs, run on the CPU, where torch's own kernel takes bfloat16 too."""
+    values = [torch.randn(5, 7), torch.tensor(2.0), torch.zeros(0), torch.tensor(SPECIAL[:7]), torch.randn(9)[::2]]
+    if wrong is not None:
+        values[0][3, 2] = wrong
+    ours, theirs = ([one.bfloat16().clone() for one in values] for _ in range(2))
+    found, expected = torch.zeros(()), torch.zeros(())
+    grad_norm._unscale_bfloat16_(ours, found, torch.tensor(factor))
+    torch._amp_foreach_non_finite_check_and_unscale_(theirs, expected, torch.tensor(factor))
+    assert found.item() == expected.item() == float(wrong is not None and not math.isfinite(wrong))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_bfloat16_gradients_are_finite_and_a_flag_that_is_set_stays():
+    for given in ([], [torch.zeros(0, dtype=torch.bfloat16)], [torch.ones(2, dtype=torch.bfloat16)]):
+        for flag in (0.0, 1.0):
+            found = torch.tensor(flag)
+            grad_norm._unscale_bfloat16_(given, found, torch.tensor(0.5))
+            assert found.item() == flag
+            unscale_and_check_(given, torch.tensor(0.5), found)
+            assert found.item() == flag
 
 
 @on_ranks(4)
