@@ -96,6 +96,9 @@ class Config:
     hang_timeout: float | None = 300.0
     """Seconds of silence after which a rank is reported missing and the job ends
     (:mod:`paramp.distributed.heartbeat`). None: no heartbeat."""
+    hang_end_after: int | None = 4
+    """Times ``hang_timeout`` after which the job ends if all ranks are alive, every one is in a training batch or waits
+    to save, and none moves. Loading data, saving, evaluating and compiling are not waiting. None: never."""
     seed: int = DEFAULT_SEED
     """The seed of every random number: weights, dropout, the order of the data."""
     emulate_fp16: bool | Literal["auto"] = "auto"
@@ -130,7 +133,7 @@ class Config:
         self._check_shard()
         self._check_reproducible()
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
-        for name in ("max_skipped_in_a_row", "check_replicas_every"):
+        for name in ("max_skipped_in_a_row", "check_replicas_every", "hang_end_after"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "an integer of 1 or more, or None")
         checked = self.check_replicas_every is not None

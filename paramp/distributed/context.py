@@ -29,12 +29,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.dtensor import forget_sharding_decisions
-from ..base.errors import ConfigError, require
+from ..base.errors import ConfigError, one_line, require
 from ..base.spans import span
 from ..base.torch_internals import expect, warn_if_untested
 from ..config.schema import Config
 from .collectives import gather_dtensors_over_gloo
-from .failures import ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
+from .failures import Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
 from .mesh_roles import BATCH, ROLES, Role, read_mesh
@@ -91,6 +91,7 @@ class ParallelContext:
             ``dp_shard`` flattened. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by role.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
+        departures: which rank has left the context first.
         heartbeat: reports this rank's phase to the other ranks and watches them; None if there is none.
     """
 
@@ -128,6 +129,7 @@ class ParallelContext:
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
         if mesh is None:  # the same on every rank, so that a model built after this is the same everywhere
             torch.manual_seed(config.seed)
+        self.departures = Departures(f"paramp/context/{self.serial}", rank, world_size)
         self.heartbeat = heartbeat
         if heartbeat is not None:
             heartbeat.start(self.name_of)
@@ -289,7 +291,7 @@ class ParallelContext:
     def _destroy(self) -> None:
         place = _contexts.index(self)
         del _contexts[place], TENSOR_PLACES[place]
-        self._stop_heartbeat()
+        self._leave(None)
         self.ties.clear()
         forget_sharding_decisions()
         if not dist.is_initialized():
@@ -297,6 +299,7 @@ class ParallelContext:
         if self._owns_world:
             dist.destroy_process_group()
             time.sleep(SECONDS_FOR_THREADS)
+            self.departures.linger()
             return
         self._groups.destroy()
 
@@ -306,11 +309,12 @@ class ParallelContext:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.departures.explain(error)
         failed = isinstance(error, Exception) and self.world_size > 1
         store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
         key = f"paramp/failed/{self.serial}"
         quiet = store is not None and error is not None and failed_after_another(store, key, error)
-        quiet = self._stop_heartbeat(error) or quiet
+        quiet = self._leave(error) or quiet
         if quiet and error is not None:
             mark_as_echo(error)
         try:
@@ -323,15 +327,16 @@ class ParallelContext:
         if store is not None and self.rank == 0:
             wait_for_failures(store, key, self.world_size)
 
-    def _stop_heartbeat(self, error: BaseException | None = None) -> bool:
-        """Report to the other ranks that this one leaves, and whether because of an ``error``.
-
-        Returns True if this rank was about to end because another one is silent.
-        """
-        if self.heartbeat is None:
-            return False
+    def _leave(self, error: BaseException | None) -> bool:
+        """Report that this rank leaves, and whether by an ``error``. True: it was about to end for a silent one."""
         heartbeat, self.heartbeat = self.heartbeat, None
-        return heartbeat.leave(error)
+        if heartbeat is not None and heartbeat.lost_host:
+            self.departures.drop_store()
+        else:
+            after = "" if heartbeat is None else f" {heartbeat.record}"
+            how = "in order: its block or its program ended" if error is None else f"by {one_line(repr(error))}"
+            self.departures.announce(f"{self.name_of(self.rank)} has left{after}, {how}")
+        return heartbeat is not None and heartbeat.leave(error)
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in zip(self.roles, self.mesh.shape, strict=True))
@@ -357,7 +362,7 @@ def _close_all() -> None:
         while _contexts:
             _contexts[-1].close()
     for context in _contexts:
-        context._stop_heartbeat(sys.last_value)
+        context._leave(sys.last_value)
     if _contexts:
         time.sleep(SECONDS_FOR_THREADS)
 

@@ -1,11 +1,12 @@
 """Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
+import contextlib
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -21,6 +22,14 @@ SECONDS_FOR_THE_OTHERS = 2.0
 """The time that rank 0, which may host the store, waits for the others to read which rank failed first."""
 
 
+LOST = (dist.DistError, RuntimeError)
+"""The exceptions that the store raises when its host is gone."""
+SECONDS_TO_READ = 2.0
+"""The time that rank 0, which may host the store, waits for the others to read that it has left."""
+LONGEST_WAIT = 1800.0
+"""Seconds that a rank waits for the others to begin what they do together; that of gloo's collectives."""
+
+
 def mark_as_echo(error: BaseException) -> None:
     """Mark ``error``, which left a context, as a consequence of another rank's failure, which that rank reports."""
     error.__dict__[ECHO] = True
@@ -31,12 +40,16 @@ def is_echo(error: BaseException) -> bool:
     return ECHO in error.__dict__
 
 
-def report_once() -> None:
-    """Suppress the traceback of errors that are marked as consequences of another rank's failure."""
+def report_once(explain: Callable[[BaseException], None]) -> None:
+    """Suppress the traceback of errors that are marked as consequences of another rank's failure.
+
+    ``explain`` is called with each other error that ends the program.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not is_echo(error):
+            explain(error)
             previous(kind, error, traceback)
 
     if not getattr(previous, "reports_once", False):
@@ -116,3 +129,79 @@ def end_process() -> None:
     flushing.start()
     flushing.join(1.0)
     os._exit(EXIT_CODE)
+
+
+class Departures:
+    """Which rank has left a context first, and how: for the errors of the ranks that still wait for it.
+
+    A rank that leaves closes its connections. The others' collectives then fail with an error of gloo's or NCCL's that
+    names no rank. So a rank writes that it leaves into the launch's store before it closes them. Does nothing in a
+    world of one.
+    """
+
+    def __init__(self, key: str, rank: int, world_size: int) -> None:
+        """``key`` is that of the context in the default store, equal on every rank."""
+        self._key = key
+        self._rank, self._world_size = rank, world_size
+        alone = world_size == 1 or dist.get_backend() == "fake"
+        self._store: Store | None = None if alone else dist.distributed_c10d._get_default_store()
+        self._announced = alone
+
+    def announce(self, text: str) -> None:
+        """Write that this rank leaves, in the words of ``text``; that of the first rank is kept."""
+        if self._announced or self._store is None:
+            return
+        self._announced = True
+        with contextlib.suppress(*LOST):  # the process that hosted the store has ended
+            self._store.compare_set(f"{self._key}/first", "", text)
+            if self._store.add(f"{self._key}/left", 1) == self._world_size:
+                self._store.set(f"{self._key}/all", "")
+
+    def drop_store(self) -> None:
+        """Use the store no more: its host has left."""
+        self._store = None
+
+    def linger(self) -> None:
+        """On rank 0, which may host the store: give the others the time to read it."""
+        deadline = time.monotonic() + SECONDS_TO_READ
+        with contextlib.suppress(*LOST):
+            while self._rank == 0 and not self._has(f"{self._key}/all") and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def first(self) -> str:
+        """What the first rank that left has written; empty if none has."""
+        key = f"{self._key}/first"
+        return self._store.get(key).decode() if self._store is not None and self._has(key) else ""
+
+    def explain(self, error: BaseException | None) -> None:
+        """Name the rank that has left first in a note of ``error``, if that is of a lost connection."""
+        if self._store is None or error is None or not is_lost_connection(error):
+            return
+        try:
+            text = self.first()
+        except LOST:
+            text = "the store of this launch has ended, with rank 0 or the launcher, whichever hosts it"
+        if text:
+            error.add_note(f"paramp: {text}")
+
+    def gather(self, name: str, function: str) -> None:
+        """Wait until every rank has come here for the public ``function``; ``name``: of this time, on every rank.
+
+        Raises:
+            RuntimeError: a rank has left, or has not come in :data:`LONGEST_WAIT` seconds.
+        """
+        if self._store is None:
+            return
+        key, pause, deadline = f"{self._key}/{name}", 0.001, time.monotonic() + LONGEST_WAIT
+        num_here = self._store.add(f"{key}/here", 1)
+        if num_here == self._world_size:
+            self._store.set(f"{key}/all", "")
+        while not self._has(f"{key}/all"):
+            text = self.first() or ("" if time.monotonic() < deadline else f"others have not in {LONGEST_WAIT:g} s")
+            if text:
+                raise RuntimeError(f"{function}: every rank has to call it, but {text}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _has(self, key: str) -> bool:
+        return self._store is not None and self._store.check([key])

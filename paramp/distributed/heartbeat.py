@@ -9,6 +9,9 @@ has a thread that exchanges beats through the launch's store, over a separate co
 
 A rank is silent when its beat has not changed for the time-out, measured on the reader's clock; clocks of two machines
 are never compared. If the store stops answering, a second thread detects it and reports the machine that hosts it.
+
+If all ranks are alive, but none moves, the leader writes where each of them is. It ends the job if they all wait for
+each other in a training batch (:class:`~.liveness.LivenessMonitor`).
 """
 
 from __future__ import annotations
@@ -21,14 +24,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
+from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .failures import SECONDS_OF_GRACE, end_process, mark_as_echo, write_stderr
-from .liveness import Beat, LivenessMonitor, PhaseTracker, describe_stuck
+from .failures import LOST, SECONDS_OF_GRACE, end_process, mark_as_echo, write_stderr
+from .liveness import Beat, LivenessMonitor, PhaseTracker, ProgressRecord, describe_deadlock, describe_stuck, paused
 from .rendezvous import read_all
 
-LOST = (DistError, RuntimeError)
-"""The exceptions that the store raises when its host is gone."""
 REPORT = "failure_report"
 """The key of the failure report, which is empty until a rank fails."""
 
@@ -43,19 +44,22 @@ class Heartbeat:
         world_size: int,
         timeout: float,
         *,
+        end_after: int | None = None,
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Every rank makes one; the ranks then synchronise before any of them calls :meth:`start`.
 
         ``store`` is shared by this launch's ranks only; ``host`` names its host, empty: rank 0. A rank counts as lost
-        after ``timeout`` seconds of silence.
+        after ``timeout`` seconds of silence. The job ends after ``end_after`` time-outs in which every rank waits for
+        the others; None: never.
         """
         self.ending = False  # because another rank is silent
         self.is_running = False
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._timeout, self._interval = timeout, min(1.0, timeout / 5)
+        self._longest_wait = float("inf") if end_after is None else end_after * timeout
         self._host = host
         self._clock = clock
         self._name_of: Callable[[int], str] = "rank {}".format
@@ -74,6 +78,16 @@ class Heartbeat:
         if rank == 0:
             store.set(REPORT, "")
         self._send_beat()
+
+    @property
+    def record(self) -> ProgressRecord:
+        """The phase of this rank."""
+        return self._tracker.record
+
+    @property
+    def lost_host(self) -> bool:
+        """Whether rank 0 has left, with the store that it hosted."""
+        return 0 in self._left and not self._host
 
     def begin_call(self) -> None:
         """No action: the beginning of a batch is not recorded."""
@@ -129,7 +143,7 @@ class Heartbeat:
         with contextlib.suppress(*LOST):  # the second thread detects it
             while not self._stopped.wait(self._interval):
                 self._exchange()
-                if 0 in self._left and not self._host:  # the store that rank 0 hosted ends with it
+                if self.lost_host:
                     self._store.add("left", 1)
                     return
             self._leave()
@@ -148,17 +162,18 @@ class Heartbeat:
                 f"{self._name_of(rank)} has been silent for {seconds:.0f} s; it was last seen {beat.record}"
                 for rank, (seconds, beat) in silent.items()
             )
-            self._store.compare_set(REPORT, "", json.dumps({"silent": text}))
-            self._end(text)
+            self._end_all(text)
         elif self._leader == self._rank and (beats := self._monitor.stuck(2 * self._interval)):
-            write_stderr(describe_stuck(beats, self._timeout))
+            write_stderr(describe_stuck(beats, self._timeout, sorted(self._left)))
+            if (seconds := self._monitor.seconds_waiting()) > self._longest_wait:
+                self._end_all(describe_deadlock(beats, seconds))
 
     def _send_beat(self, *, gone: bool = False) -> None:
         self._number += 1
         self._store.set(_beat_key(self._rank), self._beat(gone=gone).encode())
 
     def _beat(self, *, gone: bool = False) -> Beat:
-        return Beat(self._number, self._tracker.record, self._tracker.num_done, gone)
+        return Beat(self._number, paused(self._tracker.record), self._tracker.num_done, gone)
 
     def _read(self) -> str:
         """Read the leader's beat (as the leader: every rank's) into ``_beats``. Returns the failure report."""
@@ -201,9 +216,9 @@ class Heartbeat:
                 self._end(self._describe_silent_store(waited))
 
     def _follow(self, report: Mapping[str, str | int], now: float) -> None:
-        """End because of another rank's ``report``: at once if it is silent; without a message, later, if it failed."""
-        if "silent" in report:
-            self._end(str(report["silent"]))
+        """End because of another rank's ``report``: with the reason in it; without a message, later, if it failed."""
+        if "reason" in report:
+            self._end(str(report["reason"]))
         self._failed_since = now if self._failed_since is None else self._failed_since
         if now - self._failed_since > SECONDS_OF_GRACE:
             self.ending = True
@@ -214,6 +229,11 @@ class Heartbeat:
             return f"the store has not answered for {seconds:.0f} s: {self._host}, which hosts it, is stopped or lost"
         last = f"; it was last seen {self._beats[0].record}" if 0 in self._beats else ""
         return f"{self._name_of(0)}, which hosts the store, has been silent for {seconds:.0f} s{last}"
+
+    def _end_all(self, text: str) -> None:
+        """Report the reason to every rank, and end."""
+        self._store.compare_set(REPORT, "", json.dumps({"reason": text}))
+        self._end(text)
 
     def _end(self, text: str) -> None:
         """Write the reason, and end this process after every rank has had the time to write it too."""

@@ -19,7 +19,7 @@ from ..base.torch_internals import expect, warn_if_untested
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
 from .collectives import gather_dtensors_over_gloo
-from .context import ParallelContext, required_context
+from .context import ParallelContext, current_context, required_context
 from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
@@ -159,7 +159,9 @@ def launch(
     return _join(settings, LauncherRank("launch", rank, world_size, local_rank, host, port), backend, device, seed)
 
 
-def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None = None) -> Heartbeat:
+def start_heartbeat(
+    timeout: float = 300.0, *, end_after: int | None = 4, context: ParallelContext | None = None
+) -> Heartbeat:
     """Watch the ranks of a loop whose process group another made (:mod:`paramp.distributed.heartbeat`).
 
     Every rank calls it. From then on a rank that is silent for ``timeout`` seconds is named by every other rank, with
@@ -169,11 +171,14 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
 
     Args:
         timeout: below that of the collectives, which is 10 minutes on NCCL.
+        end_after: time-outs after which the ranks end if every one of them has stayed in the same phase ``"forward"``,
+            ``"loss"``, ``"backward"`` or ``"step"``. None: never.
         context: None: the current one.
 
     Raises:
-        ConfigError: on every rank: ``timeout`` is not above 0 or differs between ranks; the context has a heartbeat or
-            an engine already, or there is none in a world of several ranks.
+        ConfigError: on every rank: ``timeout`` is not above 0, ``end_after`` is not 1 or more, or one of them differs
+            between ranks; the context has a heartbeat or an engine already, or there is none in a world of several
+            ranks.
         LaunchError: a rank did not call it in time.
     """
     problem = None
@@ -181,6 +186,8 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
         context = required_context("start_heartbeat", context)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
+        counts = end_after is None or (isinstance(end_after, int) and end_after >= 1)
+        require(counts, "end_after", end_after, "an integer of 1 or more, or None")
         if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
         if context is not None and context.num_engines:
@@ -190,27 +197,33 @@ def start_heartbeat(timeout: float = 300.0, *, context: ParallelContext | None =
     except ConfigError as error:
         problem = error
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    text = None if problem is None else str(problem)
-    different = "" if alone else agree_on_call("start_heartbeat", text, {"timeout": str(timeout)})
+    text, settings = None if problem is None else str(problem), {"timeout": str(timeout), "end_after": str(end_after)}
+    different = "" if alone else agree_on_call("start_heartbeat", text, settings)
     if problem is not None or different:
         raise problem or ConfigError(different)
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:
-        report_once()
-        heartbeat = _heartbeat_of_world(timeout)
+        report_once(_explain)
+        heartbeat = _heartbeat_of_world(timeout, end_after)
         heartbeat.start(context.name_of)
     if context is not None:
         context.heartbeat = heartbeat
     return heartbeat
 
 
-def _heartbeat_of_world(timeout: float) -> Heartbeat:
+def _explain(error: BaseException) -> None:
+    """Name in a note of ``error``, which ends the program, the rank that has left first."""
+    if (context := current_context()) is not None:
+        context.departures.explain(error)
+
+
+def _heartbeat_of_world(timeout: float, end_after: int | None) -> Heartbeat:
     """One for the process group that exists, in its store."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     host = "the file system" if not store.has_extended_api() else "the launcher" if _has_agent() else ""  # type: ignore[attr-defined]
-    heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, timeout, host=host)
+    heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, timeout, end_after=end_after, host=host)
     agree(store, "heartbeat", "", rank, world_size, lambda _: "made")
     return heartbeat
 
@@ -260,7 +273,7 @@ def _join(
     if device.type == "cuda" and dist.get_backend() == "gloo":
         gather_dtensors_over_gloo()
     if world_size > 1:
-        report_once()
+        report_once(_explain)
     return ParallelContext(
         config,
         rank=rank,
@@ -326,7 +339,9 @@ def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartb
     if place.world_size == 1 or config.hang_timeout is None:
         return None
     store, host = PrefixStore("heartbeat", store), "the launcher" if _agent_listens(place) else ""
-    return Heartbeat(store, place.rank, place.world_size, config.hang_timeout, host=host)
+    return Heartbeat(
+        store, place.rank, place.world_size, config.hang_timeout, end_after=config.hang_end_after, host=host
+    )
 
 
 _stores: dict[tuple[str, int, int], TCPStore] = {}

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import NamedTuple
 
 from ..base.spans import STEP
+
+BATCH = "batch"
+"""The kind of the phase around all of a training batch."""
+SAVE = "save"
+"""The kind of the phase in which a rank waits until all ranks have begun to save."""
+WAITING = {BATCH, STEP, SAVE, "forward", "loss", "backward", "backward input", "backward weight"}
+"""The kinds of phases in which a rank computes for seconds, or waits for others: nothing else takes long there."""
+PAUSED_IN = {
+    "compilation": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
+    "debugger": ("/bdb.py", "/pydevd.py"),
+}
+"""What a rank may do for long in such a phase, and the files whose functions then run."""
 
 
 class ProgressRecord(NamedTuple):
@@ -22,6 +37,8 @@ class ProgressRecord(NamedTuple):
     microbatch: int | None = None
     step: int = 1
     """The number of the engine's ``step`` call."""
+    waiting: bool = False
+    """Whether this lies in a training batch, or in another phase in which the rank can only wait for others."""
 
     def __str__(self) -> str:
         preposition = "in" if self.inside else "after"
@@ -44,7 +61,9 @@ class PhaseTracker:
 
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> PhaseContext:
         """A context in which this rank is in the phase ``kind``."""
-        return PhaseContext(self, ProgressRecord(kind, True, stage, microbatch, self.step))
+        outer = self.record
+        waiting = kind in WAITING and (outer.waiting or not outer.inside or outer is SETUP)
+        return PhaseContext(self, ProgressRecord(kind, True, stage, microbatch, self.step, waiting))
 
 
 class PhaseContext:
@@ -66,8 +85,9 @@ class PhaseContext:
         if self._record.phase == STEP:
             tracker.step += 1
             tracker.num_done = 0
-        nested = self._before.inside and self._before is not SETUP
-        tracker.record = self._before if nested else self._record._replace(inside=False)
+        before = self._before
+        nested = before.inside and before is not SETUP and before.phase != BATCH  # after a part of it tells more
+        tracker.record = before if nested else self._record._replace(inside=False, waiting=before.waiting)
 
 
 @dataclass(frozen=True)
@@ -91,8 +111,25 @@ class Beat:
         return Beat(**fields | {"record": ProgressRecord(*fields["record"])})
 
 
+def paused(record: ProgressRecord) -> ProgressRecord:
+    """``record``; or another if a thread of this process compiles, or a debugger holds one, in a waiting phase."""
+    if not record.waiting:
+        return record
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            for phase, files in PAUSED_IN.items():
+                if at.f_code.co_filename.replace(os.sep, "/").endswith(files):
+                    return record._replace(phase=phase, waiting=False)
+            at = at.f_back
+    return record
+
+
 class LivenessMonitor:
     """The times, on this rank's clock, of each rank's last new beat and of the last progress of any rank.
+
+    A job does not end while any rank may do something long that this does not see: it loads data, saves, evaluates,
+    compiles or is in a debugger. Only if every rank is in a training batch, or waits to save, is none to be waited for.
 
     The clock stops while this rank is stopped: after a job was stopped and continued, each rank would otherwise find
     all others silent.
@@ -104,19 +141,23 @@ class LivenessMonitor:
         self._now = 0.0
         self._last: dict[int, tuple[float, Beat]] = {}
         self._progressed = 0.0
+        self._waiting_since = 0.0
 
     def update(self, beats: Mapping[int, Beat], now: float) -> None:
         """Record the ``beats`` of all expected ranks, read at the time ``now`` (seconds)."""
         if self._updated is not None:
             self._now += min(now - self._updated, self._timeout / 2)
         self._updated = now
+        waiting = all(beat.record.waiting for beat in beats.values())
         for rank, beat in beats.items():
             _, before = self._last.get(rank, (0.0, None))
             if before is None or (before.record, before.num_done) != (beat.record, beat.num_done):
-                self._progressed = self._now
+                self._progressed, waiting = self._now, False
             if before is None or before.number != beat.number:
                 self._last[rank] = self._now, beat
         self._last = {rank: last for rank, last in self._last.items() if rank in beats}
+        if not waiting:
+            self._waiting_since = self._now
 
     def silent(self, tolerance: float = 0.0) -> dict[int, tuple[float, Beat]]:
         """The ranks that have been silent for the time-out, each with the seconds of silence and its last beat.
@@ -142,18 +183,35 @@ class LivenessMonitor:
         self._progressed = self._now
         return beats
 
+    def seconds_waiting(self) -> float:
+        """How long every rank has been in a waiting phase, without progress of any."""
+        return self._now - self._waiting_since
 
-def describe_stuck(beats: Mapping[int, Beat], seconds: float) -> str:
-    """A table of the phase of each rank, for a job without progress."""
-    ranks_at: dict[str, list[int]] = defaultdict(list)
-    for rank, beat in beats.items():
-        ranks_at[str(beat.record)].append(rank)
+
+def describe_stuck(beats: Mapping[int, Beat], seconds: float, left: Sequence[int] = ()) -> str:
+    """A table of the phase of each rank, for a job without progress; ``left``: the ranks that have left it."""
     least = min((beat.record.step, beat.num_done) for beat in beats.values())
     behind = [rank for rank, beat in beats.items() if (beat.record.step, beat.num_done) == least]
     last = f"; furthest behind: {_list_ranks(behind)}" if len(behind) < len(beats) else ""
     lines = [f"paramp: no rank has made progress for {seconds:.0f} s{last}"]
-    lines += [f"paramp:   {where}: {_list_ranks(ranks)}" for where, ranks in ranks_at.items()]
+    lines += [f"paramp:   {place}" for place in _places(beats)]
+    lines += [f"paramp:   has left: {_list_ranks(left)}"] * bool(left)
     return "\n".join(lines) + "\n"
+
+
+def describe_deadlock(beats: Mapping[int, Beat], seconds: float) -> str:
+    """Why a job ends in which every rank has waited for the others for so many ``seconds``, on one line."""
+    saving = [rank for rank, beat in beats.items() if beat.record.phase == SAVE]
+    only = f"; engine.save has to be called on every rank, but was on {_list_ranks(saving)} only" if saving else ""
+    return f"every rank has waited for the others for {seconds:.0f} s: {'; '.join(_places(beats))}{only}"
+
+
+def _places(beats: Mapping[int, Beat]) -> list[str]:
+    """``in step, step 3: ranks 0-1`` for each phase in which ranks are."""
+    ranks_at: dict[str, list[int]] = defaultdict(list)
+    for rank, beat in sorted(beats.items()):
+        ranks_at[str(beat.record)].append(rank)
+    return [f"{where}: {_list_ranks(ranks)}" for where, ranks in ranks_at.items()]
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
 from ..distributed.collectives import broadcast_tree
 from ..distributed.context import ParallelContext
+from ..distributed.liveness import BATCH
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..observe.same_data import FirstBatches
@@ -76,7 +77,7 @@ class BatchRunner:
         self._losses = losses
         self._failure = failure
         self._context = context
-        self._first_batches = FirstBatches(context)
+        self._first_batches = FirstBatches(context, failure.raise_alone)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -140,7 +141,8 @@ class BatchRunner:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = losses.no_losses() if forward_only and return_loss else None
         seen: Seen | None = [] if return_output_label else None
-        with torch.set_grad_enabled(not forward_only):
+        phase = self._context.phase("evaluation" if forward_only else BATCH)
+        with phase, torch.set_grad_enabled(not forward_only):
             self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
         shown: tuple[Any, Any] = (None, None)
         try:
@@ -199,11 +201,12 @@ class BatchRunner:
             raise RuntimeError(WHOLE_BATCH)
         if self.pipeline is None:
             batch = Batch.called_with(args, kwargs).unwrapped()
+            self._first_batches.check_later(training, batch)
             self._first_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
-            with failing, self._context.phase("forward"), self._computing(), running:
+            with failing, self._context.phase("forward" if training else "evaluation"), self._computing(), running:
                 output = self._stages(*batch.args, **batch.kwargs)
             if not training:
                 return map_tensors(full_tensor, output)
@@ -227,6 +230,7 @@ class BatchRunner:
             batch = Batch.of(inputs, target)
         except ConfigError as error:
             problem = error
+        self._first_batches.check_later(training, batch)
         try:
             self._first_batches.check(training, batch)
             if problem is None:
@@ -331,6 +335,7 @@ class BatchRunner:
         """
         assert self.pipeline is not None
         batch = Batch.called_with(args, kwargs)
+        self._first_batches.check_later(False, batch)
         self._first_batches.check(False, batch)
         microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []
@@ -341,7 +346,7 @@ class BatchRunner:
 
         self._failure.begin_batch()
         output, failure = None, None
-        with self._computing(), self._stages.running(backward=False):
+        with self._context.phase("evaluation"), self._computing(), self._stages.running(backward=False):
             try:
                 self.pipeline.run(microbatches, see, backward=False)
                 output = join(outputs) if outputs else None

@@ -20,6 +20,7 @@ from torch import nn
 from ..base.spans import Observer, observed
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
+from ..distributed.liveness import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
@@ -119,8 +120,9 @@ class Engine:
             Exception: of the model or the criterion; on every rank, by this call or, without ``return_loss``, by the
                 next that returns a loss or steps. :meth:`zero_grad` drops the window.
         """
-        self._runner.run(inputs, target, backward=True)
-        return self._losses.mean() if return_loss else None
+        with self.context.phase(BATCH):
+            self._runner.run(inputs, target, backward=True)
+            return self._losses.mean() if return_loss else None
 
     def execute_schedule(
         self,
@@ -171,8 +173,9 @@ class Engine:
 
     def backward(self, loss: Loss) -> torch.Tensor:
         """Run the backward of ``loss``, as :meth:`criterion` returned it; return what :meth:`forward_backward` does."""
-        self._runner.run_backward(loss)
-        return self._losses.mean()
+        with self.context.phase(BATCH):
+            self._runner.run_backward(loss)
+            return self._losses.mean()
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.

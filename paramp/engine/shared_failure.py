@@ -82,6 +82,11 @@ class SharedFailure:
         if alone:
             raise error
 
+    def raise_alone(self, error: Exception) -> NoReturn:
+        """Raise ``error`` of a batch for which other ranks wait, or will wait, in collectives of it."""
+        self._failed_alone = True
+        raise error
+
     def take(self) -> Exception | None:
         """Return the recorded error, and clear it."""
         own, self._own = self._own, None

@@ -29,6 +29,7 @@ from ..checkpoint.header import MODEL, Header
 from ..checkpoint.open_checkpoint import open_together
 from ..config.schema import flatten
 from ..distributed.collectives import gather_objects
+from ..distributed.liveness import SAVE
 from ..optim.fused_step import FusedStep, Step
 from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.stage import Stages
@@ -74,6 +75,8 @@ class TrainingState:
         self._scaler = scaler
         self._averages = averages
         self._saver = Saver(params.context)
+        self._number = params.context.num_engines  # of this engine
+        self._num_saves = 0
         self._tracked: dict[str, Stateful] = {}
 
     def track(self, name: str, thing: Stateful) -> None:
@@ -85,6 +88,9 @@ class TrainingState:
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
         self._losses.check_paused()
+        self._num_saves += 1
+        with self._context.phase(SAVE):  # by the store, as other ranks may be in collectives of a batch
+            self._context.departures.gather(f"save/{self._number}/{self._num_saves}", "engine.save")
         with self._context.phase("checkpoint"):
             unit = self._losses.unit.everywhere()
             collect = functools.partial(self._contents, self._optimizer.numbers_everywhere(), unit)

@@ -3,21 +3,32 @@
 Each of these ranks computes a part of the same forward: a shard of each layer, or one stage. If they are given
 different batches, the parts do not belong together, and training goes wrong without an error. So the first batches of
 an engine are compared, by a hash of their bits (:mod:`paramp.observe.bit_hash`), before they run.
+
+Of a later batch only shapes and dtypes are compared. A rank with other ones would wait in other collectives than the
+rest, so no collective can find it, and none should wait for it:
+
+    each rank, before a batch    writes its number and kinds to the store; then reads its two neighbours' in the group
+    of two that differ           the one that comes second finds what the first has written, and raises
+
+In a group in which not all are equal, some two neighbours differ. Nobody waits: it takes one request to the store.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, shown
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
+from ..distributed.rendezvous import read_all
 from ..parallel.batches import Batch
 from .bit_hash import hash_bits
 
@@ -25,6 +36,10 @@ NUM_COMPARED = 3
 """The batches that are compared at the start, of training and of evaluation each."""
 NAMED = 4
 """The most ranks that a message lists."""
+SAME_BATCH = (
+    "The ranks of a model group hold one replica of the model, and need the same batch: use the loader that initialize "
+    "returns, or a sampler with num_replicas=context.batch_axis.size, rank=context.batch_axis.rank"
+)
 
 
 class Leaf(NamedTuple):
@@ -38,13 +53,68 @@ class Leaf(NamedTuple):
     """Of a tensor's bits. None: they are not compared."""
 
 
-class FirstBatches:
-    """Compares the first batches that this rank's engine is given with those of its model group."""
+class LaterBatches:
+    """Compares the kinds of each batch of one rank with those of its neighbours in the model group."""
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, store: Store, key: str, rank: int, ranks: Sequence[int]) -> None:
+        """Every rank of ``ranks`` makes one, before any compares; ``key`` is that of this engine in the ``store``."""
+        self._store, self._key = store, key
+        self._rank, self._ranks = rank, ranks
+        index = ranks.index(rank)
+        self._neighbours = sorted({ranks[index - 1], ranks[(index + 1) % len(ranks)]})
+        store.set(f"{key}/{rank}", json.dumps([0, []]))  # so that no neighbour waits for the key
+
+    def differ(self, number: int, leaves: Sequence[Leaf]) -> dict[int, list[Leaf]]:
+        """The leaves of each rank that has come to the batch ``number``, if a neighbour's are not ``leaves``; else {}.
+
+        Not a collective: of two neighbours that differ, the one that comes second finds it.
+        """
+        self._store.set(f"{self._key}/{self._rank}", json.dumps([number, leaves]))
+        if all(theirs == leaves for theirs in self._at(number, self._neighbours).values()):
+            return {}
+        return self._at(number, self._ranks)
+
+    def _at(self, number: int, ranks: Sequence[int]) -> dict[int, list[Leaf]]:
+        states = map(json.loads, read_all(self._store, [f"{self._key}/{rank}" for rank in ranks]))
+        return {
+            rank: [Leaf(*leaf) for leaf in leaves]
+            for rank, (theirs, leaves) in zip(ranks, states, strict=True)
+            if theirs == number
+        }
+
+
+class FirstBatches:
+    """Compares the batches that this rank's engine is given with those of its model group: the first by their bits."""
+
+    def __init__(self, context: ParallelContext, raise_alone: Callable[[Exception], None]) -> None:
+        """``raise_alone`` raises the error of a later batch, for which other ranks may wait already."""
         self._context = context
-        in_group = dist.get_world_size(context.model_group) > 1
+        self._raise_alone = raise_alone
+        self._ranks = dist.get_process_group_ranks(context.model_group)
+        in_group = len(self._ranks) > 1
         self._left = dict.fromkeys((False, True), NUM_COMPARED if in_group else 0)
+        self._number = 0
+        store = dist.distributed_c10d._get_default_store()
+        is_file = not store.has_extended_api()  # type: ignore[attr-defined]  # as above
+        # A file would grow with each batch; with a fake process group only this rank runs.
+        usable = in_group and not is_file and dist.get_backend() != "fake"
+        key = f"paramp/batch/{context.serial}/{context.num_engines}"
+        self._later = LaterBatches(store, key, context.rank, self._ranks) if usable else None
+
+    def check_later(self, training: bool, batch: Batch) -> None:
+        """Compare shapes and dtypes of ``batch``, unless it is one of the first, which :meth:`check` compares.
+
+        Raises:
+            ConfigError: on this rank, and perhaps on no other: they differ.
+        """
+        self._number += 1
+        if self._later is None or self._left[training]:
+            return
+        call = Leaf("the call", "a training batch" if training else "an evaluation", None)
+        everyone = self._later.differ(self._number, [call, *_leaves(batch, hashed=False)])
+        if everyone:
+            found = _difference([*everyone.values()], [*everyone], self._context)
+            self._raise_alone(ConfigError(f"{found}, in batch {self._number} of this engine. {SAME_BATCH}"))
 
     def check(self, training: bool, batch: Batch) -> None:
         """Compare ``batch``; a collective of the model group for first batches.
@@ -55,15 +125,10 @@ class FirstBatches:
         if not self._left[training]:
             return
         self._left[training] -= 1
-        group = self._context.model_group
-        ranks = dist.get_process_group_ranks(group)
-        found = _difference(gather_objects(_leaves(batch), group), ranks, self._context)
+        everyone = gather_objects(_leaves(batch), self._context.model_group)
+        found = _difference(everyone, self._ranks, self._context)
         if found is not None:
-            raise ConfigError(
-                f"{found}. The ranks of a model group hold one replica of the model, and need the same batch: use the "
-                "loader that initialize returns, or a sampler with num_replicas=context.batch_axis.size, "
-                "rank=context.batch_axis.rank"
-            )
+            raise ConfigError(f"{found}. {SAME_BATCH}")
 
 
 def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | None:
@@ -85,16 +150,16 @@ def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | 
     return None
 
 
-def _leaves(batch: Batch) -> list[Leaf]:
-    return [_leaf(path, value) for path, value in batch.unwrapped().leaves()]
+def _leaves(batch: Batch, *, hashed: bool = True) -> list[Leaf]:
+    return [_leaf(path, value, hashed) for path, value in batch.unwrapped().leaves()]
 
 
-def _leaf(path: str, value: Any) -> Leaf:
+def _leaf(path: str, value: Any, hashed: bool) -> Leaf:
     if not isinstance(value, torch.Tensor):
         plain = value is None or isinstance(value, (bool, int, float, str))
         return Leaf(path, shown(value) if plain else type(value).__name__, None)
     kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    readable = not (value.is_meta or is_dtensor(value)) and value.layout is torch.strided
+    readable = hashed and not (value.is_meta or is_dtensor(value)) and value.layout is torch.strided
     return Leaf(path, kind, int(hash_bits(value)) if readable else None)
 
 

@@ -1,6 +1,7 @@
 """Every other rank names one that is stopped, with its phase; a failure is reported once; no other job is ended."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed import HashStore
 from paramp.distributed import failures, heartbeat
 from paramp.distributed.failures import ending_in_time
 from paramp.distributed.heartbeat import Heartbeat
-from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRecord
+from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, PhaseTracker, ProgressRecord
 
 # --------------------------------------------------------------------------------------------- ranks of their own
 
@@ -18,20 +19,33 @@ from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRe
 CASES = ["forward", "backward", "step", "checkpoint", "host", "failure", "wait", "leave", "plain", "plain_failure"]
 
 
+ALIVE = ["later_batch", "departure", "save_alone"]
+"""Cases in which no process is stopped, but ranks do not call the same."""
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """What each rank of each case wrote, and its exit code; all cases run at once."""
+    return run_cases(tmp_path_factory, CASES)
+
+
+@pytest.fixture(scope="module")
+def output_of_living(tmp_path_factory):
+    return run_cases(tmp_path_factory, ALIVE)
+
+
+def run_cases(tmp_path_factory, cases):
     for _ in range(3):
         folder = tmp_path_factory.mktemp("output")
-        command = [PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *CASES]
+        command = [PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *cases]
         # On a busy machine the store's host may end before a rank has read all, of which torch's C++ code warns.
         result = run(command, timeout=100, PARAMP_LAUNCH_TIMEOUT="30", TORCH_CPP_LOG_LEVEL="ERROR")
         assert result.returncode == 0, result.stderr
         codes = json.loads((folder / "codes.json").read_text())
-        texts = {(case, rank): (folder / f"{case}.{rank}").read_text() for case in CASES for rank in range(3)}
+        texts = {(case, rank): (folder / f"{case}.{rank}").read_text() for case in cases for rank in range(3)}
         if not any("choose another port" in text for text in texts.values()):  # another program took one of the ten
             break
-    return {case: [(texts[case, rank], codes[case][rank]) for rank in range(3)] for case in CASES}
+    return {case: [(texts[case, rank], codes[case][rank]) for rank in range(3)] for case in cases}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +99,37 @@ def test_the_leader_describes_a_job_that_waits_and_that_goes_on(output):
 
 def test_ranks_that_stay_longer_than_the_one_that_hosts_the_store_end_in_order(output):
     assert output["leave"] == [("", 0)] * 3
+
+
+def test_a_later_batch_of_another_size_on_one_rank_ends_all_with_both_shapes(output_of_living):
+    texts, codes = zip(*output_of_living["later_batch"], strict=True)
+    assert codes == (1, 1, 1)
+    pattern = r"ConfigError: inputs\[0\]: (.*) has float32 \((\d), 4\), but (.*) has float32 \((\d), 4\), in batch 5 of"
+    ((*found,),) = re.findall(pattern, "".join(texts))  # which ranks have come first is not known
+    sizes = {found[0]: found[1]} | dict.fromkeys(found[2].split("), "), found[3])
+    assert "rank 1 (pp 1, dp 0, tp 0" in {name.removesuffix(")") for name, size in sizes.items() if size == "4"}
+    assert "8" in sizes.values()
+
+
+def test_the_error_of_the_others_names_a_rank_that_left_early(output_of_living):
+    texts, codes = zip(*output_of_living["departure"], strict=True)
+    assert codes == (1, 0, 1)
+    found = "".join(texts)
+    left = ": paramp: rank 1 (pp 0, dp 1, tp 0) has left after step, step 2, in order: its block or its program ended\n"
+    assert found.count(left) == 1
+    assert "RuntimeError: " in found.split(left)[0].splitlines()[-2]
+
+
+def test_a_save_on_one_rank_ends_all_and_names_it(output_of_living):
+    (first, *others), codes = zip(*output_of_living["save_alone"], strict=True)
+    assert codes == (1, 1, 1)
+    *table, reason = first.splitlines()
+    assert table[0].startswith("paramp: no rank has made progress for 6 s; furthest behind: ")
+    assert "paramp:   in save, step 2: rank 1" in table
+    for rank, text in enumerate([reason + "\n", *others]):
+        assert text.startswith("paramp: every rank has waited for the others for "), text
+        assert "; engine.save has to be called on every rank, but was on rank 1 only; ending rank " in text
+        assert f"; ending rank {rank} (pp 0, dp {rank}, tp 0), which was " in text
 
 
 # ------------------------------------------------------------------------------------------------ liveness monitor
@@ -149,6 +194,27 @@ def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
     assert monitor.stuck()
 
 
+@pytest.mark.parametrize(
+    ("records", "waits"),
+    [
+        (["forward", "backward"], True),
+        (["step", "save"], True),
+        (["forward", "data"], False),
+        (["checkpoint", "step"], False),
+        (["evaluation", "evaluation"], False),
+        (["compilation", "forward"], False),
+    ],
+)
+def test_only_ranks_in_a_batch_or_before_a_save_wait_for_each_other(records, waits):
+    monitor = LivenessMonitor(10.0)
+    phases = [ProgressRecord(kind, waiting=PhaseTracker().span(kind)._record.waiting) for kind in records]
+    for now in range(25):
+        monitor.update({rank: Beat(now, phase) for rank, phase in enumerate(phases)}, float(now))
+    assert monitor.seconds_waiting() == (24.0 if waits else 0.0)
+    monitor.update({rank: Beat(25, phase, num_done=1) for rank, phase in enumerate(phases)}, 25.0)
+    assert monitor.seconds_waiting() == 0.0
+
+
 def test_a_program_that_reports_no_phases_is_not_stuck():
     monitor = LivenessMonitor(10.0)
     for now in range(40):
@@ -166,13 +232,14 @@ class Ended(BaseException):
 class Ranks:
     """Heartbeats on one store, with a clock that is turned by hand and without threads."""
 
-    def __init__(self, size, monkeypatch, timeout=10.0):
+    def __init__(self, size, monkeypatch, timeout=10.0, end_after=None):
         self.now = 0.0
         self.written = []
         self.left = []
         store = HashStore()
         self.all = [
-            Heartbeat(store, rank, size, timeout, clock=lambda: self.now, host="the launcher") for rank in range(size)
+            Heartbeat(store, rank, size, timeout, end_after=end_after, clock=lambda: self.now, host="the launcher")
+            for rank in range(size)
         ]
         for one in self.all:
             one._interval = 0.0
@@ -258,6 +325,68 @@ def test_a_rank_that_failed_ends_the_others_quietly(monkeypatch):
     assert ranks.seconds(5) == set()
     assert ranks.seconds(3) == {0, 2}
     assert not ranks.written
+
+
+def test_a_job_in_which_every_rank_waits_in_a_batch_ends(monkeypatch):
+    ranks = Ranks(3, monkeypatch, end_after=3)
+    ranks.leave(2)
+    with ranks.all[0].span("batch"), ranks.all[1].span("batch"):
+        with ranks.all[0].span("forward", 0, 1):
+            pass
+        assert ranks.seconds(33) == set()
+        table = (
+            "paramp: no rank has made progress for 10 s; furthest behind: rank 1\n"
+            "paramp:   after forward of microbatch 1, stage 0, step 1: rank 0\n"
+            "paramp:   in batch, step 1: rank 1\n"
+            "paramp:   has left: rank 2\n"
+        )
+        assert ranks.written == [table] * 2
+        assert ranks.seconds(3) == {0, 1}
+    reason = (
+        "every rank has waited for the others for 33 s: after forward of microbatch 1, stage 0, step 1: rank 0; in "
+        "batch, step 1: rank 1"
+    )
+    assert ranks.written[2:] == [
+        table,
+        f"paramp: {reason}; ending rank 0, which was after forward of microbatch 1, stage 0, step 1\n",
+        f"paramp: {reason}; ending rank 1, which was in batch, step 1\n",
+    ]
+
+
+@pytest.mark.parametrize(("other", "end_after"), [("data", 1), ("checkpoint", 1), ("evaluation", 1), ("step", None)])
+def test_a_job_in_which_a_rank_may_be_slow_goes_on(monkeypatch, other, end_after):
+    ranks = Ranks(2, monkeypatch, end_after=end_after)
+    with ranks.all[0].span("step"), ranks.all[1].span("batch"), ranks.all[1].span(other):
+        assert ranks.seconds(100) == set()
+    assert ranks.written
+    assert all(text.startswith("paramp: no rank has made progress for 10 s") for text in ranks.written)
+
+
+def test_a_job_whose_ranks_are_between_two_batches_goes_on(monkeypatch):
+    ranks = Ranks(2, monkeypatch, end_after=1)
+    for one in ranks.all:
+        with one.span("batch"), one.span("forward", 0, 0):
+            pass
+    with ranks.all[0].span("step"):
+        assert ranks.seconds(100) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "phase"), [("/torch/_dynamo/convert_frame.py", "compilation"), ("/bdb.py", "debugger")]
+)
+def test_a_rank_that_compiles_or_is_in_a_debugger_does_not_wait(file, phase):
+    """The code of this module is run under the name of a file of theirs."""
+    one = Heartbeat(HashStore(), 0, 1, 10.0)
+    names = {"one": one, "found": []}
+    code = compile("found.append(one._beat().record)", f"/lib{file}", "exec")
+    with one.span("batch"), one.span("forward", 0, 1):
+        exec(code, names)
+        names["found"].append(one._beat().record)
+    exec(code, names)
+    inside, without, outside = names["found"]
+    assert (str(inside), inside.waiting) == (f"in {phase} of microbatch 1, stage 0, step 1", False)
+    assert (str(without), without.waiting) == ("in forward of microbatch 1, stage 0, step 1", True)
+    assert str(outside) == "after batch, step 1"
 
 
 def test_a_silent_store_is_named_with_its_host(monkeypatch):

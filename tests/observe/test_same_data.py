@@ -1,14 +1,17 @@
 """Ranks of one model group that are given different data: an error on each of them before the batch runs."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from counting import Collectives
 from pool import on_ranks
 from torch import nn
+from torch.distributed import HashStore
 
 import paramp
-from paramp.observe.same_data import NUM_COMPARED
+from paramp.observe.same_data import NUM_COMPARED, LaterBatches, Leaf
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 RANKS = {"tensor": [f"rank {rank} (pp 0, dp 0, tp {rank})" for rank in (0, 1)]}
@@ -85,6 +88,30 @@ def test_only_the_first_batches_are_compared(world):
                 counted.append(bool(collectives.counts["allgather"]))
                 engine.step()
             assert counted == [True] * expected + [False] * (NUM_COMPARED + 2 - expected)
+
+
+def compare(*batches, size=4):
+    """What ``differ`` returns for ``(rank, number, kind)`` one after the other, by rank."""
+    store = HashStore()
+    ranks = [LaterBatches(store, "engine", rank, range(size)) for rank in range(size)]
+    return [
+        {other: leaves[0].kind for other, leaves in found.items()}
+        for found in (ranks[rank].differ(number, [Leaf("inputs[0]", kind, None)]) for rank, number, kind in batches)
+    ]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_of_two_neighbours_with_other_shapes_the_second_finds_it(order):
+    kinds = ["float32 (8, 4)", "float32 (8, 4)", "float32 (4, 4)", "float32 (8, 4)"]
+    found = compare(*((rank, 7, kinds[rank]) for rank in order))
+    for place, rank in enumerate(order):
+        before = set(order[:place])
+        differs = before & ({1, 3} if rank == 2 else {2} if rank in (1, 3) else set())
+        assert found[place] == ({other: kinds[other] for other in before | {rank}} if differs else {})
+
+
+def test_ranks_at_other_batches_are_not_compared():
+    assert not any(compare((0, 1, "a"), (1, 1, "a"), (1, 2, "b"), (0, 2, "b"), (0, 3, "a"), size=2))
 
 
 @on_ranks(2)

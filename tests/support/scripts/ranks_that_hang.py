@@ -101,6 +101,40 @@ def leave(context):
         time.sleep(PATIENCE["leave"] + 3)
 
 
+def small_engine():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    return paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)[0]
+
+
+def make_step(engine, x):
+    engine.forward_backward(x, x)
+    engine.step()
+    engine.zero_grad()
+
+
+def later_batch(context):
+    """Rank 1 passes a later batch of another size."""
+    engine = small_engine()
+    for number in range(1, 7):
+        make_step(engine, torch.ones(4 if number == 5 and context.rank == 1 else 8, 4))
+
+
+def departure(context):
+    """Rank 1 leaves a step too early."""
+    engine = small_engine()
+    for _ in range(2 if context.rank == 1 else 3):
+        make_step(engine, torch.ones(8, 4))
+
+
+def save_alone(context):
+    """Rank 1 saves, and the others go on."""
+    engine = small_engine()
+    for number in (1, 2):
+        if number == 2 and context.rank == 1:
+            engine.save("/nowhere")
+        make_step(engine, torch.ones(8, 4))
+
+
 def plain(context):
     """A loop of plain torch, in a process group that it made itself."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -131,8 +165,8 @@ def from_mesh(config, device):
     return paramp.ParallelContext.from_mesh(dist.device_mesh.init_device_mesh(device, (SIZE,), mesh_dim_names=("dp",)))
 
 
-LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE}
-PATIENCE = {"wait": 6.0, "leave": 6.0}
+LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
+PATIENCE = {"wait": 6.0, "leave": 6.0, "later_batch": 30.0, "departure": 30.0, "save_alone": 6.0}
 """The time-outs of cases in which no rank is silent, longer than the others': on a busy machine a beat comes late."""
 
 
@@ -142,7 +176,7 @@ def run(case, rank, port, folder):
     os.dup2(output, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    config = {"hang_timeout": PATIENCE.get(case, 3.0), "parallel": LAYOUTS.get(case, {})}
+    config = {"hang_timeout": PATIENCE.get(case, 3.0), "hang_end_after": 1, "parallel": LAYOUTS.get(case, {})}
     try:
         launch = from_mesh if case.startswith("plain") else paramp.launch_from_torch
         with launch(config, device="cpu") as context:
