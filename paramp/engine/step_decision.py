@@ -41,8 +41,8 @@ class StepDecision:
     skip: torch.Tensor
     """0-dim bool: the step is skipped on all ranks: an overflow, a total count of 0, or a failure."""
     num_failed: torch.Tensor
-    """0-dim float64: the number of ranks on which a batch failed or has an invalid count; more, if ranks gathered
-    different units of FSDP2, or have losses of different kinds."""
+    """0-dim float64: the number of ranks on which a batch failed or has an invalid count; more, if ranks have losses
+    of different kinds."""
     divisor: torch.Tensor
     """0-dim float64: the divisor that unscales, averages and clips the gradients in one operation."""
     absent: list[FlatParam]
