@@ -174,7 +174,7 @@ INVENTORY = (
     ),
     Private(
         PARAM,
-        "_module_info _sharded_param_data _unsharded_param init_dtype_attrs orig_dtype "
+        "_module_info _sharded_param_data _unsharded_param init_dtype_attrs mp_policy orig_dtype "
         "padded_sharded_param_size param_dtype reduce_dtype sharded_param unsharded_accumulated_grad",
         "the memory, the dtypes and the gradient of a sharded parameter",
     ),
@@ -316,8 +316,9 @@ redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_f
 def _error(row: Private, name: str) -> RuntimeError:
     host = row.owner.split(".")[0]
     known = f"{row.since} to {row.until}" if host == "torch" else TESTED_HOSTS[host]
+    installed = torch.__version__ if host == "torch" else importlib.metadata.version(host)
     return RuntimeError(
-        f"{host} {importlib.metadata.version(host)} has no {row.owner}.{name}, which paramp needs for {row.use}; it is "
+        f"{host} {installed} has no {row.owner}.{name}, which paramp needs for {row.use}; it is "
         f"known in {host} {known}: install such a version, or report this error"
     )
 

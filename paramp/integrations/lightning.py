@@ -212,7 +212,7 @@ def check_sharded(module: nn.Module, mode: Precision) -> None:
     found = ((name, group) for name, unit in module.named_modules() if is_unit(unit) for group in groups(unit))
     for name, group in found:
         parameters = {held(one) for one in group.fsdp_params}
-        where, gathered = repr(name) if name else "the module itself", group.mp_policy.param_dtype
+        where, gathered = repr(name) if name else "the module itself", group.fsdp_params[0].mp_policy.param_dtype
         allowed = [mode.compute] if mode.masters else [None, mode.compute, mode.weights]
         if mode.keep_batchnorm_fp32 and parameters <= norms:
             allowed = [None, torch.float32]

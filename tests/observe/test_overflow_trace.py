@@ -676,7 +676,7 @@ def test_a_finite_batch_that_leaves_the_range_of_fp16_is_not_called_infinite():
 def test_an_overflow_in_a_scripted_module_is_named_by_its_caller():
     with paramp.launch_from_torch({"max_skipped_in_a_row": 2}):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")  # a FutureWarning from torch 2.15 on
             model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.jit.script(torch.nn.Linear(4, 4)))
         engine = skipped_linear(model, torch.ones(2, 4), target=math.nan)
         assert "the target produced NaN" in str(engine.diagnose_overflow())
