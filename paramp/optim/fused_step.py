@@ -43,11 +43,11 @@ class Kernel:
     """The names of its state tensors with a group's options; all have the weight's shape and are zero at first."""
     counts_steps: bool
     """Whether its state has the number of steps, as ``step``."""
-    bind: Callable[[Options, torch.Tensor | None], Update]
-    """The update with a group's options and a step count, 0-dim, or None."""
+    bind: Callable[[Options, torch.Tensor], Update]
+    """The update with a group's options and a step count, 0-dim."""
 
 
-def _adam(options: Options, step: torch.Tensor | None) -> Update:
+def _adam(options: Options, step: torch.Tensor) -> Update:
     kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
     fixed = {name: options[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     fixed |= {"beta1": float(options["betas"][0]), "beta2": float(options["betas"][1])}
@@ -60,7 +60,7 @@ def _adam(options: Options, step: torch.Tensor | None) -> Update:
     return update
 
 
-def _sgd(options: Options, _: torch.Tensor | None) -> Update:
+def _sgd(options: Options, _: torch.Tensor) -> Update:
     fixed = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
     fixed["is_first_step"] = False  # a momentum of zeros gives the same result, also if the first step is skipped
 

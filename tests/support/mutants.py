@@ -72,11 +72,12 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     "flat buffers": (
         [
             *("optim/flat_params.py", "optim/flat_gradients.py", "optim/param_buffer.py", "optim/master_weights.py"),
-            *("optim/master_storage.py", "precision/master_residuals.py"),
+            *("optim/master_storage.py", "precision/master_residuals.py", "optim/changes/in_place.py"),
         ],
         [
             *(SEQUENCES, "tests/precision/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE),
             *("tests/optim/test_replaced_parameters.py", "tests/compat/test_colossalai_amp.py"),
+            *("tests/optim/test_changed_weights.py", "tests/optim/test_master_storage.py"),
             *("tests/optim/test_zero.py", "tests/observe/test_grad_histogram.py"),
         ],
     ),
