@@ -118,7 +118,8 @@ class Engine:
             ValueError: the batch does not divide into the microbatches, or there is neither a criterion nor a ``loss``
                 in the model's output.
             Exception: of the model or the criterion; on every rank, by this call or, without ``return_loss``, by the
-                next that returns a loss or steps. :meth:`zero_grad` drops the window.
+                next that returns a loss or steps; on a GPU by the call of :meth:`step` after that step, which is not
+                made. :meth:`zero_grad` drops the window.
         """
         with self.context.phase(BATCH):
             self._runner.run(inputs, target, backward=True)

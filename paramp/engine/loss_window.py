@@ -391,8 +391,7 @@ class LossWindow:
             if totals is None:
                 failures = failures + mixes_kinds(*summed[1:4])
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
-        is_left_to_step = totals is None and self.failure.is_delayed and self._context.stage_axis.size == 1
-        if not is_left_to_step:
+        if totals is not None or not self.failure.is_delayed:
             with self.failing() if totals is None else nullcontext():
                 self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()

@@ -402,24 +402,31 @@ class Event:
         self.waits.append((self.recorded, self.num_batches))
 
 
+@pytest.mark.parametrize("what", ["layer", "loss"])
+@pytest.mark.parametrize("layout", CASES)
 @on_ranks(2)
-def test_on_a_gpu_the_host_waits_for_a_past_step_only_and_the_next_raises(world):
-    context, engine, _ = build({})
+def test_on_a_gpu_the_host_waits_for_a_past_step_only_and_the_next_raises(world, layout, what):
+    """In a pipeline too, on each stage: the layer of the first fails, or the criterion on the last."""
+    context, engine, loss = build(CASES[layout])
     with context:
         event = engine._failure._copied = Event()
+        rank = 0 if what == "layer" else 1
+        mine = world.rank == rank
+        failing = (engine.module.get_submodule("0") if what == "layer" else loss) if mine else None
         outcomes = []
-        for number in range(4):
+        for number in range(5):
             event.num_batches += 1
-            engine.module[0].fails = number == 1 and world.rank == 1
+            if failing is not None:
+                failing.fails = number == 1
             engine.zero_grad()
-            engine.forward_backward(*my_part(context, *batch(number)))
+            assert engine.forward_backward(*my_part(context, *batch(number))).shape == ()
             try:
                 outcomes.append(engine.step().stepped)
-            except (ArithmeticError, RuntimeError) as error:
+            except (ArithmeticError, RuntimeError, ValueError) as error:
                 outcomes.append(str(error))
-        broken = "the layer is broken" if world.rank == 1 else "ArithmeticError: the layer is broken; on rank 1"
         assert outcomes[:2] == [True, False]
-        assert outcomes[2].startswith(broken)
-        assert outcomes[3] is True
+        assert f"the {what} is broken" in outcomes[2]
+        assert (f"on rank {rank} (pp" in outcomes[2]) is not mine
+        assert outcomes[3:] == [True, True]
         assert all(recorded < now for recorded, now in event.waits)
-        check_weights(engine, reference([[batch(0)], [batch(3)]]))
+        check_weights(engine, reference([[batch(0)], [batch(3)], [batch(4)]]))
