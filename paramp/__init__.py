@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .parallel.materialize import init_module
     from .precision.policy import LossScaling, Precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # pyproject.toml reads it here
 
 __all__ = [
     "CheckpointError",

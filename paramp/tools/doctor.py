@@ -6,6 +6,7 @@ group. So it runs anywhere, also where training does not start. A problem is a l
 ``--json`` prints one object. Its keys are stable between versions; later versions may add some:
 
     versions      {"paramp", "python", "torch", and each optional package: its version, or null}
+    commit        of the checkout that paramp runs from, abbreviated; null if it is installed, or there is no git
     device        the device that ``launch`` would choose: "cpu" or "cuda"
     devices       [{"kind": "cuda" | "cpu", "name", "capability": "9.0" or null}], the GPUs first
     backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank per GPU}
@@ -18,6 +19,7 @@ group. So it runs anywhere, also where training does not start. A problem is a l
     modes         {mode: {"runs": "natively" | "emulated" | "no", "why"}}
 """
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -48,7 +50,7 @@ PACKAGES = (
 IN_FP32 = "products are computed in fp32 and rounded"
 EAGERLY = "compiled blocks run eagerly"
 WIDER = "operands are rounded to it and multiplied in a wider dtype"
-SECONDS_FOR_MPIRUN = 10.0
+SECONDS_FOR_A_COMMAND = 10.0
 
 
 def doctor(as_json: bool = False) -> str:
@@ -61,8 +63,13 @@ def examine() -> dict[str, Any]:
     """The report as an object with the keys above."""
     devices = _devices()
     return {
-        "versions": {"paramp": _version("paramp"), "python": platform.python_version(), "torch": torch.__version__}
+        "versions": {
+            "paramp": importlib.import_module("paramp").__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         | {package: _version(package) for package in PACKAGES},
+        "commit": _commit(Path(__file__).parents[2]),
         "device": devices[0]["kind"],
         "devices": devices,
         "backends": _backends(devices[0]["kind"]),
@@ -82,6 +89,18 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _commit(folder: Path) -> str | None:
+    """The abbreviated commit of the checkout at ``folder``; None if it is none."""
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_COMMAND)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -132,7 +151,7 @@ def _mpi() -> dict[str, Any]:
     if path is not None:
         command = [path, "--version"]
         try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_MPIRUN, check=False)
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_COMMAND, check=False)
             text = (answer.stdout + answer.stderr).lower()
         except (OSError, subprocess.SubprocessError):
             text = ""
@@ -195,8 +214,9 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     job = "no job" if slurm["job"] is None else f"job {slurm['job']} on {slurm['nodes']}, tasks {slurm['tasks']}"
     devices = [_titled(device) for device in found["devices"]]
     others = [f"{name} {versions[name] or 'none'}" for name in PACKAGES if name not in NAMED_ABOVE]
+    commit = f" (commit {found['commit']})" if found["commit"] else ""
     rows = [
-        ("paramp", f"{versions['paramp'] or 'not installed'}, Python {versions['python']}, torch {versions['torch']}"),
+        ("paramp", f"{versions['paramp']}{commit}, Python {versions['python']}, torch {versions['torch']}"),
         *zip(("device", *[""] * len(devices)), devices, strict=False),
         ("backends", f"{there}; launch chooses {backends['chosen']} on {found['device']}"),
         ("launcher", _launcher_text(found["launcher"])),

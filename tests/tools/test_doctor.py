@@ -2,19 +2,24 @@
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tomllib
 import types
 
 import pytest
 import torch
+from commands import ROOT
 
+import paramp
 from paramp.base.optional_packages import PackageStatus
 from paramp.precision.policy import PRESETS
 from paramp.tools import doctor
 from paramp.tools.cli import main
 
 KEYS = {
-    *("versions", "device", "devices", "backends", "launcher", "mpi", "slurm"),
+    *("versions", "commit", "device", "devices", "backends", "launcher", "mpi", "slurm"),
     *("apex", "torchao", "transformer_engine", "compile", "modes"),
 }
 
@@ -64,6 +69,37 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
     assert "launcher  none: a world of one" in screen
     heavy = {"lightning", "transformers", "torchao", "mpi4py", "datasets", "matplotlib", "apex"}
     assert not (set(sys.modules) - loaded) & heavy
+
+
+def test_the_version_stands_in_one_place():
+    """In the package; pyproject.toml reads it there, and the newest entry of the changelog is of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "paramp.__version__"}
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert newest is not None
+    assert newest[1] == paramp.__version__ == doctor.examine()["versions"]["paramp"]
+
+
+def test_a_checkout_shows_its_commit(tmp_path, monkeypatch):
+    assert doctor._commit(tmp_path) is None
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "A"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    found = doctor._commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{7,}", found)
+    monkeypatch.setattr(doctor, "_commit", lambda _: found)
+    assert f"paramp    {paramp.__version__} (commit {found}), Python" in doctor.doctor()
+    monkeypatch.setattr(doctor, "_commit", lambda _: None)
+    assert f"paramp    {paramp.__version__}, Python" in doctor.doctor()
+
+
+def test_without_git_there_is_no_commit(bare):
+    (bare / ".git").mkdir()
+    assert doctor._commit(bare) is None
 
 
 def test_a_cpu_without_fp16_emulates_it(bare):
