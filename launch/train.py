@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import paramp
+from paramp.base.paths import user_path
 from paramp.checkpoint.header import Header
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.config.training import TrainConfig
@@ -97,7 +98,7 @@ def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Heade
     """The checkpoint to resume from and its header. It may change the accumulation, to keep the global batch."""
     job = context.config.train
     show: Callable[[str], None] = functools.partial(print, flush=True) if context.is_main else lambda text: None
-    found = find(job.resume, None if job.checkpoint_dir is None else Path(job.checkpoint_dir), show)
+    found = find(job.resume, job.checkpoint_dir, show)
     if found is None:
         return None, None
     assert torch.distributed.group.WORLD is not None
@@ -232,7 +233,7 @@ def save_histogram(run: Run) -> None:
     """Write the histogram of the gradients to ``gradients.json`` and ``gradients.png``. Every rank calls it."""
     histogram = run.engine.gradient_histogram()
     if run.engine.context.is_main:
-        folder = Path(str(run.engine.context.config.train.log_dir))
+        folder = user_path(str(run.engine.context.config.train.log_dir))
         numbers, picture = set_aside(folder / "gradients.json"), set_aside(folder / "gradients.png")
         histogram.save(numbers)
         plot_histogram(histogram, picture)
@@ -279,7 +280,7 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
     """Log a step: its record, and its timeline and evaluation if there are any."""
     run.reporter.step(record)
     if timeline is not None and run.engine.context.is_main:
-        trace = set_aside(Path(str(run.engine.context.config.train.log_dir)) / "trace.json")
+        trace = set_aside(user_path(str(run.engine.context.config.train.log_dir)) / "trace.json")
         timeline.save(trace)
         run.reporter.say(f"{timeline.describe()}; {trace}")
     if "val_loss" in record:

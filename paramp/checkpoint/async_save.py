@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError
+from ..base.paths import user_path
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
@@ -57,7 +58,7 @@ class Saver:
         from . import dcp_storage  # imports torch's checkpointing and DTensor, which not every training needs
 
         self.finish()
-        path, group = Path(path).resolve(), self.group
+        path, group = user_path(path).resolve(), self.group
         chunks, values, failure = _collected(collect)
         if not wait:
             chunks = self._stage(chunks)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
+from ..base.paths import user_path
 from .atomic_dir import HEADER, new_folder, publish, unnamed
 from .dcp_storage import rank_file, read_tensor
 from .header import MODEL, StoredSlice, StoredTensor, write_header
@@ -27,7 +28,7 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
         CheckpointError: the checkpoint is damaged or incomplete.
         ConfigError: ``to`` exists already.
     """
-    checkpoint, to = Path(checkpoint), Path(to)
+    checkpoint, to = user_path(checkpoint), user_path(to)
     if to.exists():
         raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
     with OpenCheckpoint(checkpoint) as source:
@@ -63,7 +64,7 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
         ConfigError: ``to`` exists already.
         OSError: the file cannot be read.
     """
-    file, to = Path(file), Path(to)
+    file, to = user_path(file), user_path(to)
     if to.exists():
         raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
     source, stored_in = TensorFile(file), rank_file(0)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError
+from ..base.paths import user_path
 from ..distributed.collectives import gather_objects
 from .atomic_dir import HEADER, MANIFEST, Written, lock, parse_manifest, replaced
 from .header import Header, parse_header
@@ -47,7 +48,7 @@ class OpenCheckpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self._descriptors: dict[str, int] = {}
         self._tensor_files: dict[str, TensorFile] = {}
         while not self._open():

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..base.coerce import build, convert
 from ..base.errors import ConfigError, one_line, shown
+from ..base.paths import user_path
 from ..precision.foreign_options import AMP_TYPE
 from ..precision.policy import Precision
 from .schema import Config
@@ -75,7 +76,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is not valid, or has another suffix.
         FileNotFoundError: the file does not exist.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"config: no file {shown(str(path))}")
     if path.suffix == ".toml":

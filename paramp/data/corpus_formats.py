@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import ConfigError, nearest
+from ..base.paths import user_path
 from .hf_datasets import TOKENS, column_of, is_saved_dataset, load_splits, rows_of_text, tokens_of
 from .text_corpus import Bytes, Encoder, TextFile, find_text, held_out_by_name, read_chunks, text_of, why_not_text
 from .token_files import FileTokens
@@ -189,7 +190,7 @@ def open_data(name: str, options: ReadOptions) -> FoundData:
     """Open the data ``name``, a path or ``stdlib``, without a vocabulary check."""
     if name == STANDARD_LIBRARY:
         return open_standard_library(Path(sysconfig.get_paths()["stdlib"]), options)
-    path = Path(name).expanduser()
+    path = user_path(name)
     opens = next((opens for matches, opens in FORMATS if name and matches(path)), None)
     if opens is None:
         raise ConfigError(

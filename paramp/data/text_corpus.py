@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
+from ..base.paths import user_path
 from .token_sources import Tokens
 
 HELD_OUT_ONE_IN = 20
@@ -189,7 +190,7 @@ class Tokenizer:
     unit = "token"
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = user_path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(

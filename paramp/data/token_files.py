@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..base.errors import ConfigError, DataError
+from ..base.paths import user_path
 from .token_sources import Tokens, TokenSource
 
 
@@ -62,7 +63,7 @@ class FileTokens(TokenSource):
     """
 
     def __init__(self, path: str | Path, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self.dtype = np.dtype(dtype)
         self.offset = offset
         self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError, require
+from ..base.paths import user_path
 from ..checkpoint.atomic_dir import remove
 from ..checkpoint.open_checkpoint import problem_together
 from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder
@@ -72,7 +73,7 @@ class Checkpoints:
 
         ``metric`` as for :meth:`due`. After writing, older checkpoints that are not kept are deleted.
         """
-        path = step_folder(Path(self.folder), step)
+        path = step_folder(self._path, step)
         if self._is_best(metric):
             assert metric is not None
             self._best = Best(step, float(metric), path.name)
@@ -93,22 +94,26 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric of those saved, also by an earlier process; None without one."""
-        found = _read_best(Path(self.folder))
-        return None if found is None else Path(self.folder) / found.checkpoint
+        found = _read_best(self._path)
+        return None if found is None else self._path / found.checkpoint
+
+    @property
+    def _path(self) -> Path:
+        return user_path(self.folder)
 
     def _is_best(self, metric: float | None) -> bool:
         if self.keep_best is None or metric is None or not math.isfinite(metric):
             return False
         if not self._knows_best:
-            self._best, self._knows_best = _same_on_all_ranks(functools.partial(_read_best, Path(self.folder))), True
+            self._best, self._knows_best = _same_on_all_ranks(functools.partial(_read_best, self._path)), True
         best = self._best
         return best is None or (metric < best.metric if self.keep_best == "min" else metric > best.metric)
 
     def _saved(self, saved: int, best: Best | None) -> None:
         """Record the best checkpoint, and delete old ones."""
         if best is not None and best.step == saved:
-            _write_best(Path(self.folder), best)
-        before = [(step, path) for step, path in checkpoints_in(Path(self.folder)) if step <= saved]
+            _write_best(self._path, best)
+        before = [(step, path) for step, path in checkpoints_in(self._path) if step <= saved]
         for step, path in before[self.keep_last :]:
             kept = best is not None and step == best.step
             if not kept and (self.keep_every is None or step % self.keep_every):
@@ -166,14 +171,14 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
     """
     group = dist.group.WORLD
     assert group is not None
-    folder = None if folder is None else Path(folder)
+    folder = None if folder is None else user_path(folder)
     if folder is not None:
         _check_writable(folder, group)
     if resume == "auto":
         if folder is None:
             raise ConfigError("resume: got 'auto', expected a path, as there is no checkpoint_dir")
         return _newest(folder, group, report)
-    found = None if resume is None else Path(resume)
+    found = None if resume is None else user_path(resume)
     if found is not None and (damage := problem_together(found, group)):
         raise CheckpointError(damage)
     if folder is not None and (later := _later_than(found, folder, group)):

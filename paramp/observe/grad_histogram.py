@@ -19,6 +19,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
+from ..base.paths import user_path
 from ..distributed.context import ParallelContext
 from ..optim.flat_params import FlatWeights
 from ..optim.grad_norm import norm_weight
@@ -97,7 +98,7 @@ class GradientHistogram:
             "underflow": self.underflow,
             "headroom": self.headroom if math.isfinite(self.headroom) else None,
         }
-        Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        user_path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ from typing import Any, TextIO
 
 import torch
 
+from ..base.paths import user_path
+
 
 class Metrics:
     """Writes the metrics of a run to ``metrics.jsonl`` in a folder, line by line. A context manager.
@@ -33,7 +35,7 @@ class Metrics:
         """
         self._file: TextIO | None = None
         if enabled:
-            path = Path(folder) / "metrics.jsonl"
+            path = user_path(folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [] if resumed_at is None else _lines_up_to(path, resumed_at)
             self._file = set_aside(path).open("w", encoding="utf-8", buffering=1)

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from ..base.errors import ConfigError
+from ..base.paths import user_path
 from .metrics import Metrics, is_finite, set_aside
 
 TAGS = {
@@ -183,7 +184,7 @@ class Reporter:
         if not enabled:
             return
         if log_dir is not None:
-            folder = Path(log_dir)
+            folder = user_path(log_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self._writers += [TextLog(folder, resumed_at), JsonLines(folder, resumed_at)]
             if tensorboard:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.paths import user_path
 from ..base.spans import STEP, Observer, Recorder, Span
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects
@@ -102,7 +103,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Write the Chrome trace, as JSON."""
-        Path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
+        user_path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
 
     def gather(self, recorder: Recorder, context: ParallelContext) -> None:
         """Gather the spans of every rank's ``recorder``. A collective of the world."""

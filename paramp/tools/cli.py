@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ..base.errors import CheckpointError, ConfigError
+from ..base.paths import user_path
 from .flags import Parser, formatter
 
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.
@@ -144,7 +144,7 @@ def run_verify(given: argparse.Namespace) -> int:
     from .verify.launch import verify
     from .verify.options import Options
 
-    out = None if given.json is None else Path(given.json)
+    out = None if given.json is None else user_path(given.json)
     if out and not out.parent.is_dir():
         raise ConfigError(f"--json: no folder {str(out.parent)!r} to write {given.json!r} into")
     if out and out.is_dir():

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError
+from ..base.paths import user_path
 from ..observe.grad_histogram import GradientHistogram
 
 # Okabe and Ito's palette (2008), which is safe for colour-blind readers; black marks skipped steps.
@@ -58,7 +59,8 @@ def read_run(log_dir: str | Path) -> LoggedRun:
     Raises:
         ConfigError: the folder or its ``metrics.jsonl`` does not exist, has no step, or has an invalid line.
     """
-    folder, path = Path(log_dir), Path(log_dir) / "metrics.jsonl"
+    folder = user_path(log_dir)
+    path = folder / "metrics.jsonl"
     if not path.is_file():
         missing = "metrics.jsonl in" if folder.is_dir() else "folder"
         raise ConfigError(f"plot: no {missing} {str(log_dir)!r}; expected the --log-dir of a run")
@@ -102,7 +104,7 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if len({run.name for run in runs}) < len(runs):  # folders with the same name: label them by path
         runs = [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
     figure = draw(runs)
-    path = Path(log_dirs[0]) / "metrics.png" if out is None else Path(out)
+    path = user_path(log_dirs[0]) / "metrics.png" if out is None else user_path(out)
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --out: got {str(path)!r}, expected a name that ends in {' or '.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -250,7 +252,7 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
 def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
     """Plot ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
     check_matplotlib("histogram")
-    draw_histogram(histogram).savefig(out, dpi=150)
+    draw_histogram(histogram).savefig(user_path(out), dpi=150)
 
 
 def draw_histogram(histogram: GradientHistogram) -> Any:

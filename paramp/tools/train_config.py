@@ -11,6 +11,7 @@ import torch
 
 from ..base.coerce import build, keys
 from ..base.errors import ConfigError, key_name, nearest, shown
+from ..base.paths import user_path
 from ..checkpoint.header import Header
 from ..compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ..config.files import load, merge, read_file
@@ -126,7 +127,7 @@ def announce(reporter: Reporter, context: ParallelContext, corpus: Corpus, num_p
     for line in corpus.notes:
         reporter.say(line)
     if context.config.train.log_dir is not None:
-        path = set_aside(Path(context.config.train.log_dir) / "config.json")
+        path = set_aside(user_path(context.config.train.log_dir) / "config.json")
         path.write_text(json.dumps({"config": settings, "run": facts}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...base.errors import ConfigError, nearest
+from ...base.paths import user_path
 from ...distributed.context import current_context
 from .context import ParallelMode
 from .core import global_context
@@ -71,9 +72,10 @@ class DistributedLogger:
         """Write also to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path``, which is made if missing."""
         context = current_context()
         rank = context.rank if context else 0
-        Path(path).mkdir(parents=True, exist_ok=True)
+        folder = user_path(path)
+        folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{rank}.log" if suffix is None else f"rank_{rank}_{suffix}.log"
-        handler = logging.FileHandler(Path(path) / name, mode, encoding="utf-8")
+        handler = logging.FileHandler(folder / name, mode, encoding="utf-8")
         handler.setLevel(_check(level))
         self._add(handler)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...base.dtensor import full_tensor
 from ...base.errors import ConfigError
+from ...base.paths import user_path
 from ...distributed.collectives import broadcast_
 from ...parallel.adapters import adapter_for
 from ..shared_failure import SharedFailure
@@ -24,7 +25,7 @@ def full_state_dict(params: ParamChunks, *, averages: bool = False) -> dict[str,
 
 def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | Path, dtype: torch.dtype | None) -> None:
     """Write the model to a folder, as :meth:`paramp.Engine.save_pretrained` does. A collective of the world."""
-    folder = Path(folder)
+    folder = user_path(folder)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype: got {dtype}, expected a floating-point dtype, such as torch.float32")
     write = adapter_for(params.module).writer()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...base.errors import ConfigError, nearest
+from ...base.paths import user_path
 from ...base.torch_internals import expect
 from ...parallel.batches import Batch
 from ...parallel.huggingface.output import main_output
@@ -32,7 +33,7 @@ def load_attribute(text: str, option: str) -> Any:
     """Import what ``module:attribute`` or ``path/to/file.py:attribute`` names; a ConfigError if it does not exist."""
     check_target(text, option)
     where, _, name = text.rpartition(":")
-    module = _load_file(Path(where), option) if where.endswith(".py") else _import(where, option)
+    module = _load_file(user_path(where), option) if where.endswith(".py") else _import(where, option)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ....base.errors import ConfigError
+from ....base.paths import user_path
 from ...missing import missing
 from ..context import ParallelMode
 from ..core import global_context
@@ -279,7 +279,7 @@ class TensorboardHook(BaseHook):
             raise ConfigError('TensorboardHook: run pip install "paramp[tensorboard]", or leave it out') from None
         self.writer = None
         if ranks is None or global_context.get_local_rank(parallel_mode) in ranks:
-            folder = Path(log_dir) / f"rank_{global_context.get_global_rank()}"
+            folder = user_path(log_dir) / f"rank_{global_context.get_global_rank()}"
             self.writer = SummaryWriter(str(folder))
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
@@ -311,7 +311,7 @@ class SaveCheckpointHook(BaseHook):
     def __init__(self, interval: int = 1, checkpoint_dir: str = "./ckpt", suffix: str = "", priority: int = 10) -> None:
         super().__init__(priority)
         self.interval = interval
-        self.checkpoint_dir = Path(checkpoint_dir)
+        self.checkpoint_dir = user_path(checkpoint_dir)
         self.suffix = suffix
 
     def after_train_epoch(self, trainer: Any) -> None:
@@ -341,7 +341,7 @@ class LoadCheckpointHook(BaseHook):
         priority: int = 0,
     ) -> None:
         super().__init__(priority)
-        self.checkpoint_dir = Path(checkpoint_dir)
+        self.checkpoint_dir = user_path(checkpoint_dir)
         self.epoch = epoch
         self.finetune = finetune
         self.suffix = suffix
