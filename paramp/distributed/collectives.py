@@ -45,8 +45,8 @@ _received = _Received()
 def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
 
-    Two ranks send each other their tensors where that is faster than gloo's ring; the sums have the same bits, and a
-    maximum is NaN where one of the two is.
+    In a group of one nothing is done. Two ranks send each other their tensors where that is faster than gloo's ring;
+    the sums have the same bits, and a maximum is NaN where one of the two is.
 
     Args:
         tensor: plain, dense, any dtype; the same size and dtype on every rank.
@@ -54,6 +54,8 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
     """
     group = group or dist.group.WORLD
     assert group is not None
+    if group.size() == 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
+        return
     if not _is_faster_swapped(tensor, group):
         group.allreduce([tensor], op).wait()
         return

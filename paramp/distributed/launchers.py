@@ -47,8 +47,8 @@ def launch_from_torch(
 
     Args:
         config: a dict, a :class:`~paramp.config.schema.Config`, or a path to a ``.toml`` or ``.py`` file.
-        backend: ``"nccl"``, ``"gloo"``, ... None: that of the process group if there is one; else NCCL if every rank
-            has its own GPU, else gloo, over which ranks may share one.
+        backend: ``"nccl"``, ``"gloo"``, ... None: that of the process group if there is one; else NCCL if every one of
+            several ranks has its own GPU, else gloo, over which ranks may share one.
         device: None: the local rank's GPU (shared if there are fewer GPUs than local ranks), or the CPU without GPUs.
         seed: a value other than the default replaces the configuration's ``seed``.
 
@@ -270,7 +270,7 @@ def _join(
         if backend == "nccl":
             _check_own_gpus(store, device, rank, world_size)
         _init_process_group(store, place, backend, device)
-    if device.type == "cuda" and dist.get_backend() == "gloo":
+    if device.type == "cuda" and world_size > 1 and dist.get_backend() == "gloo":
         gather_dtensors_over_gloo()
     if world_size > 1:
         report_once(_explain)
@@ -327,6 +327,8 @@ def _by_device(backend: str, device: torch.device) -> list[str]:
 
 def _init_process_group(store: Store, place: LauncherRank, backend: str | None, device: torch.device) -> None:
     rank, world_size = place.rank, place.world_size
+    if backend is None and world_size == 1 and dist.is_gloo_available():
+        backend = "gloo"  # nothing is sent, and NCCL's communicator would take seconds and memory
     backend = backend or _agree_on_backend(store, device, rank, world_size)
     if world_size > 1 and "gloo" in backend:
         choose_interface(store, place.host or "localhost", rank, world_size)

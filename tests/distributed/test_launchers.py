@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import TORCHRUN, run, torchrun
+from counting import Collectives
 from pool import on_ranks
 
 import paramp
@@ -29,6 +30,28 @@ def test_a_world_of_one_needs_no_launcher():
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="no parallel context"):
         paramp.get_context()
+
+
+def test_one_process_with_a_gpu_needs_no_nccl(monkeypatch):
+    monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
+    alone = launcher_env.LauncherRank("none", rank=0, world_size=1, local_rank=0)
+    launchers._init_process_group(dist.HashStore(), alone, None, torch.device("cuda", 0))
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("config", [{}, {"precision": "16-mixed", "clip_grad_norm": 1.0}, {"reproducible": True}])
+def test_a_step_of_one_process_makes_no_collective(config):
+    with paramp.launch_from_torch(config):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+        for _ in range(2):
+            with Collectives() as collectives:
+                engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+                engine.step()
+                engine.zero_grad()
+        assert not any(collectives.counts.values()), collectives.counts
 
 
 def test_a_layout_that_needs_more_than_one_process():
