@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import paramp
-from paramp.base.paths import user_path
+from paramp.base.coerce import user_path
 from paramp.checkpoint.header import Header
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.config.training import TrainConfig

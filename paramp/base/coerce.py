@@ -1,15 +1,25 @@
-"""Building dataclasses from plain mappings; every value is checked against the type of its field."""
+"""Values as users write them: paths; dataclasses from plain mappings, each value checked against its field's type."""
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError, key_name, nearest, shown
 
 T = TypeVar("T")
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """``path``, with the home folder in place of a leading ``~`` or ``~name``, as a shell would have it.
+
+    A home folder that is not known leaves the path as it is.
+    """
+    return Path(os.path.expanduser(path))
 
 
 def keys(cls: type) -> list[str]:

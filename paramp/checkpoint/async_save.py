@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ..base.coerce import user_path
 from ..base.errors import CheckpointError
-from ..base.paths import user_path
 from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
-from ..base.paths import user_path
 from .atomic_dir import HEADER, new_folder, publish, unnamed
 from .dcp_storage import rank_file, read_tensor
 from .header import MODEL, StoredSlice, StoredTensor, write_header

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..base.coerce import user_path
 from ..base.errors import CheckpointError
-from ..base.paths import user_path
 from ..distributed.collectives import gather_objects
 from .atomic_dir import HEADER, MANIFEST, Written, lock, parse_manifest, replaced
 from .header import Header, parse_header

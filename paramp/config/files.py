@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..base.coerce import build, convert
+from ..base.coerce import build, convert, user_path
 from ..base.errors import ConfigError, one_line, shown
-from ..base.paths import user_path
 from ..precision.foreign_options import AMP_TYPE
 from ..precision.policy import Precision
 from .schema import Config

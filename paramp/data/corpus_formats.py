@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.coerce import user_path
 from ..base.errors import ConfigError, nearest
-from ..base.paths import user_path
 from .hf_datasets import TOKENS, column_of, is_saved_dataset, load_splits, rows_of_text, tokens_of
 from .text_corpus import Bytes, Encoder, TextFile, find_text, held_out_by_name, read_chunks, text_of, why_not_text
 from .token_files import FileTokens

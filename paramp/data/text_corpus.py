@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.coerce import user_path
 from ..base.errors import ConfigError
-from ..base.paths import user_path
 from .token_sources import Tokens
 
 HELD_OUT_ONE_IN = 20

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..base.coerce import user_path
 from ..base.errors import ConfigError, DataError
-from ..base.paths import user_path
 from .token_sources import Tokens, TokenSource
 
 

@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 
+from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError, require
-from ..base.paths import user_path
 from ..checkpoint.atomic_dir import remove
 from ..checkpoint.open_checkpoint import problem_together
 from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder

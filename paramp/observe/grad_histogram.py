@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.coerce import user_path
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
-from ..base.paths import user_path
 from ..distributed.context import ParallelContext
 from ..optim.flat_params import FlatWeights
 from ..optim.grad_norm import norm_weight

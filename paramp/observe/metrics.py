@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ..base.paths import user_path
+from ..base.coerce import user_path
 
 
 class Metrics:

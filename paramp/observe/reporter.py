@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import torch
 
+from ..base.coerce import user_path
 from ..base.errors import ConfigError
-from ..base.paths import user_path
 from .metrics import Metrics, is_finite, set_aside
 
 TAGS = {

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.paths import user_path
+from ..base.coerce import user_path
 from ..base.spans import STEP, Observer, Recorder, Span
 from ..distributed.axes import ranks_along
 from ..distributed.collectives import gather_objects

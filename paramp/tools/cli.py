@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
-from ..base.paths import user_path
 from .flags import Parser, formatter
 
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.

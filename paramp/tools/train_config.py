@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..base.coerce import build, keys
+from ..base.coerce import build, keys, user_path
 from ..base.errors import ConfigError, key_name, nearest, shown
-from ..base.paths import user_path
 from ..checkpoint.header import Header
 from ..compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ..config.files import load, merge, read_file

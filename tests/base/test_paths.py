@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import paramp
-from paramp.base.paths import user_path
+from paramp.base.coerce import user_path
 from paramp.checkpoint.convert import export_weights, import_weights
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.config.files import read_file

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...base.coerce import user_path
 from ...base.dtensor import full_tensor
 from ...base.errors import ConfigError
-from ...base.paths import user_path
 from ...distributed.collectives import broadcast_
 from ...parallel.adapters import adapter_for
 from ..shared_failure import SharedFailure

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...base.coerce import user_path
 from ...base.errors import ConfigError, nearest
-from ...base.paths import user_path
 from ...base.torch_internals import expect
 from ...parallel.batches import Batch
 from ...parallel.huggingface.output import main_output
