@@ -53,9 +53,9 @@ def _adam(options: Options, step: torch.Tensor) -> Update:
     fixed |= {"beta1": float(options["betas"][0]), "beta2": float(options["betas"][1])}
 
     def update(weight: torch.Tensor, gradient: torch.Tensor, state: State, **scaling: Any) -> None:
+        first, second = [state["exp_avg"]], [state["exp_avg_sq"]]
         most = [state["max_exp_avg_sq"]] if options["amsgrad"] else []
-        moments = [state["exp_avg"]], [state["exp_avg_sq"]], most
-        kernel([weight], [gradient], *moments, [step], **fixed, **scaling)
+        kernel([weight], [gradient], first, second, most, [step], **fixed, **scaling)
 
     return update
 

@@ -185,6 +185,9 @@ def test_every_change_of_a_weight_is_followed_without_a_warning(uncompiled, monk
             with contextlib.nullcontext() if agreeing or step else pytest.warns(UserWarning, match="compile: "):
                 engine.step()
             engine.zero_grad()
+        engine.module.weight.data.fill_(0.375)  # which a sample would see
+        engine.forward_backward(torch.ones(1, 200), torch.ones(1, 200))
+        engine.step()
         followed = engine.full_state_dict()["weight"].view(-1)[20_000:20_003]
         torch.testing.assert_close(followed, torch.full((3,), 0.375), rtol=2.0**-10, atol=2.0**-11)
 
