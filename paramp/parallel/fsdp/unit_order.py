@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ...distributed.axes import ranks_along
 from ...distributed.collectives import all_gather_single, gather_objects, reduce_scatter_single
@@ -57,7 +58,7 @@ class UnitOrder:
         self._runs_alone = dist.get_backend() == "fake"  # only this rank runs
         serial = gather_objects(next(_serials), context.batch_axis.group)[0]
         key = f"paramp/units/{context.serial}/{serial}/{self._ranks[0]}"
-        self._store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(key, dist.distributed_c10d._get_default_store())
         self._names: list[str] = []
         self._known: dict[int, int] = {}  # what follows each place: a collective, or FORK
         self._place = 0  # a hash of the collectives since the beginning of the batch
