@@ -38,9 +38,13 @@ class Documented(NamedTuple):
 
 DOCUMENTED: list[Documented] = [
     Documented(("FirstBatches.check",), "docs/troubleshooting.md", "the first three batches"),
+    Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
+    Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
+    Documented(("SharedScale.step",), "docs/scaler.md", "Inside Fabric, the Trainers and Accelerate it always does"),
+    Documented(("Replicas.check",), "docs/replicas.md", "reads the result: one synchronisation"),
 ]
-PENDING = ("LossWindow.mean",)
-"""Functions that wait although no page says so: under a pipeline ``forward_backward`` waits for the loss."""
+PENDING = ("LossWindow.mean", "clip_grad_norm_")
+"""Functions that wait although no page says so: ``forward_backward`` under a pipeline, for the loss; clipping alone."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,9 +68,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sums": {"criterion": "sum and count"},
     "no loss": {"loop": "without the loss"},
     "pinned batches": {"batches": "pinned"},
+    "own step": {"optimizer": "foreach"},
+    "matrices": {"optimizer": "matrices"},
+    "replicas": {"check_replicas_every": 1},
+    "scaler": {"program": "scaler"},
+    "scaler, fused": {"program": "scaler", "optimizer": "fused"},
+    "fabric": {"program": "fabric", "optimizer": "fused"},
+    "accelerate": {"program": "accelerate", "optimizer": "fused"},
 }
 """What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to what :mod:`gpu_ways` does with it."""
-OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches")
+OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches", "program")
 WITHOUT_PIPELINE = {"own loop"}
 
 
@@ -89,6 +100,8 @@ class Cell(NamedTuple):
         paramp.Config(**config)
         if "pipeline" in parallel and self.feature in WITHOUT_PIPELINE:
             raise ConfigError("not in a pipeline")
+        if "program" in added and (self.layout != "1" or self.mode != "16-mixed"):
+            raise ConfigError("not in an engine")
         return {"size": size, "config": config, **{key: added[key] for key in OTHER_KEYS if key in added}}
 
     def is_one(self) -> bool:

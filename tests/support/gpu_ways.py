@@ -56,7 +56,29 @@ def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     return [adamw(matrices), sgd(vectors)]
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "two": two_optimizers}
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
+
+
+def matrices(parameters: Any) -> list[torch.optim.Optimizer]:
+    wide, narrow = [], []
+    for parameter in parameters:
+        (wide if parameter.ndim == 2 else narrow).append(parameter)
+    return [torch.optim.Muon(wide, lr=1e-2), adamw(narrow)]
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "two": two_optimizers,
+    "foreach": foreach,
+    "fused": fused,
+    "matrices": matrices,
+}
 
 
 def sum_and_count(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -85,6 +107,62 @@ LOOPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
+# -------------------------------------------------------------------------------------------- without the engine
+#
+# Hosts do not clip: what paramp gives their clipping is a subclass of tensors, which a fake tensor cannot become.
+
+
+def scaler(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
+    """A loop of one's own with the parts that stand alone."""
+    scaler = paramp.DistributedGradScaler()
+
+    def step(x: torch.Tensor) -> None:
+        with torch.autocast("cuda", torch.float16):
+            loss = GPT.loss(model(x), x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        paramp.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fabric(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
+    from lightning.fabric import Fabric
+
+    host = Fabric(accelerator="cuda", devices=1, plugins=[paramp.FabricPrecision("16-mixed")])
+    host.launch()
+    model, optimizer = host.setup(model, optimizer, move_to_device=False)
+
+    def step(x: torch.Tensor) -> None:
+        host.backward(GPT.loss(model(x), x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerate(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
+    from accelerate import Accelerator
+
+    from paramp.integrations.accelerate import adopt
+
+    host = adopt(Accelerator(mixed_precision="fp16", device_placement=False))
+    model, optimizer = host.prepare(model, optimizer)
+
+    def step(x: torch.Tensor) -> None:
+        host.backward(GPT.loss(model(x), x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+PROGRAMS = {"scaler": scaler, "fabric": fabric, "accelerate": accelerate}
+
+
 def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
     """Three steps of ``cell`` on ``rank``, which leave in ``waits`` what the host waited for in the last one."""
     config = paramp.Config(**{"clip_grad_norm": 1.0, "hang_timeout": None} | cell["config"])
@@ -96,8 +174,16 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
         paramp.launch(config, rank, cell["size"], "localhost", 1, device="cuda") as context,
         fake_cuda.Device(),
     ):
-        model = GPT(GPTConfig(**SHAPE | cell.get("model", {})))
+        with torch.device("cuda" if "program" in cell else "cpu"):
+            model = GPT(GPTConfig(**SHAPE | cell.get("model", {})))
         optimizer = OPTIMIZERS[cell.get("optimizer", "adamw")](model.parameters())
+        if "program" in cell:
+            step = PROGRAMS[cell["program"]](model, optimizer)
+            for _ in range(STEPS):
+                x = torch.randint(0, 64, (8, 16)).cuda()
+                waits.begin_step()
+                step(x)
+            return
         engine, *_ = paramp.initialize(model, optimizer, CRITERIA[cell.get("criterion", "mean")])
         for _ in range(STEPS):
             x = torch.randint(0, 64, (8, 16))
