@@ -7,7 +7,7 @@ mixes devices raises.
 
 What it cannot show: values, kernels, streams and their races, the order of collectives.
 
-It is known to work with torch 2.13 and 2.15.
+It is known to work with torch 2.13.
 """
 
 from __future__ import annotations
