@@ -21,7 +21,7 @@ OLDEST, NEWEST = "2.11", "2.15"
 """The versions of torch between which, both included, the tests have run (docs/versions.md)."""
 TESTED_HOSTS = {
     "accelerate": "1.15",
-    "datasets": "5.0",
+    "datasets": "4.7",
     "lightning": "2.6",
     "torchtitan": "0.3",
     "transformers": "5.23",

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
 from ..base.spans import span
-from ..base.torch_internals import expect, warn_if_untested
+from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from .collectives import gather_dtensors_over_gloo
 from .failures import Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
@@ -39,8 +39,6 @@ from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
 from .mesh_roles import BATCH, ROLES, Role, read_mesh
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
-
-expect("torch.distributed.distributed_c10d")
 
 SECONDS_FOR_THREADS = 0.2
 """The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its

@@ -32,6 +32,16 @@ class LauncherRank:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
 
+    @property
+    def agent_listens(self) -> bool:
+        """Whether torchrun's agent hosts the store, which then outlives the ranks."""
+        return has_agent() and self.launcher == "torchrun"
+
+
+def has_agent() -> bool:
+    """Whether torchrun's agent started this process, and hosts a store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

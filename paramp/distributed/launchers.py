@@ -4,7 +4,6 @@ Each function returns a :class:`~paramp.distributed.context.ParallelContext`. Al
 process group is made, so a mistake is an error on every rank and never a hang.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext, current_context, required_context
 from .failures import report_once
 from .heartbeat import Heartbeat
-from .launcher_env import LauncherRank, find_place, group_place, mpi_place, slurm_place, torchrun_place
+from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
 from .reproducible.cublas import choose_workspace
@@ -222,7 +221,7 @@ def _heartbeat_of_world(timeout: float, end_after: int | None) -> Heartbeat:
     """One for the process group that exists, in its store."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
-    host = "the file system" if not store.has_extended_api() else "the launcher" if _has_agent() else ""  # type: ignore[attr-defined]
+    host = "the file system" if not store.has_extended_api() else "the launcher" if has_agent() else ""  # type: ignore[attr-defined]
     heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, timeout, end_after=end_after, host=host)
     agree(store, "heartbeat", "", rank, world_size, lambda _: "made")
     return heartbeat
@@ -340,7 +339,7 @@ def _init_process_group(store: Store, place: LauncherRank, backend: str | None, 
 def _make_heartbeat(config: Config, store: Store, place: LauncherRank) -> Heartbeat | None:
     if place.world_size == 1 or config.hang_timeout is None:
         return None
-    store, host = PrefixStore("heartbeat", store), "the launcher" if _agent_listens(place) else ""
+    store, host = PrefixStore("heartbeat", store), "the launcher" if place.agent_listens else ""
     return Heartbeat(
         store, place.rank, place.world_size, config.hang_timeout, end_after=config.hang_end_after, host=host
     )
@@ -356,18 +355,9 @@ def _shared_store(place: LauncherRank) -> Store:
         return HashStore()
     key = (place.host, place.port, place.rank)
     if key not in _stores:
-        listens = place.rank == 0 and not _agent_listens(place)
+        listens = place.rank == 0 and not place.agent_listens
         _stores[key] = host_store(place.port) if listens else join_store(place.host, place.port)
     return _stores[key]
-
-
-def _agent_listens(place: LauncherRank) -> bool:
-    """Whether torchrun's agent hosts the store, which then outlives the ranks."""
-    return _has_agent() and place.launcher == "torchrun"
-
-
-def _has_agent() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: int) -> str:

@@ -141,8 +141,7 @@ class BatchRunner:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
         totals = losses.no_losses() if forward_only and return_loss else None
         seen: Seen | None = [] if return_output_label else None
-        phase = self._context.phase("evaluation" if forward_only else BATCH)
-        with phase, torch.set_grad_enabled(not forward_only):
+        with self._context.phase("evaluation" if forward_only else BATCH), torch.set_grad_enabled(not forward_only):
             self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
         shown: tuple[Any, Any] = (None, None)
         try:
@@ -151,8 +150,7 @@ class BatchRunner:
             self._failure.record(error)
         if not return_loss:
             self._failure.agree(self._failure.take())
-        mean = losses.mean(totals) if return_loss else None
-        return *shown, mean
+        return *shown, losses.mean(totals) if return_loss else None
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.

@@ -115,11 +115,10 @@ class Engine:
             The true loss, 0-dim float32, equal on every rank: unscaled, the mean over the window so far.
 
         Raises:
-            ValueError: the batch does not divide into the microbatches, or there is neither a criterion nor a ``loss``
-                in the model's output.
-            Exception: of the model or the criterion; on every rank, by this call or, without ``return_loss``, by the
-                next that returns a loss or steps; on a GPU by the call of :meth:`step` after that step, which is not
-                made. :meth:`zero_grad` drops the window.
+            ValueError: the batch does not divide into microbatches; there is no criterion and no ``loss`` in the output.
+            Exception: of the model or the criterion, on every rank: by this call or, without ``return_loss``, by the
+                next that returns a loss or steps; on a GPU by the :meth:`step` after that step, which is not made.
+                :meth:`zero_grad` drops the window.
         """
         with self.context.phase(BATCH):
             self._runner.run(inputs, target, backward=True)
@@ -151,10 +150,7 @@ class Engine:
         return self._runner.run_next(data_iter, forward_only, return_loss, return_output_label)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in fp32, for the loop ``output = engine(x)``; with a pipeline, in evaluation only.
-
-        In training, an output that the plan leaves sharded is a DTensor, for :meth:`criterion`.
-        """
+        """The model's output in fp32; with a pipeline in evaluation only. In training a sharded one is a DTensor."""
         return self._runner.output(*args, **kwargs)
 
     def __repr__(self) -> str:

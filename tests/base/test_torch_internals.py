@@ -23,7 +23,7 @@ DOTTED = {f"{row.owner}.{name}" for row in internals.INVENTORY for name in row.n
 OWNERS = {row.owner for row in internals.INVENTORY}
 MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
 """The short names under which files import torch's modules."""
-PUBLIC = {"_asdict", "_replace", "_fields", "_exit"}
+PUBLIC = {"_asdict", "_replace", "_fields", "_exit", "_current_frames"}
 """Documented by Python in spite of their underscores."""
 GIVEN = {
     *("_amp_stash", "_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_overflow", "_probe"),
