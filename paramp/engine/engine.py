@@ -115,7 +115,7 @@ class Engine:
             The true loss, 0-dim float32, equal on every rank: unscaled, the mean over the window so far.
 
         Raises:
-            ValueError: the batch does not divide into microbatches; there is no criterion and no ``loss`` in the output.
+            ValueError: the batch does not divide into microbatches; neither a criterion nor a ``loss`` in the output.
             Exception: of the model or the criterion, on every rank: by this call or, without ``return_loss``, by the
                 next that returns a loss or steps; on a GPU by the :meth:`step` after that step, which is not made.
                 :meth:`zero_grad` drops the window.
