@@ -11,6 +11,7 @@ import paramp
 from paramp.base.dtensor import local
 from paramp.optim import master_storage
 from paramp.optim.changes.in_place import RUN, ChangedWeights
+from paramp.optim.matrices.step import MatrixStep
 from paramp.optim.param_buffer import ALIGNMENT
 
 RATE = 2.0**-12
@@ -309,17 +310,18 @@ def test_what_one_rank_has_found_every_rank_follows(world):
         assert engine.check_replicas() == []
 
 
-def test_a_step_with_the_optimizers_whole_matrices_follows_what_is_counted(comparisons):
-    """One process has no exchange; the reference is Muon on the edited fp32 weight."""
-    with paramp.launch_from_torch(HALF):
+@on_ranks(2)
+def test_a_step_of_whole_matrices_follows_what_is_counted(world):
+    with paramp.launch_from_torch(HALF | LAYOUTS["tensor"]):
         torch.manual_seed(3)
-        model = nn.Linear(8, 8, bias=False)
-        engine, *_ = paramp.initialize(model, torch.optim.Muon(model.parameters(), lr=RATE), loss)
-        for _ in range(2):
-            step(engine)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
+        linear, norm = model
+        optimizers = [torch.optim.Muon([linear.weight], lr=RATE), torch.optim.SGD(norm.parameters(), lr=RATE)]
+        engine, *_ = paramp.initialize(model, optimizers, loss, plan={"0": "colwise_gather"})
+        assert isinstance(engine._optimizer_step.updates[0], MatrixStep)
+        step_on(engine)
         with torch.no_grad():
-            engine.module.weight.fill_(0.375)
-        comparisons.clear()
-        step(engine)
-        assert comparisons
-        assert (engine.full_state_dict()["weight"] - 0.375).abs().max() < 0.01
+            engine.module[0].weight.fill_(0.375)
+        step_on(engine)
+        assert (engine.full_state_dict()["0.weight"] - 0.375).abs().max() < 0.01
+        assert not engine._weights.changes.due
