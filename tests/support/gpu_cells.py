@@ -125,6 +125,7 @@ PART = [
     Cell("bf16-true", "1", "stochastic rounding"),
     Cell("O2", "dp2 + zero1", "bf16 state"),
     Cell("bf16-naive", "dp2", "accumulation"),
+    Cell("32-true", "1", "sums"),
     Cell("bf16-mixed", "pp2", "pinned batches"),
 ]
 """The cells of ``make test``."""
