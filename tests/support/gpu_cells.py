@@ -43,9 +43,6 @@ DOCUMENTED: list[Documented] = [
     Documented(("SharedScale.step",), "docs/scaler.md", "Inside Fabric, the Trainers and Accelerate it always does"),
     Documented(("Replicas.check",), "docs/replicas.md", "reads the result: one synchronisation"),
 ]
-PENDING = ("LossWindow.mean", "clip_grad_norm_")
-"""Functions that wait although no page says so: ``forward_backward`` under a pipeline, for the loss; clipping alone."""
-
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"activation_checkpointing": "full"},
@@ -210,7 +207,7 @@ def ask(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
 
 def problems(result: dict[str, Any]) -> list[str]:
     """What is wrong in the outcome of a cell: on which rank, what the host waits for and where, or the error."""
-    allowed = {name for row in DOCUMENTED for name in row.functions} | set(PENDING)
+    allowed = {name for row in DOCUMENTED for name in row.functions}
     found = []
     for rank, of_rank in result["ranks"].items():
         if of_rank["error"] is not None:
