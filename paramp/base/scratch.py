@@ -14,12 +14,12 @@ STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}
 On a CPU few enough to stay in the cache between the passes over them, and so many that some microseconds of Python for
 each pass do not count. On a GPU, where a launch costs some 5 us, mostly a whole buffer, of 2**25 elements and more: a
 pass over 2**26 fp32 elements takes an H200, with 4.8 TB/s, some 100 us, one over 2**23 only 14 us. Each fp32 temporary
-then takes 256 MiB, at a time when there are no activations. Computed, not measured: no GPU was at hand.
+then takes 256 MiB, at a time when there are no activations. Computed, not measured.
 """
 SQUARES_BLOCK = {"cpu": 2**16, "cuda": 2**25}
 """Elements of a block of exact squares (:mod:`paramp.optim.reproducible.squares`), which has three fp64 temporaries.
 
-15 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
+Some 16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
 """
 KEPT = STEP_BLOCK["cpu"]
 """Elements. Longer temporaries are not kept."""

@@ -9,8 +9,8 @@ All gradients that are added up need the same unit, and it has to be known befor
 counts of the first microbatch of a window, their mean over the data ranks, and those of the window before::
 
     a window has one microbatch on each data rank     the unit is its mean count
-    more, and the first one's mean count is between   the larger of that and the mean count of the window before, so
-    1/64 of the last window's and more                that a short first microbatch changes nothing
+    more, and the first one's mean count is 1/64 of   the larger of that and the mean count of the window before, so
+    the last window's or more                         that a short first microbatch changes nothing
     more, and it is less than 1/64                    its mean count
 
 Everything is computed on the device. Only the last stage knows counts; the others see their ratio to the unit.
@@ -50,7 +50,7 @@ class CountUnit:
         """The unit for the counts of the last window that had any; 0: none had."""
         self._chosen = False
         self._agrees: bool | None = None
-        """Whether data ranks agree on a unit in this window, once they know; that windows before had counts."""
+        """Whether windows before had counts, so that data ranks agree on a unit in this one; None: not known yet."""
         self._counted: bool | None = None
         """Whether the window has counts; None: it has no loss yet."""
         self._last: bool | None = None

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class UnitOrder:
             if len({*posted.values()}) > 1 and self._shards <= posted.keys():
                 self._fail(posted, expected if leaves else None)
             if leaves and now - began > limit:
-                self._broken = self._describe_alone(tag, expected or END, posted, limit)
+                self._broken = self._describe_alone(tag, cast(int, expected), posted, limit)
                 raise RuntimeError(self._broken)
         self._last = tag
 
