@@ -19,7 +19,7 @@ then takes 256 MiB, at a time when there are no activations. Computed, not measu
 SQUARES_BLOCK = {"cpu": 2**16, "cuda": 2**25}
 """Elements of a block of exact squares (:mod:`paramp.optim.reproducible.squares`), which has three fp64 temporaries.
 
-Some 16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
+16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
 """
 KEPT = STEP_BLOCK["cpu"]
 """Elements. Longer temporaries are not kept."""

@@ -4,8 +4,8 @@ Each of these ranks computes a part of the same forward: a shard of each layer, 
 different batches, the parts do not belong together, and training goes wrong without an error. So the first batches of
 an engine are compared, by a hash of their bits (:mod:`paramp.observe.bit_hash`), before they run.
 
-Of a later batch only shapes, dtypes and values that are no tensors are compared. A rank with other ones would wait in other collectives than the
-rest, so no collective can find it, and none should wait for it:
+Of a later batch only shapes, dtypes and values that are no tensors are compared. A rank with other ones would wait in
+other collectives than the rest, so no collective can find it, and none should wait for it:
 
     each rank, before a batch    writes its number and kinds to the store; then reads its two neighbours' in the group
     of two that differ           the one that comes second finds what the first has written, and raises
