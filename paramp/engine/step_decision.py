@@ -49,8 +49,6 @@ class StepDecision:
     """Parameters for which no data rank has a gradient; they are not stepped."""
     mean_count: torch.Tensor
     """0-dim float64: of all microbatches, in the window's unit; 0 or NaN if they have no counts."""
-    num_changed: torch.Tensor
-    """0-dim float64: the number of ranks that found weights changed in place."""
     values: torch.Tensor
     """1-dim float64: loss scale, 0 (stepped), 1 (overflow) or 2 (skipped), norm, number of zeros, mean loss."""
 
@@ -65,7 +63,7 @@ def decide_step(
     changed: torch.Tensor,
     first_names: Mapping[str, str],
     context: ParallelContext,
-) -> StepDecision:
+) -> tuple[StepDecision, torch.Tensor]:
     """Decide with all ranks on the step with ``gradients``; a collective of the world.
 
     Args:
@@ -76,6 +74,9 @@ def decide_step(
         mean_factor: the factor for gradients of means: more than 1 if the window was shortened.
         changed: 1-dim float64, from :meth:`~paramp.optim.changes.in_place.ChangedWeights.look`.
         first_names: for each name in the whole model the first name of the same parameter, which may be tied.
+
+    Returns:
+        The decision, and the number of ranks that found weights changed, 0-dim float64.
     """
     # Ranks with other parts of the batch or of the model may have gradients for other parameters.
     differ = context.batch_axis.size * context.stage_axis.size > 1
@@ -84,10 +85,10 @@ def decide_step(
     if context.world_size > 1:
         all_reduce_(control)
     absent = _absent(gradients, first_names, control[NUM_SUMS:-1] if differ else None)
-    arguments = window_size, mean_factor, context.config.clip_grad_norm, absent, control[-1]
+    arguments = window_size, mean_factor, context.config.clip_grad_norm, absent
     if context.device.type == "cpu":
-        return _decide_on_host(control[:NUM_SUMS].tolist(), scale.item(), *arguments)
-    return _decide_on_device(control[:NUM_SUMS], scale, *arguments)
+        return _decide_on_host(control[:NUM_SUMS].tolist(), scale.item(), *arguments), control[-1]
+    return _decide_on_device(control[:NUM_SUMS], scale, *arguments), control[-1]
 
 
 NUM_SUMS = 8
@@ -101,7 +102,6 @@ def _decide_on_device(
     mean_factor: float,
     max_norm: float | None,
     absent: list[FlatParam],
-    num_changed: torch.Tensor,
 ) -> StepDecision:
     """The decision from the sums over the world, 1-dim float64, without a value that the host would wait for."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums.unbind()
@@ -117,7 +117,7 @@ def _decide_on_device(
         factor = factor * clip_coefficient(norm, max_norm)
     divisor = scale / torch.where(overflow, 1.0, factor)
     values = torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight])
-    return StepDecision(overflow, skip, num_failed, divisor, absent, count / num_losses, num_changed, values)
+    return StepDecision(overflow, skip, num_failed, divisor, absent, count / num_losses, values)
 
 
 def _decide_on_host(
@@ -127,7 +127,6 @@ def _decide_on_host(
     mean_factor: float,
     max_norm: float | None,
     absent: list[FlatParam],
-    num_changed: torch.Tensor,
 ) -> StepDecision:
     """:func:`_decide_on_device` in Python's numbers: on a CPU, a third of the time of torch's operations on them."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums
@@ -143,7 +142,7 @@ def _decide_on_host(
     numbers = [scale, kind, norm, zeros, _quotient(loss, weight), num_failed, divisor, _quotient(count, num_losses)]
     values = torch.tensor(numbers, dtype=torch.float64)
     overflows, skips = torch.tensor([overflow, skip])
-    return StepDecision(overflows, skips, values[5], values[6], absent, values[7], num_changed, values[:5])
+    return StepDecision(overflows, skips, values[5], values[6], absent, values[7], values[:5])
 
 
 def _quotient(dividend: float, divisor: float) -> float:
@@ -232,10 +231,10 @@ class OptimizerStep:
         found_inf = losses.gradients.complete()
         window = losses.findings(), losses.size, losses.mean_factor
         given = *window, self._changes.look(), self._first_names, self._context
-        decision = decide_step(found_inf, scale, losses.gradients.flat, *given)
+        decision, num_changed = decide_step(found_inf, scale, losses.gradients.flat, *given)
         losses.failure.publish(decision.num_failed)
         losses.unit.follow(decision.mean_count)
-        self._changes.agree(decision.num_changed)
+        self._changes.agree(num_changed)
         if self._averages is not None:
             self._averages.begin()
         for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):

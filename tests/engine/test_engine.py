@@ -728,7 +728,7 @@ def test_torchs_profiler_sees_stages_and_microbatches(world):
                 if context.tp.size > 1:
                     engine.backward(engine.criterion(engine(x), x))
             names = {event.key for event in profiler.key_averages() if event.key.startswith("paramp")}
-            place, expected = context.pp.rank, {"paramp step", "paramp evaluation"}
+            place, expected = context.pp.rank, {"paramp batch", "paramp step", "paramp evaluation"}
             for microbatch in range(2 // context.tp.size):
                 kinds = ["forward", "backward"] + ["loss"] * context.is_last_stage
                 expected |= {f"paramp {kind} (stage {place}, microbatch {microbatch})" for kind in kinds}
