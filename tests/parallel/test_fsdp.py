@@ -137,7 +137,7 @@ def test_models_that_data_ranks_cannot_train_together_are_refused(world):
 @on_ranks(2)
 def test_a_scripted_module_is_refused_by_name(world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         model[1] = torch.jit.script(model[1])
     found = pytest.raises(paramp.ConfigError, match=r"model: '1' is a module of torch.jit, expected a plain one")
     with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}), found:
