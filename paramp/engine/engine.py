@@ -82,6 +82,7 @@ class Engine:
         self._failure = SharedFailure(context)
         gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
         losses = self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
+        losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         self._counters = StepCounters(device)
         chunks = chunk_run(stages, params, losses, self._counters, self.observers)
         self._runner = BatchRunner(

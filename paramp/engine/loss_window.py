@@ -137,6 +137,7 @@ class StepGradients:
         found_inf = self._overflow.clone()
         self._overflow.zero_()
         try:
+            self.flat.before_batch()  # parameters may have been replaced since the backward
             self.flat.check()
         except RuntimeError as error:
             self._failure.record(error)

@@ -9,7 +9,7 @@ A stage computes in the mode's precision and exchanges hidden states with its ne
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -120,6 +120,11 @@ class Stages(nn.Module):
     def used_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor that modules compute with in a batch in place of ``parameter``, of which this rank has a shard."""
         return parameter if self._units is None else self._units.gathered(parameter)
+
+    @property
+    def sum_for_loss_(self) -> Callable[[torch.Tensor], None] | None:
+        """Sums over data ranks between a forward and its backward, in the order of FSDP2's units; None without them."""
+        return None if self._units is None else self._units.sum_for_loss_
 
     def __iter__(self) -> Iterator[Stage]:
         return (cast(Stage, stage) for stage in self.stages)

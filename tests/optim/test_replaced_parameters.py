@@ -84,6 +84,23 @@ def test_new_parameters_are_trained_from_their_values(replace, loop):
         torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["32-true", NAIVE], ids=str)
+def test_new_parameters_between_backward_and_step_are_stepped(precision):
+    """With the gradients of the old values."""
+    x = torch.ones(3, 4)
+    with paramp.launch_from_torch({"precision": precision}, device="cpu"):
+        model = net()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss)
+        engine.forward_backward(x, x)
+        gradients = {name: one.grad.float() / 4.0 ** (precision is NAIVE) for name, one in model.named_parameters()}
+        gradients = {name: one.clone() for name, one in gradients.items()}
+        assign(model)
+        expected = {name: one.detach().float() - 0.5 * gradients[name] for name, one in model.named_parameters()}
+        assert engine.step().stepped
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
+
+
 @on_ranks(2)
 def test_with_masters_zero_and_pipelines(world):
     for precision, masters in ((NAIVE, "full"), ({"mode": "bf16-naive"}, "remainder")):

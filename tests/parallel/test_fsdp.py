@@ -139,9 +139,10 @@ def test_a_scripted_module_is_refused_by_name(world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         model[1] = torch.jit.script(model[1])
-    found = pytest.raises(paramp.ConfigError, match=r"model: '1' is a module of torch.jit, expected a plain one")
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}), found:
-        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+    for config in ({"parallel": {"data": {"shard": 2}}}, {"precision": "bf16-naive"}, {"precision": "16-true"}):
+        found = pytest.raises(paramp.ConfigError, match=r"model: '1' is a module of torch.jit, expected a plain one")
+        with paramp.launch_from_torch(config), found:
+            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
 
 
 @on_ranks(4)

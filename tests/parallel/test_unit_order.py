@@ -33,17 +33,21 @@ class Blocks(nn.Module):
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
 
 
+def squares_and_count(output, target):
+    return nn.functional.mse_loss(output, target, reduction="sum"), torch.tensor(target.numel())
+
+
 class Trained:
     """An engine on shards, and plain training in one process beside it."""
 
-    def __init__(self, context):
+    def __init__(self, context, criterion=nn.functional.mse_loss):
         torch.manual_seed(0)
         model = Blocks()
         self.rank = context.batch_axis.rank
         self.part = [one.chunk(context.batch_axis.size)[self.rank] for one in (X, Y)]
         self.plain = copy.deepcopy(model)
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
-        self.engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        self.engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion)
 
     def step(self, order=(0, 1, 2, 3)):
         """A step on every rank, on equal blocks, and the plain one."""
@@ -92,6 +96,22 @@ def test_a_block_that_one_rank_skips(world, known):
                 found = f"'blocks.{skipped}' runs on rank 0 (pp 0, dp_replicate 0, dp_shard 0, tp 0), but is skipped"
                 assert f"{found} on rank 1" in error
                 assert "run the same blocks on every data rank" in error
+        trained.step()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first batch", "known order"])
+@on_ranks(2)
+def test_the_last_block_before_a_loss_with_a_count(world, known):
+    """The data ranks add up counts between the forward and the backward."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        trained = Trained(context, squares_and_count)
+        if known:
+            trained.step()
+        error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2])
+        assert "'blocks.3' runs on rank 0 (pp 0, dp_replicate 0, dp_shard 0, tp 0), but is skipped on rank 1" in error
+        assert "which is at the loss" in error
+        error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3])
+        assert "'blocks.3' runs on rank 1 (pp 0, dp_replicate 0, dp_shard 1, tp 0), but is skipped on rank 0" in error
         trained.step()
 
 

@@ -19,6 +19,8 @@ Everything is computed on the device. Only the last stage knows counts; the othe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -57,6 +59,8 @@ class CountUnit:
         """The same of the window before, if no rank failed."""
         self._invalid = torch.zeros(2, dtype=torch.float64, device=self._device)
         """1 and the last invalid count, or zeros."""
+        self.sum_over_data_: Callable[[torch.Tensor], object] = partial(all_reduce_, group=context.batch_axis.group)
+        """FSDP2's units, whose order this collective is a part of, have another one."""
         failure.find_late = self._after_failure
 
     def restart(self) -> None:
@@ -99,7 +103,7 @@ class CountUnit:
             first[0] = count / num_first
             first[1] = 1.0
         if agrees:
-            all_reduce_(first, axis.group)
+            self.sum_over_data_(first)
             if self._device.type == "cpu" and self._agrees is None:
                 self._agrees = bool(first[1])
         self.value = _unit_of(first[0], self._usual, SPREAD if size > num_first else 1.0)

@@ -25,14 +25,19 @@ def check_embeddings(model: nn.Module, context: ParallelContext) -> None:
 
 
 def check_scripted(model: nn.Module, context: ParallelContext) -> None:
-    """Raise a ConfigError for a submodule with parameters whose code FSDP2 cannot change: its parameters are fixed."""
-    for name, module in model.named_modules() if context.config.parallel.shard > 1 else ():
+    """Raise a ConfigError for a module of torch.jit with parameters, where the mode or FSDP2 has to replace them."""
+    if context.config.parallel.shard > 1:
+        reason = f"parallel.data.shard is {context.config.parallel.shard}"
+    elif context.config.precision.weights.itemsize < 4:
+        reason = f"{context.config.precision.name!r} stores weights in half precision"
+    else:
+        return
+    for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ConfigError(
-                f"model: {name or 'the model'!r} is a module of torch.jit, expected a plain one, because "
-                f"parallel.data.shard is {context.config.parallel.shard} and fully_shard cannot replace the parameters "
-                "of compiled code; pass the module without torch.jit.script or torch.jit.trace, and compile it by "
-                "compile=True"
+                f"model: {name or 'the model'!r} is a module of torch.jit, expected a plain one, because {reason}, and "
+                "the parameters of its compiled code cannot be replaced; pass the module without torch.jit.script or "
+                "torch.jit.trace, and compile it by compile=True"
             )
 
 

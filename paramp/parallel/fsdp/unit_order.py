@@ -38,6 +38,8 @@ END = -1
 """In place of a collective: the end of a batch."""
 FORK = -2
 """In place of the next collective: the known orders part here."""
+LOSS = -3
+"""A sum over the data ranks between a forward and its backward, for the loss."""
 SECONDS_BETWEEN_QUESTIONS = 0.5
 """A rank that waits so long for a collective asks whether another one has left the known orders."""
 MAX_KNOWN = 2**16
@@ -67,6 +69,7 @@ class UnitOrder:
         self._last = END  # what the ranks agreed on in the last post
         self._repeat: dict[int, Callable[[], Any]] = {}
         self._broken = ""
+        self._failed = False  # in this batch ranks differed, and each of them has raised
 
     def follow(self, unit: Any, name: str) -> None:
         """Check each collective of ``unit``, one of FSDP2's, which ``name`` names in errors."""
@@ -80,6 +83,7 @@ class UnitOrder:
         self._place = int(backward)
         self._num_batches += 1
         self._num_collectives = 0
+        self._failed = False
 
     def check(self, tag: int) -> None:
         """Check that every data rank runs the collective ``tag`` next, or is at the END of its batch.
@@ -91,13 +95,17 @@ class UnitOrder:
             return
         if self._broken:
             raise RuntimeError(self._broken)
-        expected = self._known.get(self._place)
-        if expected != tag:
+        # Some batches have a sum for the loss and others not, on all ranks alike: it does not part known orders.
+        place = hash((self._place, tag)) if tag == LOSS else self._place
+        known = self._known.get(place)
+        expected = self._known.get(self._place) if known is None else known
+        if known != tag:
             self._agree(tag, expected)
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[self._place] = tag if expected is None else FORK
-        self._place = hash((self._place, tag))
+            self._known[place] = tag if known is None else FORK
+        if tag != LOSS:
+            self._place = hash((self._place, tag))
         self._num_collectives += 1
 
     def run(self, tag: int, call: Callable[..., Any], output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
@@ -110,6 +118,16 @@ class UnitOrder:
         self._repeat[tag] = lambda: call(*(torch.zeros(size, dtype=dtype) for size in sizes), **options)
         self._wait(call(output, given, async_op=True, **options), tag)
         return None
+
+    def sum_for_loss_(self, values: torch.Tensor) -> None:
+        """Sum ``values`` over the data ranks, in place: a collective between a forward and its backward.
+
+        Nothing in a batch that has failed because ranks differ: the others do not come to it any more.
+        """
+        if self._failed or self._broken:
+            return
+        group = self._context.batch_axis.group
+        self.run(LOSS, lambda output, _, **options: dist.all_reduce(output, group=group, **options), values, values)
 
     # ---------------------------------------------------------------------------------------------------- agreements
 
@@ -131,7 +149,8 @@ class UnitOrder:
             asked = now
             posted = self._posted(number)
             if len({*posted.values()}) > 1 and self._shards <= posted.keys():
-                self._fail(posted, expected if leaves else None)
+                others = {*posted.values()} - {tag}  # they wait in what they have posted
+                self._fail(posted, (others.pop() if len(others) == 1 else expected) if leaves else None)
             if leaves and now - began > limit:
                 self._broken = self._describe_alone(tag, cast(int, expected), posted, limit)
                 raise RuntimeError(self._broken)
@@ -179,6 +198,7 @@ class UnitOrder:
     def _fail(self, posted: Mapping[int, int], awaited: int | None) -> NoReturn:
         """Raise because of what ranks ``posted``, after taking part in the ``awaited`` collective of the others."""
         text = self._describe(posted)
+        self._failed = True
         if awaited in self._repeat:
             self._repeat[awaited]()
         elif awaited is not None or self._context.device.type != "cpu":
@@ -189,7 +209,7 @@ class UnitOrder:
         first = min(posted.values(), key=self._progress)
         running = [rank for rank, tag in posted.items() if tag == first]
         others = [(rank, tag) for rank, tag in posted.items() if tag != first]
-        skipped = self._name(first) if first == END or first % 3 == FORWARD else self._name_place(first)
+        skipped = self._name(first) if first >= 0 and first % 3 == FORWARD else self._name_place(first)
         where = "; ".join(f"{self._context.name_of(rank)}, which is at {self._name_place(tag)}" for rank, tag in others)
         return _explain(f"{skipped} runs on {self._list(running)}, but is skipped on {where}")
 
@@ -203,15 +223,17 @@ class UnitOrder:
     def _progress(self, tag: int) -> tuple[int, int]:
         """How far in a batch a rank is that comes to ``tag``."""
         number, kind = divmod(tag, 3)
-        if tag == END:
-            return 2, 0
+        if tag in (END, LOSS):
+            return (2, 0) if tag == END else (0, len(self._names))
         return (0, number) if kind == FORWARD else (1, -number)
 
     def _name(self, tag: int) -> str:
         return self._names[tag // 3]
 
     def _name_place(self, tag: int) -> str:
-        return "the end of the batch" if tag == END else f"{PLACES[tag % 3]} {self._name(tag)}"
+        if tag in (END, LOSS):
+            return "the end of the batch" if tag == END else "the loss"
+        return f"{PLACES[tag % 3]} {self._name(tag)}"
 
     def _list(self, ranks: Sequence[int]) -> str:
         return ", ".join(map(self._context.name_of, ranks))

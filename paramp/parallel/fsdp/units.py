@@ -89,6 +89,7 @@ class ShardedUnits:
         self._records: dict[nn.Parameter, Any] = {}
         self._listeners: list[Callable[[torch.Tensor], None]] = []
         self._order = UnitOrder(context)
+        self.sum_for_loss_ = self._order.sum_for_loss_
         names = list(blocks)
         sharded: set[nn.Parameter] = set()
         for stage in stages:
