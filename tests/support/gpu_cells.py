@@ -123,6 +123,7 @@ PART = [
     Cell("O2", "dp2 + zero1", "bf16 state"),
     Cell("bf16-naive", "dp2", "accumulation"),
     Cell("32-true", "1", "sums"),
+    Cell("32-true", "dualpipev", "sums"),
     Cell("bf16-mixed", "pp2", "pinned batches"),
 ]
 """The cells of ``make test``."""

@@ -101,7 +101,7 @@ class CountUnit:
         first = torch.zeros(2, dtype=torch.float64, device=self._device)
         if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
             first[0] = count / num_first
-            first[1] = 1.0
+            first[1].fill_(1.0)  # an assignment would copy the number to a GPU
         if agrees:
             self.sum_over_data_(first)
             if self._device.type == "cpu" and self._agrees is None:
