@@ -60,12 +60,12 @@ def zeros_apart(size: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     """
     if device.type != "cpu" or size * dtype.itemsize < LONG:
         return torch.zeros(size, dtype=dtype, device=device)
-    lines = next(_num_long) * 17 % 64  # of 64 bytes each, of which a page has 64
-    offset = lines * 64 // dtype.itemsize
-    memory = torch.empty(offset + size, dtype=dtype, device=device)
+    memory = torch.empty(size + _PAGE // dtype.itemsize, dtype=dtype, device=device)
     if memory.nbytes >= HUGE:
         _ask_for_huge_pages(memory)
-    return memory.zero_()[offset:]
+    place = next(_num_long) * 17 % 64 * 64  # a page has 64 lines of 64 bytes
+    offset = (place - memory.data_ptr()) % _PAGE // dtype.itemsize  # memory from the heap begins anywhere in a page
+    return memory.zero_()[offset : offset + size]
 
 
 def _ask_for_huge_pages(memory: torch.Tensor) -> None:
