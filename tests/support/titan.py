@@ -5,7 +5,7 @@ for a torch after 2.13. What is put in its place here, and why:
 
 - The device module: on a machine without an accelerator torchtitan takes ``torch.cuda``, whose ``set_device`` fails.
 - ``torch.distributed.set_timeout``, which torch 2.13 lacks.
-- A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``): torch 2.13's takes whole batches.
+- A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``), where torch's takes whole batches only (2.13).
 - FSDP's sum without a factor: gloo has no ``PREMUL_SUM``.
 - The attention: flex attention is compiled, and slow on CPUs; the other one takes batches alone on the main branch.
 - Tokenizer and data set: files that its wheel lacks.
@@ -63,7 +63,8 @@ def prepare() -> None:
     from torch.distributed.pipelining import schedules
 
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        kind.step = taking_microbatches(kind.step)
+        if "arg_mbs" not in inspect.signature(kind.step).parameters:
+            kind.step = taking_microbatches(kind.step)
 
 
 def taking_microbatches(step):
