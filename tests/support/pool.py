@@ -42,6 +42,8 @@ TIMEOUT = 240.0
 """Seconds that a body may take before its ranks are ended."""
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
+MOST_THREADS = 150
+"""Of a rank, above which its pool is ended: before torch 2.13 a closed group keeps gloo's thread, which polls."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
@@ -148,7 +150,10 @@ class RankPool:
                 raise AssertionError(f"rank {rank} of {self.size} failed first:\n{replies[rank][1][1]}")
             silent = sorted(set(range(self.size)) - set(replies))
             raise AssertionError(f"ranks {silent} of {self.size} did not answer within {timeout:g} s")
-        return [replies[rank][1] for rank in range(self.size)]
+        values, num_threads = zip(*(replies[rank][1] for rank in range(self.size)), strict=True)
+        if max(num_threads) > MOST_THREADS:
+            self.close()
+        return list(values)
 
     def _start(self) -> None:
         # A process that is forked from one whose imports asked for the GPU cannot use it.
@@ -219,7 +224,7 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
         try:
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
-            connection.send(("done", body(world, **kwargs)))
+            connection.send(("done", (body(world, **kwargs), _num_threads())))
         except BaseException:
             connection.send(("failed", (time.time(), traceback.format_exc())))
         finally:
@@ -236,6 +241,12 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             # some hundred bodies those of idle ranks took half of the machine.
             gc.collect()
             gc.freeze()  # what is left are modules, which need not be gone through every time
+
+
+def _num_threads() -> int:
+    """Of this process, Python's and others'; 0 where the system does not tell."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def on_ranks(size: int, cuda: bool = False):

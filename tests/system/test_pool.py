@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+import threading
 import time
 
+import pool
 import pytest
 import warm
 from pool import Choice, on_ranks, run_on_ranks
@@ -48,6 +50,24 @@ def test_a_death_names_the_rank_and_the_next_test_runs():
 @on_ranks(2)
 def count_threads(world):
     return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(2)
+def tell_process(world):
+    return os.getpid()
+
+
+@on_ranks(2)
+def leaves_threads(world):
+    for _ in range(pool.MOST_THREADS):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def test_ranks_with_many_threads_make_way_for_new_ones():
+    before = run_on_ranks(2, __name__, "tell_process", {})
+    assert run_on_ranks(2, __name__, "tell_process", {}) == before
+    leaves_threads()
+    assert not {*run_on_ranks(2, __name__, "tell_process", {})} & {*before}
 
 
 @on_ranks(2)
