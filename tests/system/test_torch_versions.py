@@ -47,6 +47,14 @@ def test_the_reason_is_one_line_without_a_path(output, expected):
     assert torch_versions._reason(output) == expected
 
 
+@pytest.mark.parametrize(
+    ("torch", "left_out"), [("2.12.1", True), ("2.11.0", True), ("2.13.0", False), ("2.15.0", False)]
+)
+def test_a_host_is_left_out_beside_an_older_torch_than_it_is_written_for(torch, left_out):
+    assert bool(torch_versions._too_old(torch, "torchtitan")) == left_out
+    assert not torch_versions._too_old(torch, "accelerate")
+
+
 def test_outcomes_of_tests():
     for xml, expected in (
         ("<testcase/>", "passed"),
