@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import gc
 import inspect
+import pickle
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from torch import fx, nn
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import take
-from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
+from ..base.trees import NUMBERS_AND_TEXT, children, leaves, map_leaves, map_tensors, rebuilt
 from .materialize import outline
 from .partition import is_sequential
 
@@ -113,49 +116,25 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
     modes = {module: module.training for module in model.modules()}
     for name in sorted(opened):
         check_mode(name, model.get_submodule(name), model)
-    start = _random_states()
+    generators = _Generators(model)
     graphs = {}
     try:
         for training in (True, False):
             model.train(training)
-            tracer = _Tracer(opened, call)
+            tracer = _Tracer(opened, call, generators)
             with tracer.recording_factories():
                 graphs[training] = tracer.trace(model)
-            moved = [source for source, state in _random_states().items() if state != start[source]]
-            if moved:
-                raise fx.proxy.TraceError(
-                    f"it draws random numbers from {' and '.join(moved)} outside of its modules, which would be the "
-                    "same in each step; use torch.rand and the like, or F.dropout"
-                )
     except Exception as error:
         raise ConfigError(
             f"parallel.pipeline.size: {type(model).__name__} is not an nn.Sequential, and tracing its forward failed"
-            f"{_where(error)}: {error}. Move code that depends on tensor values into a submodule, which is not traced, "
-            "or make the model an nn.Sequential"
+            f"{_where(error)}: {generators.draws() or error}. Move code that depends on tensor values into a "
+            "submodule, which is not traced, or make the model an nn.Sequential"
         ) from error
     finally:
         for module, training in modes.items():
             module.training = training
-        for source, restore in RESTORE.items():
-            restore(start[source])
+        generators.restore()
     return graphs
-
-
-def _random_states() -> dict[str, Any]:
-    """The states of the generators that a forward may use, comparable by value."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "Python's random": random.getstate(),
-        "numpy": (kind, tuple(keys), *rest),
-        "torch's generator": torch.get_rng_state().numpy().tobytes(),
-    }
-
-
-RESTORE: dict[str, Callable[[Any], None]] = {
-    "Python's random": random.setstate,
-    "numpy": np.random.set_state,
-    "torch's generator": lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
-}
 
 
 def _where(error: Exception) -> str:
@@ -165,13 +144,95 @@ def _where(error: Exception) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
+def _set_bits(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    np.random.Generator: (lambda one: one.bit_generator.state, _set_bits),
+    torch.Generator: (
+        lambda one: one.get_state().numpy().tobytes(),
+        lambda one, state: one.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    ),
+}
+"""How the state of a random generator of each class is read, and set."""
+
+
+class _Generators:
+    """The random generators that exist before a trace, with their states then: those of torch, Python and numpy, those
+    that modules of the model hold, and the global variables of files. One that the forward makes is not among them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[Any, str] = {
+            random.random.__self__: "Python's random",  # type: ignore[attr-defined]
+            np.random.rand.__self__: "numpy",  # type: ignore[attr-defined]
+            torch.default_generator: "torch's generator",
+        }
+        for name, module in model.named_modules():
+            owner = f"module {name!r}" if name else type(module).__name__
+            for generator in _held(vars(module), *map(vars, type(module).__mro__)):
+                self._names.setdefault(generator, f"the {type(generator).__name__} that {owner} holds")
+        for name, loaded in list(sys.modules.items()):
+            for variable, value in list(vars(loaded).items()) if isinstance(loaded, ModuleType) else ():
+                if _kind(value):
+                    self._names.setdefault(value, f"{name}.{variable}")
+        self._start = self._states()
+
+    def _states(self) -> dict[Any, bytes]:
+        return {one: pickle.dumps(STATES[_kind(one)][0](one)) for one in self._names}  # type: ignore[index]
+
+    def draws(self) -> str | None:
+        """What is wrong if numbers were drawn from one, or it was seeded, since the trace began; None if not."""
+        moved = [self._names[one] for one, state in self._states().items() if state != self._start[one]]
+        if not moved:
+            return None
+        return (
+            f"outside of its modules it draws random numbers from {' and '.join(moved)}, which would be the same in "
+            "each step; use torch.rand and the like, or F.dropout, or draw them in a submodule"
+        )
+
+    def restore(self) -> None:
+        for one, state in self._start.items():
+            STATES[_kind(one)][1](one, pickle.loads(state))  # type: ignore[index]
+
+
+def _kind(value: Any) -> type | None:
+    """The class in STATES that ``value`` is of. ``isinstance`` would ask ``value``, which may warn."""
+    return next((kind for kind in type(value).__mro__ if kind in STATES), None)
+
+
+APART = (*NUMBERS_AND_TEXT, torch.Tensor, nn.Module, type, ModuleType)
+
+
+def _held(*values: Any) -> Iterator[Any]:
+    """The random generators that ``values`` hold, in containers, attributes and closures, but not in other modules."""
+    seen: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        one = waiting.pop()
+        if _kind(one):
+            yield one
+        elif id(one) not in seen and not issubclass(type(one), APART):
+            seen[id(one)] = one
+            if isinstance(one, FunctionType):  # not its globals
+                waiting += gc.get_referents(one.__closure__, one.__defaults__, one.__kwdefaults__)
+            elif inspect.isroutine(one):  # a method of a generator, say
+                waiting += [getattr(one, "__self__", None), getattr(one, "__func__", None)]
+            else:
+                waiting += gc.get_referents(one)
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: frozenset[str], call: Call) -> None:
+    def __init__(self, opened: frozenset[str], call: Call, generators: _Generators) -> None:
         super().__init__()
         self._opened = opened
         self._call = call
+        self._generators = generators
         self._modes = _modes()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -212,6 +273,8 @@ class _Tracer(fx.Tracer):
             raise fx.proxy.TraceError(
                 "it computes inside torch.no_grad(), torch.autocast() or the like, which tracing does not record"
             )
+        if (draws := self._generators.draws()) is not None:
+            raise fx.proxy.TraceError(draws)
         return super().create_node(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:

@@ -190,13 +190,9 @@ class Drawing(Branching):
             r"Branching is not an nn\.Sequential.*test_partition_fx\.py:\d+ .*control flow.*into a submodule",
         ),
         (Silent(), None, r"inside torch\.no_grad"),
-        (Drawing(random.random), None, "random numbers from Python's random outside of its modules"),
-        (Drawing(np.random.rand), None, "random numbers from numpy outside of its modules"),
-        (
-            Drawing(lambda: torch.empty(4).normal_()),
-            None,
-            "random numbers from torch's generator outside of its modules",
-        ),
+        (Drawing(random.random), None, r"test_partition_fx\.py.*it draws random numbers from Python's random,"),
+        (Drawing(np.random.rand), None, "random numbers from numpy,"),
+        (Drawing(torch.empty(4).normal_), None, "random numbers from torch's generator,"),
         (Straight(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Straight(), ["never"], "got 'never', which the forward of Straight does not call"),
         (Straight(), ["one"], "leaves the stage before it empty"),
@@ -208,6 +204,72 @@ def test_models_and_names_that_cannot_be_split(model, split, message):
         plan_stages(TracedPartition(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
     assert model.training
+
+
+OF_THE_FILE = np.random.default_rng(3)
+
+
+def drawn_from_a_closure(generator):
+    return lambda: torch.empty(4).normal_(generator=generator)
+
+
+class Noise:
+    def __init__(self, generator):
+        self.table = {"draw": [generator]}
+
+    def __call__(self):
+        return self.table["draw"][0].random()
+
+
+class Skipping(Branching):
+    """Draws whether a layer runs, from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+
+    def forward(self, x):
+        x = self.one(x)
+        return self.two(x) if self.rng.random() < 2.0 else x
+
+
+class Outer(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.last = inside, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.inside(x))
+
+
+@pytest.mark.parametrize(
+    ("draw", "source"),
+    [
+        (np.random.default_rng(3).random, "the Generator that Drawing holds"),
+        (Noise(np.random.RandomState(3)), "the RandomState that Drawing holds"),
+        (Noise(random.Random(3)), "the Random that Drawing holds"),
+        (drawn_from_a_closure(torch.Generator()), "the Generator that Drawing holds"),
+        (lambda: OF_THE_FILE.integers(9), r"test_partition_fx\.OF_THE_FILE"),
+    ],
+)
+def test_random_numbers_of_generators_that_the_model_or_a_file_holds(draw, source):
+    """They would be constants of the trace, with no state of a default generator moved."""
+    with pytest.raises(paramp.ConfigError, match=rf"self\.draw\(\).*it draws random numbers from {source}, which"):
+        TracedPartition(Drawing(draw), 2, ["two"])
+
+
+def test_a_generator_of_an_opened_module_is_named_with_the_line():
+    model = Outer(Skipping())
+    before = model.inside.rng.bit_generator.state
+    match = r"return self\.two\(x\) if .*random numbers from the Generator that module 'inside' holds, which"
+    with pytest.raises(paramp.ConfigError, match=match):
+        TracedPartition(model, 2, ["inside.two"])
+    assert model.inside.rng.bit_generator.state == before
+
+
+def test_a_module_that_is_not_traced_may_draw_as_it_likes():
+    partition = TracedPartition(Outer(Skipping()), 2, ["last"])
+    assert [name for name, _ in partition.units] == ["inside", "last"]
 
 
 def test_random_numbers_of_torch_are_new_in_each_step():
@@ -228,15 +290,7 @@ def test_a_module_that_is_opened_has_the_models_mode():
         def forward(self, x):
             return self.two(F.dropout(self.one(x), 0.5, self.training))
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = Inner()
-
-        def forward(self, x):
-            return self.inside(x)
-
-    model = Outer()
+    model = Outer(Inner())
     model.inside.eval()
     with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode, the model in training mode"):
         TracedPartition(model, 2, ["inside.two"])
