@@ -29,7 +29,7 @@ from ..precision.autocast import moved
 from .compute_context import ComputeContext
 from .reproducible.totals import ChunkTotals, terms_of
 from .shared_failure import SharedFailure
-from .state.count_unit import CountUnit, mixes_kinds
+from .state.count_unit import CountUnit, as_count, mixes_kinds
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""
@@ -99,17 +99,18 @@ def _found(loss: Any) -> Loss:
 
 
 def _checked(loss: Any) -> Loss:
-    """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``."""
+    """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``.
+
+    A count that is no number stays as it is, for :class:`CountUnit` to raise.
+    """
     parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
-    if len(parts) == 2:
-        parts[1] = torch.as_tensor(parts[1])  # a count may be a Python number
-    if len(parts) != expected or not all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+    if len(parts) != expected or not isinstance(parts[0], torch.Tensor) or parts[0].numel() != 1:
         raise ValueError(
             "criterion: expected a tensor of one element, or (sum, count) of two, got "
             + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
         )
-    plain = [full_tensor(part).reshape(()) if is_dtensor(part) or part.ndim else part for part in parts]
-    return (plain[0], plain[1]) if expected == 2 else plain[0]
+    value = full_tensor(parts[0]).reshape(()) if is_dtensor(parts[0]) or parts[0].ndim else parts[0]
+    return (value, as_count(full_tensor(parts[1]))) if expected == 2 else value
 
 
 class StepGradients:

@@ -358,10 +358,13 @@ def test_the_exact_mode_has_the_same_bits_whatever_the_counts(world):
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
+RIGHT = object()
+
+
 class Wrong:
     """:func:`weighted`, but on the rank for which it is set with another count, as a mean, or failing."""
 
-    count = None
+    count = RIGHT
     mean = fails = False
 
     def __call__(self, output, target):
@@ -370,7 +373,22 @@ class Wrong:
         total, count = weighted(output, target)
         if self.mean:
             return total / count
-        return total, count if self.count is None else self.count
+        return total, count if self.count is RIGHT else self.count
+
+
+INVALID = [
+    (math.nan, "nan"),
+    (torch.tensor(-3), "-3"),
+    (math.inf, "inf"),
+    (None, "None"),
+    ("three", "'three'"),
+    (torch.tensor([True, False]), r"\(2,\) of torch\.bool"),
+    (torch.tensor(1j), r"\(\) of torch\.complex64"),
+    (torch.tensor(2**54), r"1\.80144e\+16"),
+    (2**70, r"1\.18059e\+21"),
+    (10**5000, r"a value of the type int \(.*\)"),
+]
+"""Counts, and what an error says of them."""
 
 
 def last_rank_of(context):
@@ -396,18 +414,38 @@ def test_an_invalid_count_raises_on_every_rank(world, layout, returns_loss):
         everywhere = layout == "tp2"  # tensor ranks compute the same loss
         x, y = samples([3.0] * 8)
         own = [part.chunk(context.dp.size)[context.dp.rank] for part in (x, y)]
-        for wrong, text in ((math.nan, "nan"), (torch.tensor(-3), "-3"), (math.inf, "inf")):
+        for wrong, text in INVALID:
             before = engine.full_state_dict()
             if everywhere or context.rank == last_rank_of(context):
                 criterion.count = wrong
             rank = r"rank \d" if everywhere else r"rank 1 \("
             with pytest.raises(ValueError, match=rf"criterion: got \(sum, count\) with a count of {text} on {rank}"):
                 train(engine, *own, return_loss=returns_loss)
-            criterion.count = None
+            criterion.count = RIGHT
             engine.zero_grad()
             assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
             engine.forward_backward(*own)
             assert engine.step().grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["engine.criterion", "the criterion"])
+@on_ranks(2)
+def test_an_invalid_count_in_a_loop_of_ones_own_raises_on_every_rank(world, checked):
+    with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
+        criterion, model = Wrong(), two_layers()
+        reference = Reference(model)
+        engine = engine_for(model, criterion)
+        x, y = samples([3.0] * 8)
+        own_x, own_y = (part.chunk(2)[context.dp.rank] for part in (x, y))
+        for wrong, text in INVALID:
+            criterion.count = wrong if context.rank == 1 else RIGHT
+            loss = (engine.criterion if checked else criterion)(engine(own_x), own_y)
+            with pytest.raises(ValueError, match=rf"criterion: got \(sum, count\) with a count of {text} on rank 1 \("):
+                engine.backward(loss)
+            engine.zero_grad()
+        criterion.count = RIGHT
+        engine.backward(engine.criterion(engine(own_x), own_y))
+        assert engine.step().grad_norm == pytest.approx(reference.step(x, y), rel=1e-5)
 
 
 class Delayed:
@@ -431,14 +469,14 @@ def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_nex
         unit._checked = lambda count: unit._checked_on_device(torch.as_tensor(count).double())
         x, y = samples([3.0] * 8)
         own = [part.chunk(2)[context.dp.rank] for part in (x, y)]
-        for wrong, text in ((math.nan, "nan"), (-3, "-3")):
+        for wrong, text in ((math.nan, "nan"), (-3, "-3"), (2.0**54, r"1\.80144e\+16")):
             before = engine.full_state_dict()
-            criterion.count = wrong if context.rank == 1 else None
+            criterion.count = wrong if context.rank == 1 else RIGHT
             engine.forward_backward(*own)
             result = engine.step()
             assert (result.stepped, result.overflow) == (False, False)
             assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
-            criterion.count = None
+            criterion.count = RIGHT
             engine.zero_grad()
             engine.forward_backward(*own)
             with pytest.raises(ValueError, match=rf"a count of {text} on rank 1 \("):

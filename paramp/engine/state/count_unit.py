@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...base.errors import shown
 from ...distributed.collectives import all_reduce_
 from ...distributed.context import ParallelContext
 from ..shared_failure import SAME_KIND, SharedFailure
@@ -33,6 +35,21 @@ MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
 SPREAD = 64.0
 """What the counts of the microbatches of a window may differ by without changing its unit."""
+LARGEST_COUNT = 2.0**53
+"""Above it float64 does not hold each whole number."""
+
+
+def as_count(count: Any) -> Any:
+    """``count``, which a criterion returned beside a sum, as a 0-dim tensor if it is one number, else as it is.
+
+    :class:`CountUnit` raises for what is no count, on every rank.
+    """
+    beyond_int64 = isinstance(count, int) and abs(count) > LARGEST_COUNT
+    try:
+        number = torch.as_tensor(count, dtype=torch.float64 if beyond_int64 else None)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return count
+    return number.reshape(()) if number.numel() == 1 else count
 
 
 class CountUnit:
@@ -145,22 +162,24 @@ class CountUnit:
 
     # ------------------------------------------------------------------------------------------------------- checks
 
-    def _checked(self, count: torch.Tensor) -> torch.Tensor:
-        """``count``, 0-dim, as 0-dim float64 on the device; a ValueError if it is negative, infinite or NaN.
+    def _checked(self, count: Any) -> torch.Tensor:
+        """``count``, as :func:`as_count` returns it, as 0-dim float64 on the device; a ValueError if it is invalid.
 
         One on a GPU is checked there: the host does not wait for it, and :meth:`flag` reports it.
         """
-        count = torch.as_tensor(count).detach()  # in engine.backward((sum, count)) it may be a number
+        count = as_count(count)  # again, for that of engine.backward((sum, count))
+        if not isinstance(count, torch.Tensor) or count.ndim or count.is_complex():
+            raise self._error(_described(count))
         if count.device.type == "cpu":
-            number = float(count)
-            if not 0 <= number < math.inf:
-                raise self._error(number)
+            number = float(count.detach())
+            if not 0 <= number <= LARGEST_COUNT:
+                raise self._error(f"{number:g}")
             return torch.full((), number, dtype=torch.float64, device=self._device)
-        return self._checked_on_device(count.double())
+        return self._checked_on_device(count.detach().double())
 
     def _checked_on_device(self, count: torch.Tensor) -> torch.Tensor:
         found = torch.stack([torch.ones_like(count), count])
-        self._invalid = torch.where((count >= 0) & count.isfinite(), self._invalid, found)
+        self._invalid = torch.where((count >= 0) & (count <= LARGEST_COUNT), self._invalid, found)
         return count
 
     def flag(self) -> torch.Tensor:
@@ -172,13 +191,18 @@ class CountUnit:
         self._last = None  # in a window that failed, ranks may have had losses of different kinds, or none
         flag, value = self._invalid.tolist()
         self._invalid = torch.zeros_like(self._invalid)
-        return self._error(value) if flag else None
+        return self._error(f"{value:g}") if flag else None
 
-    def _error(self, count: float) -> ValueError:
+    def _error(self, count: str) -> ValueError:
         return ValueError(
-            f"criterion: got (sum, count) with a count of {count:g} on {self._context.name_of(self._context.rank)}, "
-            "expected a finite number of 0 or more: how many elements the sum has"
+            f"criterion: got (sum, count) with a count of {count} on {self._context.name_of(self._context.rank)}, "
+            "expected a number from 0 to 2**53: how many elements the sum has"
         )
+
+
+def _described(count: Any) -> str:
+    """``count``, which is not one number, in an error."""
+    return f"{tuple(count.shape)} of {count.dtype}" if isinstance(count, torch.Tensor) else shown(count)
 
 
 def mixes_kinds(weight: torch.Tensor, count: torch.Tensor, num_losses: torch.Tensor) -> torch.Tensor:
