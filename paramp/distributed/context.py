@@ -34,7 +34,7 @@ from ..base.spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from .collectives import gather_dtensors_over_gloo
-from .failures import Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
+from .failures import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
 from .mesh_roles import BATCH, ROLES, Role, read_mesh
@@ -332,7 +332,7 @@ class ParallelContext:
             self.departures.drop_store()
         else:
             after = "" if heartbeat is None else f" {heartbeat.record}"
-            how = "in order: its block or its program ended" if error is None else f"by {one_line(repr(error))}"
+            how = IN_ORDER if error is None else f"by {one_line(repr(error))}"
             self.departures.announce(f"{self.name_of(self.rank)} has left{after}, {how}")
         return heartbeat is not None and heartbeat.leave(error)
 

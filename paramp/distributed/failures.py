@@ -1,6 +1,7 @@
 """Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
@@ -28,6 +30,15 @@ SECONDS_TO_READ = 2.0
 """The time that rank 0, which may host the store, waits for the others to read that it has left."""
 LONGEST_WAIT = 1800.0
 """Seconds that a rank waits for the others to begin what they do together; that of gloo's collectives."""
+
+
+IN_ORDER = "in order: its block or its program ended"
+"""How a rank has left that no error has ended."""
+SAME_CALLS = (
+    "every rank has to call it equally often, so this one had more batches, or that one has left its loop early; give "
+    "data ranks equal numbers of batches, and end the loop on all ranks at once"
+)
+Class = TypeVar("Class", bound=type)
 
 
 def mark_as_echo(error: BaseException) -> None:
@@ -174,15 +185,19 @@ class Departures:
         return self._store.get(key).decode() if self._store is not None and self._has(key) else ""
 
     def explain(self, error: BaseException | None) -> None:
-        """Name the rank that has left first in a note of ``error``, if that is of a lost connection."""
-        if self._store is None or error is None or not is_lost_connection(error):
-            return
-        try:
-            text = self.first()
-        except LOST:
-            text = "the store of this launch has ended, with rank 0 or the launcher, whichever hosts it"
-        if text:
+        """Name the rank that has left first in a note of ``error``, if that is of a lost connection and does not."""
+        text = "" if error is None else self.cause_of(error)
+        if text and error is not None and text not in str(error):
             error.add_note(f"paramp: {text}")
+
+    def cause_of(self, error: BaseException) -> str:
+        """Which rank has left first, if ``error`` is of a lost connection; empty if it is not, or if none has."""
+        if self._store is None or not is_lost_connection(error):
+            return ""
+        try:
+            return self.first()
+        except LOST:
+            return "the store of this launch has ended, with rank 0 or the launcher, whichever hosts it"
 
     def gather(self, name: str, function: str) -> None:
         """Wait until every rank has come here for the public ``function``; ``name``: of this time, on every rank.
@@ -205,3 +220,33 @@ class Departures:
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])
+
+
+def naming_who_left(*names: str) -> Callable[[Class], Class]:
+    """A class decorator: in these methods an error of a lost connection names the rank that has left first.
+
+    Objects have a ``context``. Every rank calls the methods equally often, so a rank that has left in order was given
+    fewer batches, or has left its loop early.
+    """
+
+    def decorate(cls: Class) -> Class:
+        for name in names:
+            setattr(cls, name, _naming_who_left(getattr(cls, name)))
+        return cls
+
+    return decorate
+
+
+def _naming_who_left(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            text = self.context.departures.cause_of(error)
+            if not text:
+                raise
+            hint = f"; {SAME_CALLS}" if IN_ORDER in text else ""
+            raise RuntimeError(f"{method.__name__}: {text}{hint}") from error
+
+    return wrapper

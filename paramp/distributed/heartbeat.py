@@ -166,7 +166,7 @@ class Heartbeat:
         elif self._leader == self._rank and (beats := self._monitor.stuck(2 * self._interval)):
             write_stderr(describe_stuck(beats, self._timeout, sorted(self._left)))
             if (seconds := self._monitor.seconds_waiting()) > self._longest_wait:
-                self._end_all(describe_deadlock(beats, seconds))
+                self._end_all(describe_deadlock(beats, seconds, sorted(self._left)))
 
     def _send_beat(self, *, gone: bool = False) -> None:
         self._number += 1

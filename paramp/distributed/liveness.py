@@ -199,11 +199,15 @@ def describe_stuck(beats: Mapping[int, Beat], seconds: float, left: Sequence[int
     return "\n".join(lines) + "\n"
 
 
-def describe_deadlock(beats: Mapping[int, Beat], seconds: float) -> str:
-    """Why a job ends in which every rank has waited for the others for so many ``seconds``, on one line."""
+def describe_deadlock(beats: Mapping[int, Beat], seconds: float, left: Sequence[int] = ()) -> str:
+    """Why a job ends in which every rank has waited for the others for so many ``seconds``, on one line.
+
+    ``left``: the ranks that have left it.
+    """
     saving = [rank for rank, beat in beats.items() if beat.record.phase == SAVE]
     only = f"; engine.save has to be called on every rank, but was on {_list_ranks(saving)} only" if saving else ""
-    return f"every rank has waited for the others for {seconds:.0f} s: {'; '.join(_places(beats))}{only}"
+    places = [*_places(beats), *[f"has left: {_list_ranks(left)}"] * bool(left)]
+    return f"every rank has waited for the others for {seconds:.0f} s: {'; '.join(places)}{only}"
 
 
 def _places(beats: Mapping[int, Beat]) -> list[str]:

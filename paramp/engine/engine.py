@@ -20,6 +20,7 @@ from torch import nn
 from ..base.spans import Observer, observed
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
+from ..distributed.failures import naming_who_left
 from ..distributed.liveness import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
@@ -42,6 +43,7 @@ from .step_result import StepCounters, StepResult
 from .train_state import Stateful, TrainingState
 
 
+@naming_who_left("forward_backward", "execute_schedule", "backward", "evaluate", "step")
 class Engine:
     """A sharded model with its optimizer and loss scaler. :func:`paramp.initialize` returns one.
 

@@ -114,10 +114,15 @@ def test_a_later_batch_of_another_size_on_one_rank_ends_all_with_both_shapes(out
 def test_the_error_of_the_others_names_a_rank_that_left_early(output_of_living):
     texts, codes = zip(*output_of_living["departure"], strict=True)
     assert codes == (1, 0, 1)
-    found = "".join(texts)
-    left = ": paramp: rank 1 (pp 0, dp 1, tp 0) has left after step, step 2, in order: its block or its program ended\n"
-    assert found.count(left) == 1
-    assert "RuntimeError: " in found.split(left)[0].splitlines()[-2]
+    error = (
+        "forward_backward: rank 1 (pp 0, dp 1, tp 0) has left after step, step 2, in order: its block or its program "
+        "ended; every rank has to call it equally often, so this one had more batches, or that one has left its loop "
+    )
+    assert texts[0].startswith(error)
+    # On a busy machine rank 0, which hosts the store, may end before rank 2 has read it.
+    assert texts[2].startswith((error, "forward_backward: the store of this launch has ended")), texts[2]
+    assert "".join(texts).count(f"\nRuntimeError: {error}") == 1
+    assert "\nparamp: rank 1" not in "".join(texts)  # the error has said it
 
 
 def test_a_save_on_one_rank_ends_all_and_names_it(output_of_living):
@@ -344,7 +349,7 @@ def test_a_job_in_which_every_rank_waits_in_a_batch_ends(monkeypatch):
         assert ranks.seconds(3) == {0, 1}
     reason = (
         "every rank has waited for the others for 33 s: after forward of microbatch 1, stage 0, step 1: rank 0; in "
-        "batch, step 1: rank 1"
+        "batch, step 1: rank 1; has left: rank 2"
     )
     assert ranks.written[2:] == [
         table,
