@@ -2,7 +2,8 @@
 
 ``step-00000100`` is first written as ``step-00000100.partial-...``. When every file is on the disk, ``manifest.json``
 is written, with the size and the SHA-256 of each, and the folder is renamed, which is atomic. So a folder with the
-final name was complete once; the checksums show whether it still is. The manifest contains its own checksum, and is
+final name was complete once; the checksums show whether it still is. Each file is synced, and each folder after its
+names have changed: what is deleted next is needed no more, even if the machine then loses all that was not synced. The manifest contains its own checksum, and is
 valid only if it equals, byte by byte, the manifest that would be written for its content.
 
 Other processes may save to a path or load from it at the same time. A save holds a lock, ``NAME.partial-lock``, which
@@ -51,8 +52,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: ``path`` exists and is not a checkpoint, or another process is saving there.
     """
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with _locked(path, PATIENCE) as is_ours:
         if not is_ours:
             raise CheckpointError(
@@ -70,6 +70,14 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # it does not exist if it was published
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder``, and those above it, where they are missing; their names are synced to the disk."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def unnamed(path: Path) -> Path:
@@ -166,10 +174,14 @@ def remove(path: Path) -> None:
 
 
 def _discard(folder: Path, path: Path) -> None:
-    """Delete ``folder`` if it exists; it is renamed first, so that a partly deleted one is not taken for complete."""
+    """Delete ``folder`` if it exists; it is renamed first, so that a partly deleted one is not taken for complete.
+
+    The new name is synced to the disk, with those of renames before: a crash may not bring the old name back.
+    """
     with contextlib.suppress(FileNotFoundError):
         doomed = unnamed(path)
         folder.rename(doomed)
+        _sync(folder.parent)
         _delete(doomed)
 
 
@@ -231,7 +243,14 @@ def publish(partial: Path, path: Path, files: Mapping[str, Written]) -> None:
         path.rename(replaced(path))
     partial.rename(path)
     _sync(path.parent)
-    _discard(replaced(path), path)
+    with contextlib.suppress(OSError):  # the new one is in place; the next save deletes what is left
+        _discard(replaced(path), path)
+
+
+def publish_file(partial: Path, path: Path) -> None:
+    """Rename a file that :func:`write_file` wrote to ``path``, in the same folder, replacing one there."""
+    partial.replace(path)
+    _sync(path.parent)
 
 
 def _sync(folder: Path) -> None:

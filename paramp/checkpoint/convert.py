@@ -1,6 +1,5 @@
 """Export, import and inspection of checkpoints, in one process."""
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
-from .atomic_dir import HEADER, new_folder, publish, unnamed
+from .atomic_dir import HEADER, make_folder, new_folder, publish, publish_file, unnamed
 from .dcp_storage import rank_file, read_tensor
 from .header import MODEL, StoredSlice, StoredTensor, write_header
 from .open_checkpoint import OpenCheckpoint
@@ -41,8 +40,8 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
             own = tensors[names[name]].dtype
             return dtype if dtype is not None and own.is_floating_point else own
 
+        make_folder(to.parent)
         partial = unnamed(to)
-        partial.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_tensors(
                 partial,
@@ -50,7 +49,7 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
                 lambda name: read_tensor(source, names[name]).to(stored(name)),
                 metadata={"format": "pt"},  # Hugging Face's loaders require it
             )
-            os.replace(partial, to)
+            publish_file(partial, to)
         finally:
             partial.unlink(missing_ok=True)  # it does not exist if the export succeeded
     return to

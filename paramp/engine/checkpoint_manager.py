@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError, require
-from ..checkpoint.atomic_dir import remove
+from ..checkpoint.atomic_dir import make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
 from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder
 from .engine import Engine
@@ -142,8 +142,8 @@ def _read_best(folder: Path) -> Best | None:
 
 def _write_best(folder: Path, best: Best) -> None:
     partial = folder / f"{BEST}.partial"
-    partial.write_text(json.dumps(best._asdict()) + "\n", encoding="utf-8")
-    partial.replace(folder / BEST)
+    write_json(partial, best._asdict())
+    publish_file(partial, folder / BEST)  # on the disk before the best one until now is deleted
 
 
 def _same_on_all_ranks(read: Callable[[], Best | None]) -> Best | None:
@@ -194,7 +194,7 @@ def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             problem = [f"checkpoint_dir: {str(folder)!r} cannot be written to: {error.strerror}; choose another folder"]

@@ -1,0 +1,367 @@
+"""What a crash leaves of each way to save: the old checkpoint or the new one, whole; the new one once a save is done.
+
+Each save is recorded (:mod:`disk`), and every folder that a crash at any moment may leave is loaded.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from disk import NEEDS_ROOM, after, crashes, lines, make, picture_of, recording
+from families import number
+from pool import on_ranks, run_on_ranks, shared_folder
+
+import paramp
+from paramp.base.errors import CheckpointError
+from paramp.checkpoint.convert import export_weights, import_weights
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint, problems
+from paramp.checkpoint.safetensors_io import TensorFile
+from paramp.engine.checkpoint_manager import Best, Checkpoints, _write_best, find
+
+RANDOM = re.compile(r"partial-[0-9a-f]{8}")
+
+
+def engine_of(value, **options):
+    """An engine of two layers, all whose weights are ``value``."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, **options)[0]
+
+
+def save(engine, path, wait=True):
+    engine.save(path, wait=wait)
+    engine.finish_saving()
+
+
+def only_value(tensors):
+    (value,) = {value for tensor in tensors for value in tensor.unique().tolist()}
+    return value
+
+
+class Loaded:
+    """The one value of all weights in a checkpoint. What has the bytes of a checkpoint before is not loaded again."""
+
+    def __init__(self):
+        self._engine = engine_of(0.0)
+        self._values = {}
+
+    def __call__(self, path):
+        with OpenCheckpoint(path) as checkpoint:
+            assert checkpoint.problems() == []
+            digest = checkpoint.digest
+        if digest not in self._values:
+            self._engine.load(path)
+            self._values[digest] = only_value(self._engine.full_state_dict().values())
+        return self._values[digest]
+
+
+def value_or_none(loaded, path):
+    """None: there is no checkpoint of that name, which has to be so, and not half of one."""
+    try:
+        return loaded(path)
+    except CheckpointError as error:
+        if "no such checkpoint" not in str(error):
+            raise
+        return None
+
+
+def check_every_crash(before, operations, tmp_path, path, values):
+    """At each crash ``path`` has one of ``values``, in the order of their saves, and none that is older than a note."""
+    loaded, found = Loaded(), set()
+    for index, (where, notes, picture) in enumerate(crashes(before, operations)):
+        folder = make(picture, tmp_path / f"crash {index}")
+        value = value_or_none(loaded, folder / path)
+        least = max([-1, *(values.index(float(note)) for note in notes)])
+        assert value in [None, *values][least + 1 :], f"{value} {where}"
+        found.add(value)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path, wait):
+    """In a new folder of a new folder, and where a checkpoint is replaced; a later save cleans up."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with paramp.launch_from_torch({}):
+        with recording(disk) as recorder:
+            for value in (1.0, 2.0):
+                save(engine_of(value), disk / "runs" / "a" / "saved", wait)
+                recorder.note(str(value))
+        recorder.check()
+        found = check_every_crash({}, recorder.operations, tmp_path, "runs/a/saved", [1.0, 2.0])
+        assert found == {None, 1.0, 2.0}
+        loaded, engine = Loaded(), engine_of(3.0)
+        for folder in tmp_path.glob("crash *"):
+            save(engine, folder / "runs" / "a" / "saved")
+            assert [left.name for left in (folder / "runs" / "a").iterdir()] == ["saved"]
+            assert loaded(folder / "runs" / "a" / "saved") == 3.0
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_order_of_a_save(tmp_path, wait):
+    """Data before names, names before what they replace is deleted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with paramp.launch_from_torch({}):
+        save(engine_of(1.0), disk / "saved")
+        with recording(disk) as recorder:
+            save(engine_of(2.0), disk / "saved", wait)
+    recorder.check()
+    partial, doomed = dict.fromkeys(name for line in lines(recorder.operations) for name in RANDOM.findall(line))
+    text = "\n".join(lines(recorder.operations)).replace(partial, "new").replace(doomed, "doomed")
+    *order, first, second, third, folder, lock = text.splitlines()
+    files = ("rank-00000.safetensors", "checkpoint.json", "manifest.json")
+    assert order == [
+        "create saved.partial-lock",
+        "mkdir saved.new",
+        *(f"{kind} saved.new/{name}" for name in files for kind in ("create", "write", "sync")),
+        "sync saved.new",
+        "rename saved to saved.replaced",
+        "rename saved.new to saved",
+        "sync .",
+        "rename saved.replaced to saved.doomed",
+        "sync .",
+    ]
+    assert {first, second, third} == {f"unlink saved.doomed/{name}" for name in files}
+    assert (folder, lock) == ("rmdir saved.doomed", "unlink saved.partial-lock")
+
+
+@pytest.mark.parametrize("place", range(number(3, 40)))
+def test_a_crash_after_a_killed_save_and_another_one(tmp_path, place):
+    """The names that a killed process has changed may not be on the disk when the next process deletes what it left."""
+    disk, again = tmp_path / "disk", tmp_path / "again"
+    disk.mkdir()
+    with paramp.launch_from_torch({}):
+        save(engine_of(1.0), disk / "saved")
+        before = picture_of(disk)
+        with recording(disk) as first:
+            save(engine_of(2.0), disk / "saved")
+        # The operations after the renames first, then all others.
+        renames = [index + 1 for index, one in enumerate(first.operations) if one.kind == "rename"]
+        places = list(dict.fromkeys([*renames, *range(len(first.operations))]))
+        if place >= len(places):
+            pytest.skip("the save has fewer operations")
+        done = first.operations[: places[place]]
+        make(after(before, done), again)
+        with recording(again) as second:
+            save(engine_of(3.0), again / "saved")
+            second.note("3.0")
+        second.check()
+        check_every_crash(before, [*done, *second.operations], tmp_path, "saved", [1.0, 2.0, 3.0])
+
+
+def test_a_crash_of_a_run_leaves_its_newest_and_its_best_checkpoint(tmp_path):
+    """While a run makes its folder, thins out old checkpoints and writes which is the best."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5}
+    with paramp.launch_from_torch({}):
+        loaded, engine = Loaded(), engine_of(1.0)
+        with recording(disk) as recorder:
+            checkpoints = Checkpoints(disk / "new" / "run", keep_last=1, keep_best="min")
+            assert checkpoints.newest() is None
+            for step, metric in metrics.items():
+                engine = engine_of(float(step))
+                checkpoints.save(engine, step, metric=metric, wait=step % 2 == 0)
+                engine.finish_saving()
+                recorder.note(str(step))
+        recorder.check()
+        assert sorted(path.name for path in (disk / "new" / "run").iterdir()) == ["best.json", "step-00000004"]
+        seen = set()
+        for index, (where, notes, picture) in enumerate(crashes({}, recorder.operations)):
+            folder = make(picture, tmp_path / f"crash {index}") / "new" / "run"
+            last = max(map(int, notes), default=0)
+            newest, best = find("auto", folder, lambda _: None), Checkpoints(folder).best()
+            assert (0 if newest is None else loaded(newest)) in (last, last + 1), where
+            # The best of the saves that were done; or of the next, of which best.json may be there already.
+            bests = [min(list(metrics)[:count], key=metrics.get, default=0) for count in (last, last + 1)]
+            assert (0 if best is None else loaded(best)) in bests, where
+            seen.add((newest and newest.name, best and best.name))
+        assert len(seen) >= 6
+
+
+# ----------------------------------------------------------------------------------------------- several ranks
+
+LAYOUTS = {
+    "dp2 + zero1": {"data": 2, "zero": 1},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "fsdp2": {"data": {"shard": 2}},
+}
+PLAN = {"0": "colwise", "1": "rowwise"}
+
+
+def record_of_a_rank(world, layout, wait, disk):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+        with recording(Path(disk)) as recorder:
+            for value in (1.0, 2.0):
+                torch.distributed.barrier()
+                engine = engine_of(value, **({"plan": PLAN} if layout == "tp2" else {}))
+                save(engine, Path(disk) / "saved", wait)
+                torch.distributed.barrier()
+                recorder.note(str(value))
+        return recorder.operations
+
+
+@pytest.mark.parametrize(("layout", "wait"), [("dp2 + zero1", True), ("tp2", False), ("pp2", True), ("fsdp2", False)])
+def test_a_crash_of_several_ranks_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout, wait):
+    """Each rank writes a file; the records of all are put in order, and what is left is loaded in one process."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    records = run_on_ranks(2, __name__, "record_of_a_rank", {"layout": layout, "wait": wait, "disk": str(disk)})
+    operations = [one for record in records for one in record]
+    assert after({}, operations) == picture_of(disk)
+    for name, record in zip(("rank-00000", "rank-00001"), records, strict=True):
+        assert sum(line.endswith(f"/{name}.safetensors") and line.startswith("write") for line in lines(record)) == 2
+    notes = [one for one in records[0] if one.kind != "note"] + records[1]  # true once the later rank has written it
+    with paramp.launch_from_torch({}):
+        assert check_every_crash({}, notes, tmp_path, "saved", [1.0, 2.0]) == {None, 1.0, 2.0}
+
+
+# ---------------------------------------------------------------------------------------------------- single files
+
+
+def test_a_crash_leaves_an_exported_file_or_none(tmp_path):
+    """A file of weights, in a new folder; and the checkpoint that is made of it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with paramp.launch_from_torch({}):
+        save(engine_of(1.0), disk / "saved")
+        before = picture_of(disk)
+        with recording(disk) as recorder:
+            export_weights(disk / "saved", disk / "new" / "weights.safetensors")
+            recorder.note("exported")
+            import_weights(disk / "new" / "weights.safetensors", disk / "new" / "imported")
+            recorder.note("imported")
+        recorder.check()
+        loaded = Loaded()
+        for index, (where, notes, picture) in enumerate(crashes(before, recorder.operations)):
+            folder = make(picture, tmp_path / f"crash {index}")
+            assert loaded(folder / "saved") == 1.0
+            for name, note, value in (
+                ("weights.safetensors", "exported", value_of_file),
+                ("imported", "imported", loaded),
+            ):
+                path = folder / "new" / name
+                if note in notes or path.exists():
+                    assert value(path) == 1.0, where
+
+
+def value_of_file(path):
+    file = TensorFile(path)
+    return only_value(file.read(name) for name in file.shapes)
+
+
+# ---------------------------------------------------------------------------------------------------- full disks
+
+
+@pytest.mark.parametrize(("exists", "wait"), [(True, True), (False, False)])
+def test_a_disk_that_is_full_at_any_moment_of_a_save(tmp_path, exists, wait):
+    """An error if and only if a crash could lose the new checkpoint; the old one stays; the next save works."""
+    with paramp.launch_from_torch({}):
+        old, new, next_, loaded, failed = engine_of(1.0), engine_of(2.0), engine_of(3.0), Loaded(), []
+        for full_at in range(100):
+            disk = tmp_path / f"disk {full_at}"
+            path = disk / "runs" / "saved"
+            disk.mkdir()
+            if exists:
+                save(old, path)
+            with recording(disk, full_at=full_at) as recorder:
+                error = error_of(save, new, path, wait)
+            recorder.check()
+            if recorder.failed is None:
+                break
+            failed.append(recorder.failed)
+            assert value_or_none(loaded, path) in (1.0 if exists else None, 2.0), failed
+            kept = make(after(recorder.before, recorder.operations, only_synced=True), tmp_path / f"kept {full_at}")
+            assert value_or_none(loaded, kept / "runs" / "saved") == (2.0 if error is None else 1.0 if exists else None)
+            if error is not None:
+                assert re.search(r"saved' was not written: rank 0 failed: .*No space left on device", error)
+                assert {name.name for name in path.parent.glob("*")} <= {"saved", "saved.replaced"}
+            save(next_, path)
+            assert loaded(path) == 3.0
+            assert [left.name for left in path.parent.iterdir()] == ["saved"]
+        assert error is None
+        assert {line.split()[0] for line in failed} == set(NEEDS_ROOM)
+        assert len(failed) >= 15
+
+
+def error_of(call, *arguments):
+    """The message of the CheckpointError that ``call`` raises; None: it raises none."""
+    try:
+        call(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full_on_one_rank_is_every_ranks_error(world):
+    """Wherever the rank's file is when it is full; the old checkpoint stays."""
+    with paramp.launch_from_torch({"parallel": LAYOUTS["tp2"]}) as context:
+        disk = shared_folder()
+        old, new = engine_of(1.0, plan=PLAN), engine_of(2.0, plan=PLAN)
+        save(old, disk / "saved")
+        failed = []
+        for full_at in range(100):
+            with recording(disk, full_at if context.rank == 1 else None) as recorder:
+                error = error_of(save, new, disk / "saved", full_at % 2 == 0)
+            texts = [None, None]
+            torch.distributed.all_gather_object(texts, (error, recorder.failed))
+            (first, _), (second, failure) = texts
+            if failure is None:
+                break
+            failed.append(failure.split()[0])
+            for text in (first, second):
+                assert re.search(r"saved' was not written: rank 1 failed: .*No space left on device", text)
+            assert sorted(path.name for path in disk.iterdir()) == ["saved"]
+            assert problems(disk / "saved") == []
+            other = engine_of(0.0, plan=PLAN)
+            other.load(disk / "saved")
+            assert only_value(other.full_state_dict().values()) == 1.0
+        assert (first, second) == (None, None)
+        assert set(failed) == {"create", "write", "sync"}
+
+
+def export(folder, disk):
+    export_weights(folder / "saved", disk / "weights.safetensors")
+
+
+def import_(folder, disk):
+    import_weights(folder / "weights.safetensors", disk / "imported")
+
+
+def write_best(folder, disk):
+    _write_best(disk, Best(2, 1.0, "second"))
+
+
+@pytest.mark.parametrize("write", [export, import_, write_best])
+def test_a_disk_that_is_full_while_a_single_file_is_written(tmp_path, write):
+    """The file is whole or not there, or the one before."""
+    with paramp.launch_from_torch({}):
+        save(engine_of(1.0), tmp_path / "saved")
+        export_weights(tmp_path / "saved", tmp_path / "weights.safetensors")
+        loaded = Loaded()
+        for full_at in range(100):
+            disk = tmp_path / f"disk {full_at}"
+            for name in ("first", "second"):
+                (disk / name).mkdir(parents=True)
+            _write_best(disk, Best(1, 2.0, "first"))
+            with recording(disk, full_at) as recorder, contextlib.suppress(OSError):
+                write(tmp_path, disk)
+            assert Checkpoints(disk).best() in (disk / "first", disk / "second")
+            new = {path.name for path in disk.iterdir()} - {"first", "second", "best.json", "best.json.partial"}
+            values = {"weights.safetensors": value_of_file, "imported": loaded}
+            assert all(values[name](disk / name) == 1.0 for name in new)
+            if recorder.failed is None:
+                break
+        assert full_at >= 5
+        assert new or Checkpoints(disk).best() == disk / "second"
