@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+import torch
 from matrix import LAYOUTS, MODES, SCHEDULE_MODES
 
 import paramp
@@ -24,6 +27,8 @@ from paramp.config.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("gpu_ways.py")
+IS_THERE = shutil.which("g++") and torch.__version__.startswith("2.13.") and not torch.backends.cuda.is_built()
+on_fake_device = pytest.mark.skipif(not IS_THERE, reason="the fake device needs g++ and a CPU build of torch 2.13")
 
 
 class Documented(NamedTuple):

@@ -5,16 +5,13 @@ it. In the third step the host may wait for nothing but what a page documents (:
 """
 
 import os
-import shutil
 
 import pytest
-import torch
 from families import WHOLE, cases, family
-from gpu_cells import DOCUMENTED, EVERY, FEATURES, PART, ROOT, Runs, problems
+from gpu_cells import DOCUMENTED, EVERY, FEATURES, PART, ROOT, Runs, on_fake_device, problems
 from matrix import MODES
 
-IS_THERE = shutil.which("g++") and torch.__version__.startswith("2.13.") and not torch.backends.cuda.is_built()
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="the fake device needs g++ and a CPU build of torch 2.13")
+pytestmark = on_fake_device
 CELLS = cases("gpu ways", EVERY, PART, 12)
 
 

@@ -150,6 +150,8 @@ class _Stream:
 
 
 _STREAM = _Stream()
+GENERATOR = torch.Generator()
+"""The device's generator of random numbers. Kernels draw nothing; a program may draw from it."""
 _STUBS = {
     "Event": _Event,
     "Stream": _Stream,
@@ -169,10 +171,10 @@ _STUBS = {
     "is_bf16_supported": lambda *_, **__: True,
     "get_device_capability": lambda *_: (9, 0),
     "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
-    "manual_seed": lambda *_: None,
-    "manual_seed_all": lambda *_: None,
-    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": lambda *_: None,
+    "manual_seed": lambda seed: GENERATOR.manual_seed(seed + 1),  # other numbers than the CPU's generator
+    "manual_seed_all": lambda seed: GENERATOR.manual_seed(seed + 1),
+    "get_rng_state": lambda *_: GENERATOR.get_state(),
+    "set_rng_state": lambda state, *_: GENERATOR.set_state(state),
     "_is_in_bad_fork": lambda: False,
     "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     "memory_allocated": lambda *_: 0,

@@ -1,0 +1,196 @@
+"""Random streams after a load: each is drawn from, and gives what the run that never stopped draws."""
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from commands import ROOT, run
+from gpu_cells import on_fake_device
+from pool import run_on_ranks
+from torch import nn
+
+import paramp
+
+SIZE = {"1": 1}
+"""Ranks of a layout; 2 if it is not here."""
+LAYOUTS = {
+    "1": {},
+    "dp2": {"data": 2},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
+    "fsdp2": {"data": {"shard": 2}},
+}
+
+
+OWN = ("python", "numpy")
+STREAMS = (*OWN, "torch", "stages")
+
+
+class Draws(nn.Module):
+    """Records two numbers of the stage's stream at each forward."""
+
+    drawn: list[float] = []  # noqa: RUF012  # of all modules of this process
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.drawn += [torch.rand(()).item(), torch.randn(()).item()]
+        return x * self.weight
+
+
+def start():
+    model = nn.Sequential(*(Draws() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return paramp.initialize(model, optimizer, nn.functional.mse_loss, plan={})[0]
+
+
+def seed(number):
+    """Seed the user's streams of this rank, with a normal number that Python and NumPy have drawn but not returned."""
+    for seed_ in (random.seed, np.random.seed, torch.manual_seed):
+        seed_(number)
+    draw_own()
+
+
+def draw_own():
+    """A number of each stream that the user draws from on this rank."""
+    return {
+        "python": (random.random(), random.gauss(0, 1)),
+        "numpy": (np.random.random(), np.random.standard_normal()),
+        "torch": (torch.rand(()).item(), torch.randn(()).item()),
+    }
+
+
+def draw(engine, steps):
+    """The same at each of ``steps``, and what the stages of this rank draw in them."""
+    found = []
+    for _ in range(steps):
+        Draws.drawn.clear()
+        engine.forward_backward(torch.ones(4, 4), torch.zeros(4, 4))
+        engine.step()
+        engine.zero_grad()
+        found.append(draw_own() | {"stages": tuple(Draws.drawn)})
+    return found
+
+
+def run_and_save(world, layout, path, wait=True):
+    """What each step draws that follows a save."""
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
+        engine = start()
+        seed(10 + world.rank)
+        draw(engine, 2)
+        engine.save(path, wait=wait)
+        place = (context.pp.rank, context.dp.rank, context.tp.rank)
+        return place, draw(engine, 3)
+
+
+def run_resumed(world, layout, path, steps=3):
+    """The same after a load by a process with other streams, and what these draw without one."""
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
+        engine = start()
+        seed(90 + world.rank)
+        without = draw_own()
+        seed(90 + world.rank)
+        draw(engine, 1)
+        seed(90 + world.rank)
+        engine.load(path)
+        place = (context.pp.rank, context.dp.rank, context.tp.rank)
+        return place, draw(engine, steps), without
+
+
+def run_both(world, layout, path, wait):
+    return run_and_save(world, layout, path, wait), run_resumed(world, layout, path)
+
+
+def on(layout, body, **options):
+    return run_on_ranks(SIZE.get(layout, 2), __name__, body, {"layout": layout} | options)
+
+
+@pytest.mark.parametrize(("layout", "wait"), [(name, index % 2 == 0) for index, name in enumerate(LAYOUTS)])
+def test_every_stream_goes_on_in_the_same_layout(tmp_path, layout, wait):
+    ranks = on(layout, "run_both", path=str(tmp_path / "saved"), wait=wait)
+    for (_, went_on), (_, resumed, _) in ranks:
+        for expected, found in zip(went_on, resumed, strict=True):
+            for stream in expected:
+                assert found[stream] == expected[stream], stream
+    drawn = {stream: [tuple(step[stream] for step in steps) for (_, steps), _ in ranks] for stream in STREAMS}
+    for stream in (*OWN, "torch"):  # so that no rank has those of another one
+        assert len(set(drawn[stream])) == len(ranks)
+    assert len(set(drawn["stages"])) == (1 if layout == "tp2" else len(ranks))
+    if layout == "pp2, two stages a rank":
+        assert all(len(set(step)) == len(step) == 8 for steps in drawn["stages"] for step in steps)
+
+
+GOES_ON = {
+    ("tp2", "1"): {0: 0},
+    ("1", "tp2"): {0: 0},
+    ("dp2", "1"): {0: 0},
+    ("1", "dp2"): {0: 0},
+    ("dp2", "fsdp2"): {0: 0, 1: 1},
+    ("pp2", "1"): {},
+    ("pp2", "pp2, two stages a rank"): {},
+    ("tp2", "pp2"): {},
+}
+"""Layouts that save and load, and whose stages' streams go on there: data rank by data rank of before."""
+
+
+@pytest.mark.parametrize(("before", "after"), GOES_ON)
+def test_the_streams_in_another_layout(tmp_path, before, after):
+    """As docs/checkpoints.md promises: dropout's go on where there are such, torch's begin anew, the user's stay."""
+    path = str(tmp_path / "saved")
+    saved = on(before, "run_and_save", path=path)
+    ranks, again = (on(after, "run_resumed", path=path) for _ in range(2))
+    same = (before, after) == ("dp2", "fsdp2")  # every rank holds what it held
+    goes_on = {place[1]: steps for place, steps in saved if place[2] == 0 and place[0] == 0}
+    for rank, (place, resumed, without) in enumerate(ranks):
+        expected = [step["stages"] for step in goes_on.get(GOES_ON[before, after].get(place[1]), [])]
+        found = [step["stages"] for step in resumed]
+        if expected:
+            assert found == expected
+        else:
+            drawn = {number for _, steps in saved for step in steps for number in step["stages"]}
+            assert drawn.isdisjoint(number for step in found for number in step)
+        went_on = saved[rank][1][0] if same else without
+        assert {stream: resumed[0][stream] for stream in OWN} == {stream: went_on[stream] for stream in OWN}
+        assert resumed == again[rank][1]
+    numbers = {steps[0]["torch"] for _, steps, _ in ranks}
+    if same:
+        assert numbers == {steps[0]["torch"] for _, steps in saved}
+    else:  # the same on every rank, so that shuffled loaders agree
+        assert len(numbers) == 1
+        assert numbers.isdisjoint([*(without["torch"] for *_, without in ranks), *(s[0]["torch"] for _, s in saved)])
+    stages = {place[:2]: tuple(step["stages"] for step in steps) for place, steps, _ in ranks}
+    assert len(set(stages.values())) == len(stages)
+
+
+def test_torchs_stream_in_another_layout_depends_on_the_steps_made(tmp_path):
+    """Else a run that is resumed twice would draw the same numbers again."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    on("tp2", "save_twice", paths=[first, second])
+    ((_, one, _),), ((_, two, _),) = (on("1", "run_resumed", path=path, steps=1) for path in (first, second))
+    assert one[0]["torch"] != two[0]["torch"]
+
+
+def save_twice(world, layout, paths):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+        engine = start()
+        for path in paths:
+            draw(engine, 1)
+            engine.save(path)
+
+
+@on_fake_device
+def test_the_streams_of_a_gpu_go_on(tmp_path):
+    """The device's default generator and that of its stage; the CPU's beside them."""
+    script = str(ROOT / "tests/support/scripts/streams_of_a_gpu.py")
+    result = run([sys.executable, script, str(tmp_path)], PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
+    assert result.returncode == 0, result.stderr
+    went_on, resumed = json.loads(result.stdout)
+    assert resumed == went_on
+    numbers = [number for step in went_on for pair in step for number in pair]
+    assert len(set(numbers)) == len(numbers) == 8
