@@ -2,6 +2,7 @@
 
 Started as ``ranks_that_hang.py FOLDER CASE...``. The ranks of a case write to ``FOLDER/CASE.RANK``; the exit codes,
 None for a rank that was stopped, go to ``FOLDER/codes.json``. Ranks are forked, so that torch is imported only once.
+Each case has a clock of its own (:mod:`shared_clock`), on which a busy machine makes no beat late.
 """
 
 import json
@@ -11,8 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.distributed as dist
+from shared_clock import SharedClock
 
 import paramp
 from paramp.distributed.rendezvous import free_port
@@ -21,8 +25,19 @@ SIZE = 3
 PIPELINE = {"pipeline": {"size": 3, "microbatches": 4}}
 
 
+LONG = 150.0
+"""Real seconds: until the heartbeat ends the process."""
+CLOCKS = {}
+"""The clock of each case."""
+
+
+def clock():
+    """That of this process's case."""
+    return CLOCKS[os.environ["CASE"]]
+
+
 def stop():
-    time.sleep(1.5)  # a beat with the phase; at a time-out of 3 s there is one every 0.6 s
+    clock().wait_for_beats(int(os.environ["RANK"]), 2)  # one with the phase
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -82,7 +97,7 @@ def failure(context):
     if context.rank == 1:
         raise ValueError("disk on fire")
     if context.rank == 0:
-        time.sleep(60)
+        time.sleep(LONG)
     dist.barrier()
 
 
@@ -91,14 +106,14 @@ def wait(context):
     with context.phase("step"):
         if context.rank == 2:
             with context.phase("data"):
-                time.sleep(PATIENCE["wait"] + 3)
+                clock().wait(PATIENCE["wait"] + 3)
         dist.barrier()
 
 
 def leave(context):
     """Rank 0 leaves first, with the store that it hosts."""
     if context.rank > 0:
-        time.sleep(PATIENCE["leave"] + 3)
+        clock().wait(PATIENCE["leave"] + 3)
 
 
 def small_engine():
@@ -159,7 +174,7 @@ def plain_failure(context):
         if context.rank == 1:
             raise ValueError("disk on fire")
         if context.rank == 0:
-            time.sleep(60)
+            time.sleep(LONG)
         dist.barrier()
 
 
@@ -171,7 +186,7 @@ def from_mesh(config, device):
 
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
 PATIENCE = {"wait": 6.0, "leave": 6.0, "later_batch": 30.0, "departure": 30.0, "save_alone": 6.0}
-"""The time-outs of cases in which no rank is silent, longer than the others': on a busy machine a beat comes late."""
+"""The time-outs of cases in which no rank is silent."""
 
 
 def run(case, rank, port, folder):
@@ -179,7 +194,8 @@ def run(case, rank, port, folder):
     output = os.open(folder / f"{case}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "CASE": case}
+    clock().adopt(rank)
     config = {"hang_timeout": PATIENCE.get(case, 3.0), "hang_end_after": 1, "parallel": LAYOUTS.get(case, {})}
     try:
         launch = from_mesh if case.startswith("plain") else paramp.launch_from_torch
@@ -197,6 +213,7 @@ def main():
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
     ranks = {}
     for case in cases:
+        CLOCKS[case] = SharedClock(SIZE)
         port = free_port()
         for rank in range(SIZE):
             process = os.fork()
@@ -204,14 +221,19 @@ def main():
                 run(case, rank, port, folder)
             ranks[process] = case, rank
     codes = {case: [None] * SIZE for case in cases}
-    stopped = set()
-    while len(stopped) < len(ranks):
-        process, status = os.waitpid(-1, os.WUNTRACED)
-        if os.WIFSTOPPED(status):
-            stopped.add(process)
-        else:
-            case, rank = ranks.pop(process)
-            codes[case][rank] = os.waitstatus_to_exitcode(status)
+    running, stopped = dict(ranks), set()
+    while running:
+        process, status = os.waitpid(-1, os.WUNTRACED | os.WNOHANG)
+        if process:
+            case, rank = running.pop(process)
+            if os.WIFSTOPPED(status):
+                stopped.add(process)
+            else:
+                codes[case][rank] = os.waitstatus_to_exitcode(status)
+            continue
+        for case, its_clock in CLOCKS.items():
+            its_clock.tick([rank for of, rank in running.values() if of == case])
+        time.sleep(0.005)
     for process in stopped:
         os.kill(process, signal.SIGKILL)
     (folder / "codes.json").write_text(json.dumps(codes))
