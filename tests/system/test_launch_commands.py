@@ -94,7 +94,7 @@ def test_two_agents_that_start_their_ranks_again(tmp_path):
     with start([*TORCHRUN, *where]) as second:
         result = run([*TORCHRUN, *where])
         assert result.returncode == 0, result.stderr
-        assert second.wait(timeout=30) == 0
+        assert second.wait(timeout=120) == 0
     assert (tmp_path / "mark").exists()
     assert "met: [0, 1]" in result.stdout
 
@@ -122,7 +122,7 @@ def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):
     with start([*hosts.on("node2"), *command]) as second:
         result = run([*hosts.on("node1"), *command, "--log-dir", str(tmp_path)])
         assert result.returncode == 0, result.stderr
-        assert second.wait(timeout=30) == 0
+        assert second.wait(timeout=120) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
@@ -132,7 +132,7 @@ def test_launch_on_two_hosts_that_meet_by_address(hosts):
     with start([*hosts.on("node2"), *command, "1", *where]) as second:
         result = run([*hosts.on("node1"), *command, "0", *where])
         assert result.returncode == 0, result.stderr
-        assert second.wait(timeout=30) == 0
+        assert second.wait(timeout=120) == 0
     assert "met: [(0, 0), (1, 1)]" in result.stdout
 
 
@@ -158,7 +158,7 @@ def test_two_hosts_with_different_data(tmp_path, capfd):
     with start([*command[:3], "--node-rank", "1", *command[3:], "--data", str(texts[1])]) as second:
         result = run([*command[:3], "--node-rank", "0", *command[3:], "--data", str(texts[0])])
         assert result.returncode != 0
-        assert second.wait(timeout=30) != 0
+        assert second.wait(timeout=120) != 0
     errors = result.stderr + capfd.readouterr().err  # the rank that finds it first tells it
     assert errors.count("train.data: rank 0 reads data of the hash") == 1, errors
 
@@ -174,7 +174,7 @@ def test_a_port_in_use():
             assert result.returncode != 0
             assert f"cannot listen on port {where[2]}" in result.stderr
             assert "choose another port" in result.stderr
-            assert other.wait(timeout=30) != 0
+            assert other.wait(timeout=120) != 0
 
 
 def test_what_the_hostfiles_lines_mean(tmp_path):

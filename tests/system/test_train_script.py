@@ -291,12 +291,11 @@ def test_training_that_diverges_ends_with_the_diagnosis(tmp_path, monkeypatch, c
     assert "Traceback" not in errors
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("case", TOGETHER)
 def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
     processes, arguments, message = TOGETHER[case]
     arguments = ["launch/train.py", "--steps", "1", *arguments]
-    result = torchrun(processes, *arguments, timeout=90) if processes else python(*arguments, timeout=90)
+    result = torchrun(processes, *arguments, timeout=240) if processes else python(*arguments, timeout=90)
     assert result.returncode != 0
     assert result.stderr.count(message) == 1, result.stderr
     assert result.stderr.count("error: ") == 1, result.stderr
@@ -305,7 +304,6 @@ def test_bad_input_is_one_clear_message_and_a_failure_of_all_ranks(case):
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
-@pytest.mark.timeout(150)
 def test_a_token_outside_the_vocabulary_on_one_rank_is_an_error_on_all(tmp_path):
     """It lies in the first window of data rank 1, where the sample at opening does not look."""
     length, seq_len, batch = 10**7, 32, 8
@@ -315,7 +313,7 @@ def test_a_token_outside_the_vocabulary_on_one_rank_is_an_error_on_all(tmp_path)
     tokens[start + 5] = 999
     path = tmp_path / "tokens.bin"
     tokens.tofile(path)
-    result = torchrun(2, "launch/train.py", *SMALL, "--data", str(path), timeout=90)
+    result = torchrun(2, "launch/train.py", *SMALL, "--data", str(path), timeout=240)
     assert result.returncode != 0
     message = f"error: data: {str(path)!r} at byte {2 * (start + 5)} is 999, expected 0 to 255"
     assert result.stderr.count(message) == 1, result.stderr
@@ -360,11 +358,10 @@ def test_missing_or_contradictory_launcher_variables_are_errors(variables, messa
     assert len(errors.strip().splitlines()) == 1, errors
 
 
-@pytest.mark.timeout(150)
 def test_an_exception_on_one_rank_ends_all_with_its_message_once():
     culprit = "2"
     result = python(
-        "tests/support/scripts/one_rank_fails.py", "--tp", "2", "--pp", "2", *SMALL, timeout=90, CULPRIT=culprit
+        "tests/support/scripts/one_rank_fails.py", "--tp", "2", "--pp", "2", *SMALL, timeout=240, CULPRIT=culprit
     )
     assert result.returncode != 0
     assert result.stderr.count("RuntimeError: disk on fire") == 1, result.stderr
@@ -374,28 +371,25 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once():
 
 @family
 @long
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("other", [(), ("--tp", "2"), ("--pp", "2")], ids=["fsdp2", "fsdp2-tp2", "fsdp2-pp2"])
 def test_an_exception_on_one_rank_of_shards_ends_all_with_its_message_once(other):
     """The others wait for it in a collective of the model."""
     script, culprit = "tests/support/scripts/one_rank_fails.py", "1"
-    result = python(script, "--fsdp", "2", *other, *SMALL, timeout=90, CULPRIT=culprit)
+    result = python(script, "--fsdp", "2", *other, *SMALL, timeout=240, CULPRIT=culprit)
     assert result.returncode != 0
     assert result.stderr.count("RuntimeError: disk on fire") == 1, result.stderr
     assert result.stderr.count("Traceback") == 1, result.stderr
     assert f"error: rank {culprit} failed" in result.stderr
 
 
-@pytest.mark.timeout(150)
 def test_an_exception_on_one_rank_ends_a_users_script_under_torchrun():
-    result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=90)
+    result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=240)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: my own mistake") == 1, result.stderr
     assert "Connection" not in result.stderr, result.stderr
 
 
-@pytest.mark.timeout(150)
 def test_the_error_of_a_rank_that_fails_after_the_others_ended_is_printed():
-    result = python("tests/support/scripts/fails_after_the_others_are_done.py", timeout=90)
+    result = python("tests/support/scripts/fails_after_the_others_are_done.py", timeout=240)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: disk full on rank 1") == 1, result.stderr
