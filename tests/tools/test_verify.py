@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -437,8 +438,101 @@ def test_distances_equal_hand_arithmetic():
     masked = torch.tensor([3.0, 4.0, lowest, -math.inf], dtype=torch.float16)
     other = torch.tensor([3.0, 4.5, lowest, -math.inf], dtype=torch.float16)
     assert relative(other, masked) == pytest.approx(0.1)
-    assert rounding(Precision.parse("bf16-mixed")) == 2.0**-8
-    assert rounding(Precision.parse("fp8-mixed")) == 2.0**-4
+    units = {"16-naive": -11, "bf16-mixed": -8, "32-true": -24, "64-true": -53, "fp8-mixed": -4}
+    for mode, exponent in units.items():
+        assert rounding(Precision.parse(mode)) == 2.0**exponent
+
+
+ALLOWED = {  # units of the first step, of its loss, and of weights after it, as on the page
+    "16-mixed": (32, 4, 1024),
+    "bf16-mixed": (32, 4, 128),
+    "32-true": (32, 32, 2.0**23),
+    "64-true": (32, 32, 2.0**52),
+    "fp8-mixed": (6, 4, 8),
+}
+
+
+@pytest.mark.parametrize("mode", ALLOWED)
+def test_what_is_allowed(mode):
+    """By hand: less is accepted, more is not. Halving a gradient makes as many units as weights may be apart later."""
+    config = configure(Options(model="a:b", settings={"parallel": {"tensor": 2}, "precision": mode}), "sharded")
+    unit = rounding(config.precision)
+
+    def report(**factors):
+        values = dict.fromkeys(("gradient", "step", "weights", "first loss", "later loss"), 1.0) | factors
+        tensors = {"gradient": "gradient", "after_first": "step", "end": "weights"}
+        return RankRecord(
+            batch_rank=0,
+            tensor_rank=0,
+            losses=[values["first loss"], values["later loss"]],
+            grad_norms=[1.0, 1.0],
+            skipped=[False, False],
+            trained=["layer.weight"],
+            start={"layer.weight": torch.zeros(2, 2, dtype=torch.float64)},
+            **{
+                name: {"layer.weight": torch.full((2, 2), values[key], dtype=torch.float64)}
+                for name, key in tensors.items()
+            },
+        )
+
+    first, loss, later = ALLOWED[mode]
+    loss_unit = max(unit, 2.0**-24)
+    limits = {"gradient": first * unit, "step": first * unit, "weights": later * unit, "first loss": loss * loss_unit}
+    for what, limit in (limits | {"later loss": later * unit}).items():
+        for part in (0.8, 1.2):
+            found = compare(report(), [report(**{what: 1.0 + part * limit})], config)
+            assert found.ok == (part < 1), (what, part)
+    halved = compare(report(), [report(gradient=0.5)], config)
+    assert halved.layers[0].gradient == later
+
+
+def test_every_microbatch_of_every_data_rank_is_compared():
+    """Three steps of two samples a microbatch, of 16 tokens, by default. The records of two data ranks are by hand."""
+    settings = {"parallel": {"data": 2, "pipeline": {"microbatches": 2}}, "precision": "16-mixed"}
+    own = Options(model="verified:gpt", settings=settings)
+    single = see(World(0, 1, "cpu"), own, "single")
+    assert (len(single.losses), single.microbatch_size, own.timeout) == (3, 2, 600.0)
+    assert {one["microbatch"] for one in single.activations} == {0, 1, 2, 3}
+    assert {one["tensors"][0].shape for one in single.activations if one["module"] == "norm"} == {(2, 16, 32)}
+
+    def of_data_rank(rank, wrong):
+        found = []
+        for one in single.activations:
+            if one["microbatch"] // 2 == rank:
+                is_wrong = (one["module"], one["microbatch"]) == ("blocks.1.mlp.down", wrong)
+                values = [tensor * (1.1 if is_wrong else 1.0) for tensor in one["tensors"]]
+                found.append({**one, "microbatch": one["microbatch"] - 2 * rank, "tensors": values})
+        return dataclasses.replace(single, batch_rank=rank, activations=found)
+
+    for wrong in (None, 0, 1, 2, 3):
+        records = [of_data_rank(rank, wrong) for rank in range(2)]
+        report = compare(single, records, configure(own, "sharded"))
+        assert report.ok == (wrong is None)
+        if wrong is not None:
+            layer, where = report.first
+            assert (layer.name, where, layer.microbatch) == ("blocks.1.mlp.down", "forward", wrong)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 2.0**10), ({"init_scale": 64.0}, 64.0)])
+def test_both_runs_start_from_a_low_loss_scale_and_full_masters(given, expected):
+    settings = {"precision": {"mode": "16-naive", **given}, "masters": "remainder"}
+    for run in ("single", "sharded"):
+        precision = configure(Options(model="a:b", settings=settings), run).precision
+        assert (precision.scaling.init_scale, precision.masters) == (expected, True)
+
+
+def hangs():
+    time.sleep(600)
+
+
+@family
+@long
+def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
+    result = verify(f"{__file__}:hangs", "--timeout", "2")
+    assert result.returncode == 1
+    assert "Timeout (0:00:02)!" in result.stderr
+    assert "most recent call first" in result.stderr
+    assert "error: the single run failed (1 process)" in result.stderr
 
 
 def test_shards_are_joined():

@@ -98,6 +98,8 @@ def test_equal_runs_are_reported_as_equal(layout, precision, verify):
     assert report.num_compared["optimizer state"] == parameters * 3 * 2
     assert report.num_compared["weight gradient"] >= parameters * SAMPLES * 2
     assert report.num_compared["master"] == (parameters * 2 if "naive" in precision else 0)
+    assert report.num_compared["norm"] == report.num_compared["decision"] == 2
+    assert report.num_compared.keys() - {"master"} == set(trace.KINDS) - {"master"}
     assert [*report.lines()][-1].endswith(f"has the bits of the single process in 2 steps of {precision}")
 
 
@@ -199,8 +201,17 @@ def test_only_exact_is_reproducible_and_accumulates():
 def test_dropout_is_on_only_in_exact():
     for exact, expected in ((True, 0.1), (False, 0.0)):
         model = build_model(Options(model="verified:gpt", exact=exact), seed=1)
-        assert model.get_submodule("blocks.1.dropout").p == expected
         assert model.get_submodule("blocks.1.attention").dropout == expected
+        modules = [one for one in model.modules() if isinstance(one, torch.nn.Dropout)]
+        numbers = [
+            value
+            for one in model.modules()
+            for name, value in vars(one).items()
+            if "dropout" in name and isinstance(value, float)
+        ]
+        assert {module.p for module in modules} == set(numbers) == {expected}
+        assert len(modules) > 1
+        assert len(numbers) > 1
 
 
 def test_bits_differ_where_numbers_are_equal():
