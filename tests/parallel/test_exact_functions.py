@@ -356,6 +356,18 @@ def test_gradients_of_repeated_heads_have_the_same_bits_however_they_are_sharded
             assert all(map(same, parts, expected)), (size, rank)
 
 
+def test_gradients_of_copied_heads_have_the_same_bits_however_they_are_sharded():
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        heads, gradient = torch.randn(2, 8, 3, 5).to(dtype), torch.randn(2, 56, 3, 5).to(dtype)
+        whole = run(mode_for(sharded_features=True), lambda one: one.repeat_interleave(7, 1), [heads], gradient)
+        for size in SIZES:
+            for rank in range(size):
+                own = [part_of(heads, 1, rank, size)], part_of(gradient, 1, rank, size)
+                parts = run(mode_for(rank, size, sharded_features=True), lambda one: one.repeat_interleave(7, 1), *own)
+                assert all(map(same, parts, [part_of(one, 1, rank, size) for one in whole])), (dtype, size, rank)
+
+
 def test_softmax_of_rows_has_the_same_bits_however_heads_are_sharded():
     torch.manual_seed(0)
     for dtype in DTYPES:

@@ -65,8 +65,11 @@ def test_what_cannot_be_cut_is_named(style, slices, message):
         names(nn.Sequential(nn.Linear(12, 6)), slices=slices, plan={"0": style})
 
 
-def test_torchs_own_styles_are_refused():
+def test_styles_of_torchs_own_and_of_experts_are_refused():
     from torch.distributed.tensor.parallel import ColwiseParallel
 
-    with pytest.raises(paramp.ConfigError, match="the style ColwiseParallel, which cannot be computed in slices"):
-        names(nn.Sequential(nn.Linear(8, 8)), plan={"0": ColwiseParallel()})
+    from paramp.parallel.tensor.styles import ExpertSlices
+
+    for style in (ColwiseParallel(), ExpertSlices()):
+        with pytest.raises(paramp.ConfigError, match=f"the style {type(style).__name__}, which cannot be computed in"):
+            names(nn.Sequential(nn.Linear(8, 8)), plan={"0": style})

@@ -223,6 +223,8 @@ TASKS = {
     "gpt, checkpointed": Task(gpt, config={"activation_checkpointing": "full"}),
     "gpt, every second checkpointed": Task(gpt, config={"activation_checkpointing": 2}),
     "gpt, untied": Task(partial(gpt, tied=False)),
+    "sgd": Task(gpt, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)),
+    "adam": Task(gpt, optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=0.1)),
     "llama": Task(LLAMA, criterion=output_loss, calls=1),
     "llama, own loss": Task(LLAMA, labelled, None, calls=1),
     "llama, dropout": Task(partial(LLAMA, attention_dropout=0.1), criterion=output_loss, calls=1),

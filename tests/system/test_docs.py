@@ -123,6 +123,26 @@ def run_blocks(world, sources, page, folder):
             exec(compile(source, f"{page}, block {number}", "exec"), names)
 
 
+def printed(world, source):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(source, "docs/reproducible.md", "exec"), {})
+    return out.getvalue()
+
+
+def test_the_program_of_reproducible_prints_one_line_on_every_layout():
+    """Without the mode its loss, norm and weights are others on two tensor ranks."""
+    with_mode = blocks("docs/reproducible.md", "python")[0]
+    without = with_mode.replace("reproducible=True", "reproducible=False")
+
+    def line(source, size):
+        return run_on_ranks(size, __name__, "printed", {"source": source})[0]
+
+    one = line(with_mode, 1)
+    assert one == line(with_mode, 2) == line(with_mode, 4)
+    pairs = zip(line(without, 1).split(), line(without, 2).split(), strict=True)
+    assert [first != other for first, other in pairs] == [True, True, True]
+
+
 @on_ranks(2)
 def test_the_loops_of_fsdp2_are_plain_torchs(world):
     """Weights, norms and skipped steps, against one process with torch's scaler and clip."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import paramp
 from paramp.config.reproducible import MODES
+from paramp.config.schedules import SCHEDULES
 
 SKIPPED = {"16-mixed": 3, "16-naive": 3}
 """The least steps of the GPT that overflow."""
@@ -91,7 +92,7 @@ REFUSED_IN_TRAINING = {
     "own, changing buffer": "the forward of '1', a Residual, changes its buffer 'seen'",
 }
 OTHERS = [
-    *("lora", "gpt2", "llama, tied"),
+    *("lora", "gpt2", "llama, tied", "sgd", "adam"),
     *(task for task in TASKS if task.startswith(("gpt, ", "own, ", "vit")) and task not in REFUSED_IN_TRAINING),
 ]
 USES = [
@@ -100,6 +101,7 @@ USES = [
     ("gpt, every second checkpointed", "1"),
     ("vit without class token", "tp2 + sp"),
     ("lora", "pp2·tp2"),
+    *((task, "dp2 + zero1") for task in ("sgd", "adam")),
 ]
 PART_OF_USES = [
     ("gpt, counted", "dp2"),
@@ -120,6 +122,21 @@ def test_other_uses_have_the_same_bits(task, layout):
     steps = 4 if task.startswith("gpt, ") else 3
     mode = "16-mixed" if task.startswith("gpt, ") else "32-true"
     assert_same_bits(trained(task, mode, layout, Part(0, steps)), reference(REFERENCES.get(task, task), mode, steps))
+
+
+MORE_LAYOUTS = {
+    **{name: ("pp2", {"pipeline": {"size": 2, "schedule": name}}) for name in SCHEDULES},
+    "pp2·dp2 + zero1": ("pp2·tp2", {"pipeline": 2, "data": 2, "zero": 1}),
+    "dp2·tp2 + zero1": ("dp2·tp2", {"data": 2, "tensor": 2, "zero": 1}),
+}
+"""Schedules, and products with ZeRO-1: a layout of as many ranks, and the configuration's ``parallel``."""
+
+
+@family
+@pytest.mark.parametrize("name", cases("reproducible layouts", [*MORE_LAYOUTS], ["zbv"], 1))
+def test_every_schedule_and_zero_beside_others_have_the_same_bits(name):
+    layout, parallel = MORE_LAYOUTS[name]
+    assert_same_bits(trained("gpt", "16-mixed", layout, Part(0, 4), parallel=parallel), reference("gpt", "16-mixed", 4))
 
 
 RESUMED = [
@@ -210,6 +227,12 @@ def small(*layers):
     return nn.Sequential(nn.Linear(8, 8), *layers)
 
 
+def hooked(parameters):
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 COLWISE = {"up": "colwise", "down": "rowwise"}
 REFUSED = {
     **{
@@ -238,6 +261,14 @@ REFUSED = {
     "LBFGS": (1, unfit(optimizer=torch.optim.LBFGS), ["LBFGS"]),
     "foreach": (1, unfit(optimizer=partial(torch.optim.AdamW, foreach=True)), ["foreach"]),
     "Adagrad": (1, unfit(optimizer=torch.optim.Adagrad), ["Adagrad"]),
+    "not fused": (1, unfit(optimizer=partial(torch.optim.AdamW, fused=False)), ["fused=False or foreach=True"]),
+    "dampening": (1, unfit(optimizer=partial(torch.optim.SGD, momentum=0.9, dampening=0.5)), ["its dampening"]),
+    "step hooks": (1, unfit(optimizer=hooked), ["it has step hooks"]),
+    "grad_dtype": (
+        1,
+        unfit(config={"precision": "16-naive", "grad_dtype": "fp32"}),
+        ["grad_dtype: got ", "expected None"],
+    ),
     "size": (
         1,
         unfit(lambda: SizedBadly(), plan=COLWISE),
@@ -348,6 +379,30 @@ def test_parts_of_a_gradient_are_noticed_on_every_rank(world):
         engine.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
         with pytest.raises(RuntimeError, match=r"tensor ranks have different gradients of 'gate\.weight'"):
             engine.step()
+
+
+@on_ranks(2)
+def test_other_functions_of_sharded_logits_are_refused_on_every_rank(world):
+    task = TASKS["gpt"]
+    with paramp.launch_from_torch({"reproducible": {"slices": 4}, "parallel": {"tensor": 2}}):
+        model = task.build()
+        engine, *_ = paramp.initialize(model, task.optimizer(model), lambda logits, _: logits.logsumexp(-1).mean())
+        with pytest.raises(paramp.ConfigError, match=r"logsumexp in .* expected cross_entropy or elementwise arith"):
+            engine.forward_backward(*task.batch(0))
+
+
+class Strided(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@on_ranks(2)
+def test_a_stage_that_returns_a_strided_tensor_is_refused_on_every_rank(world):
+    with paramp.launch_from_torch({"reproducible": True, "parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):
+        model = small(Strided(), nn.Linear(8, 8))
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        with pytest.raises(paramp.ConfigError, match="a pipeline stage returns a strided tensor"):
+            engine.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
 
 
 @on_ranks(1)
