@@ -412,9 +412,11 @@ def test_the_loss_comes_with_the_step_too(world):
             engine.zero_grad()
             assert result.loss == pytest.approx(loss.item(), rel=1e-6)
             assert "stepped=True" in repr(result)
-            with Collectives() as collectives:
-                assert engine.forward_backward(x, y, return_loss=False) is None
-            assert collectives.counts["allreduce"] == 0
+            for returned in (False, True):
+                with Collectives() as collectives:
+                    loss = engine.forward_backward(x, y, return_loss=returned)
+                assert (loss is not None) == returned
+                assert collectives.counts["allreduce"] == returned
 
 
 # ------------------------------------------------------------------------------------------------ mistakes, and edges

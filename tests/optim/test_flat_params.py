@@ -8,6 +8,7 @@ from torch import nn
 
 import paramp
 from paramp.optim.fused_step import FusedStep, PlainStep, why_not_fused
+from paramp.precision.policy import PRESETS
 
 
 class Net(nn.Module):
@@ -163,6 +164,22 @@ def test_parameters_and_gradients_are_views_of_the_buffers():
         assert buffer.gradients.any()
         buffer.gradients.zero_()
         assert not any(parameter.grad.any() for _, parameter in engine.named_parameters())
+
+
+MODES = [name for name, row in PRESETS.items() if row.float8 is None and "engine" not in name]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
+    with paramp.launch_from_torch({"precision": mode}):
+        model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), Net(), nn.Linear(3, 3).requires_grad_(False))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = paramp.initialize(model, sgd, F.mse_loss)
+        inside = {buffer.weights.untyped_storage().data_ptr() for buffer in engine._weights.buffers}
+        for name, parameter in engine.module.named_parameters():
+            is_kept = mode == "O2" and name.startswith("1.")
+            assert parameter.dtype is (torch.float32 if is_kept else engine.precision.weights), name
+            assert (parameter.untyped_storage().data_ptr() in inside) == parameter.requires_grad, name
 
 
 @pytest.mark.parametrize(("mode", "masters", "allowed"), [("16-naive", "full", 16.1), ("16-naive", "remainder", 14.1)])
