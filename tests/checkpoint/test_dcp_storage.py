@@ -55,6 +55,29 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         assert all(torch.equal(value, expected[name]) for name, value in other.full_state_dict().items())
 
 
+@pytest.mark.parametrize("precision", ["16-naive", "bf16-naive"])
+@pytest.mark.parametrize(("saved", "loaded"), [("full", "remainder"), ("remainder", "full")])
+def test_masters_are_loaded_into_the_other_way_to_keep_them(saved, loaded, precision, tmp_path):
+    with paramp.launch_from_torch({"precision": precision, "masters": saved}):
+        engine = linear_engine()
+        for seed in range(2):
+            step(engine, seed)
+        engine.save(tmp_path / "saved")
+        expected = engine.full_state_dict()
+    with paramp.launch_from_torch({"precision": precision, "masters": loaded}):
+        other = linear_engine(1)
+        other.load(tmp_path / "saved")
+        found = other.full_state_dict()
+        for name, value in expected.items():
+            lost = 2.0**-16 if loaded == "remainder" else 0.0  # of a unit of the weight
+            unit = torch.finfo(other.precision.weights).eps
+            torch.testing.assert_close(found[name], value, rtol=lost * unit, atol=0)
+            assert not torch.equal(value, value.to(other.precision.weights).float())
+        for group, mine in zip(engine.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+            for one, two in zip(group["params"], mine["params"], strict=True):
+                assert torch.equal(engine.optimizer.state[one]["exp_avg"], other.optimizer.state[two]["exp_avg"])
+
+
 @on_ranks(2)
 def test_leaving_the_context_waits_for_what_is_being_saved(world):
     with paramp.launch_from_torch({}):

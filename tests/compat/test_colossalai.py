@@ -119,6 +119,9 @@ def test_each_data_rank_gets_its_part_and_once_is_enough(world, shuffle):
         assert context.dp.size == 2
         whole = get_dataloader(numbers(5), add_sampler=False, batch_size=2)
         assert read(whole) == [0, 1, 2, 3, 4]
+        last = nn.Linear(1, 1)
+        _, whole, _, _ = paramp.initialize(last, torch.optim.SGD(last.parameters()), None, whole, plan={})
+        assert read(whole) == [0, 1, 2, 3, 4]
         stream = get_dataloader(Stream(), batch_size=1)
         _, _, again, _ = paramp.initialize(
             other := nn.Linear(1, 1), torch.optim.SGD(other.parameters()), None, None, stream, plan={}

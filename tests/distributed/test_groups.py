@@ -196,6 +196,18 @@ def test_pipeline_ranks_that_find_different_ties_raise_instead_of_waiting(world)
             tie_stages(names_of, stages, stages[world.rank], context)
 
 
+@on_ranks(4)
+def test_ties_between_the_same_stages_share_a_group(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "split": ["2", "4", "6"]}}}) as context:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+        model[2].weight, model[3].weight = model[0].weight, model[1].weight
+        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        assert len(context.ties) == (2 if world.rank < 2 else 0)
+        for tie in context.ties:
+            check_group(tie.group, [0, 1])
+            assert tie.group is context.ties[0].group
+
+
 def tied_chain():
     """Eight layers: 0 and 7 share a weight; 1, 3 and 6; 2 and 5; and 4 and 7 a bias."""
     torch.manual_seed(0)

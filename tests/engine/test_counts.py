@@ -3,10 +3,12 @@
 import copy
 import math
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Collectives
 from pool import on_ranks, shared_folder
 from torch import nn
 
@@ -143,6 +145,23 @@ LAYOUTS = {
 }
 FACTORS = [1.0, HUGE, 1.0, 1.0, HUGE, HUGE, 1.0]
 """What the counts of each window are multiplied by."""
+
+
+@on_ranks(2)
+def test_a_window_of_counts_has_one_more_all_reduce_of_two_numbers(world):
+    seen = {}
+    for criterion in (mean_error, nn.functional.mse_loss):
+        with paramp.launch_from_torch({"parallel": {"data": 2}, "gradient_accumulation": 2}):
+            engine = engine_for(nn.Sequential(nn.Linear(4, 4)), criterion)
+            for _ in range(2):
+                with Collectives() as collectives:
+                    for _ in range(2):
+                        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4), return_loss=False)
+                        engine.step()
+                engine.zero_grad()
+            seen[criterion] = Counter(collectives.elements)
+    assert seen[mean_error] - seen[nn.functional.mse_loss] == Counter({2: 1})
+    assert seen[nn.functional.mse_loss] <= seen[mean_error]
 
 
 def follow_changing_counts(layout, mode, init_scale, accumulation):

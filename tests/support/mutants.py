@@ -1,4 +1,4 @@
-"""``make mutants``: small mistakes are made in the package, one at a time, and the tests that should fail are run.
+"""``make mutants``: small mistakes are made in modules of :data:`AREAS`, one at a time, and tests that should fail run.
 
 A mutant is one place in a module changed by one of five operators: a comparison or a test of membership or identity
 swapped; an operator of arithmetic swapped; a constant changed; a condition negated, or ``and`` and ``or`` swapped; a

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import pytest
 from commands import COLD, ROOT, python
@@ -46,6 +47,31 @@ def test_importing_paramp_loads_neither_layouts_nor_compilers_nor_its_own_parts(
 def test_a_step_without_a_layout_loads_what_a_plain_loop_does():
     plain, modules = loaded(PLAIN, PARAMP)
     assert not modules.intersection(set(HEAVY) - plain)
+
+
+def found(dotted):
+    """What a dotted name stands for: a module, or an attribute of one."""
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        parent, _, name = dotted.rpartition(".")
+        return getattr(found(parent), name)
+
+
+def test_names_are_where_the_changelog_says_that_they_have_moved():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("| 0.1.0 | now |\n|---|---|\n")[2]
+    seen = []
+    for line in text.partition("\n\n")[0].splitlines():
+        before, now = line.strip("| ").split(" | ")
+        stays = re.findall(r"`(paramp[\w.]+)`", before) if now.startswith("stay") else []
+        for name in [*stays, *re.findall(r"`([\w.]+)`", now)]:
+            dotted = seen[-1].rpartition(".")[0] + name if name.startswith(".") else name
+            seen.append(dotted)
+            if dotted.endswith(".FabricPrecision"):  # needs Lightning
+                assert "class FabricPrecision" in (ROOT / "paramp/integrations/fabric.py").read_text(encoding="utf-8")
+            else:
+                assert found(dotted) is not None
+    assert len(seen) > 30
 
 
 FACADES = {

@@ -13,6 +13,7 @@ from matrix import README, SCHEDULE_MODES, from_small_scale, marks_of, replace_t
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
 from traceable import awkward_model
 
@@ -28,6 +29,11 @@ def test_names_are_torchs_too(name):
     for given in (name, name.upper(), name.replace("-", "_"), option, option.lower(), kind):
         config = paramp.Config(parallel={"pipeline": {"size": 2, "schedule": given}})
         assert config.parallel.pipeline.schedule == name
+
+
+def test_every_schedule_of_torch_has_a_name():
+    torchs = {name for name in pipelining.__all__ if name.startswith("Schedule")}
+    assert {get_schedule_class(row.torch_name).__name__ for row in SCHEDULES.values()} == torchs
 
 
 def test_what_follows_from_a_schedule():
