@@ -113,6 +113,12 @@ def test_impossible_layouts_of_a_resnet_are_errors():
         model.tensor_parallel_plan(3, False)
 
 
+def test_a_resnets_plan_shards_its_classifier_only():
+    model = ResNet.preset("tiny")
+    (name,) = model.tensor_parallel_plan(2, False)
+    assert model.get_submodule(name) is model.fc
+
+
 def test_a_resnet_is_partitioned_into_equal_numbers_of_blocks():
     model = ResNet.preset("resnet34", width=4)
     assert model.pipeline_split(2) == ["layer3.1"]  # 8 of 16 blocks

@@ -279,6 +279,28 @@ def test_random_numbers_of_torch_are_new_in_each_step():
     assert not torch.equal(one, other)
 
 
+class Tempered(Branching):
+    temperature = 3.0
+
+    def forward(self, x, y=None):
+        x = self.two(self.one(x) * (2.0 * self.temperature))
+        return x if y is None else x + y
+
+
+def test_numbers_and_attributes_are_constants_of_the_trace():
+    """Also of a trace that is made later, for other inputs."""
+    model = Tempered()
+    partition = TracedPartition(model, 2, ["two"])
+    stages = partition.stages(plan_stages(partition.units, 2, ["two"]))
+    x = torch.ones(1, 4)
+    model.temperature = 5.0
+    for stage in stages:
+        stage.temperature = 5.0
+    for inputs in ((x,), (x, x)):
+        expected = model.two(model.one(x) * 6.0) + sum(inputs[1:])
+        assert torch.equal(stages[1](stages[0](*inputs)), expected)
+
+
 def test_a_module_that_is_opened_has_the_models_mode():
     """There is one graph of a mode: what is frozen in evaluation would drop out as in training."""
 

@@ -97,6 +97,21 @@ def test_stages_keep_names_weights_and_add_up_to_the_model():
         assert all(whole[name] is value for name, value in part.named_parameters())
 
 
+def test_a_sequence_is_cut_between_any_two_of_its_modules():
+    """Nested ones included."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    model = nn.Sequential(nn.Linear(4, 4), inner, nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+    names = [name for name, _ in units(model)]
+    assert names == ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]
+    x = torch.randn(2, 4)
+    for index, name in enumerate(names[1:], start=1):
+        plan = plan_stages(list(units(model)), 2, [name])
+        assert plan == [names[:index], names[index:]]
+        first, second = SequentialPartition(model).stages(plan)
+        assert torch.equal(second(first(x)), model(x))
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer and notes a random number in each."""
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Collectives
 from pool import on_ranks
 from reference import batches, small_gpt
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
+from paramp.parallel.tensor.linear import PackedColwise
 from paramp.parallel.tensor.plan import check_divisible, resolve_plan
 from paramp.parallel.tensor.styles import STYLES
 
@@ -141,6 +144,109 @@ def test_hooks_and_attributes_of_parameters_hold_in_every_layout(world):
                 for name, value in engine.full_state_dict().items():
                     where = f"{precision} {parallel} {name}"
                     assert (value.double() - expected[name]).abs().max() < tolerance, where
+
+
+class Parts(nn.Module):
+    """The product of the parts of the features, which lie one after the other, times different numbers."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        parts = x.chunk(self.number, -1)
+        return torch.stack([part + index for index, part in enumerate(parts)]).prod(0)
+
+
+@on_ranks(2)
+def test_packed_parts_are_sharded_one_by_one_and_a_plain_style_mixes_them_up(world):
+    def loss(number, style):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4 * number), Parts(number), nn.Linear(4, 4))
+        plan = {"0": style, "2": "rowwise"}
+        expected = F.mse_loss(model(x), x).item()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, plan=plan)
+        return engine.forward_backward(x, x).item(), expected
+
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        for number, style in ((2, "packed_colwise_2"), (3, "packed_colwise_3"), (4, PackedColwise(4)), (1, "colwise")):
+            actual, expected = loss(number, style)
+            assert actual == pytest.approx(expected, rel=1e-5)
+        actual, expected = loss(3, "colwise")
+        assert actual != pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "plan", [("colwise", "rowwise"), (ColwiseParallel(), RowwiseParallel())], ids=["own", "torchs"]
+)
+@on_ranks(2)
+def test_a_pair_of_layers_follows_plain_torch_with_two_all_reduces(world, plan):
+    """One of the sum in the forward, one of the input's gradient in the backward."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    x, y = chain_batches()[0]
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}, "precision": "64-true"}):
+        model = build()
+        styles = dict(zip("13", plan, strict=True))
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss, plan=styles)
+        for _ in range(5):  # the first batches are compared between ranks
+            F.mse_loss(plain(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with Collectives() as training:
+                engine.forward_backward(x, y, return_loss=False)
+            engine.step()
+            engine.zero_grad()
+        with Collectives() as forward, torch.no_grad():
+            engine.module(x)
+        assert (forward.counts, training.counts) == ({"allreduce": 1}, {"allreduce": 2})
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-12, rtol=0)
+
+
+@on_ranks(2)
+def test_what_hooks_of_parameters_get(world):
+    """Those from before ``initialize`` the whole scaled gradient of each microbatch, later ones what the rank has."""
+    scale, microbatches = 8.0, 2
+    before, after, accumulated = [], [], []
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    plain = build()
+    x, y = (part.float() for part in chain_batches()[0])
+    expected = []
+    for parts in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+        F.mse_loss(plain(parts[0]), parts[1]).backward()
+        expected.append(plain[0].weight.grad * scale / microbatches)
+        plain.zero_grad()
+    config = {
+        "precision": {"mode": "16-mixed", "init_scale": scale},
+        "parallel": {"tensor": 2, "pipeline": {"size": 1, "microbatches": microbatches}},
+    }
+    with paramp.launch_from_torch(config):
+        model = build()
+        model[0].weight.register_hook(lambda gradient: before.append(gradient.clone()))
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(parameter.grad.clone()))
+        engine, *_ = paramp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss, plan={"0": "colwise", "1": "rowwise"}
+        )
+        engine.module.get_parameter("0.weight").register_hook(lambda gradient: after.append(gradient.clone()))
+        engine.forward_backward(x, y)
+    for found, whole in zip(before, expected, strict=True):
+        torch.testing.assert_close(found, whole, atol=2e-2, rtol=2e-2)
+    assert [type(one) for one in before] == [torch.Tensor] * microbatches
+    own = slice(4 * world.rank, 4 * world.rank + 4)
+    for found, whole in zip(after, expected, strict=True):
+        torch.testing.assert_close(found.to_local(), whole[own], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(accumulated[-1].to_local(), sum(expected)[own], atol=2e-2, rtol=2e-2)
 
 
 @on_ranks(2)
