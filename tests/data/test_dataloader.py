@@ -341,6 +341,18 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
 
 
 @on_ranks(4)
+def test_ranks_of_shards_and_of_replicas_take_different_samples(world):
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "replicate": 2}}}) as context:
+        model = torch.nn.Linear(1, 1)
+        loader = DataLoader(range(16), batch_size=2, shuffle=True)
+        _, loader, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), train_dataloader=loader)
+        everyone = [None] * 4
+        torch.distributed.all_gather_object(everyone, (context.dp.rank, context.dp.size, flat(epoch(loader))))
+    assert [(rank, size) for rank, size, _ in everyone] == [(rank, 4) for rank in range(4)]
+    assert sorted(flat(numbers for *_, numbers in everyone)) == [*range(16)]
+
+
+@on_ranks(4)
 def test_wrong_loaders_are_an_error_on_every_rank(world):
     config = {"parallel": {"tensor": 2, "data": 2}}
     with paramp.launch_from_torch(config):

@@ -7,7 +7,7 @@ import torch
 from pool import on_ranks
 from reference import batches, rank_slice, small_gpt
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import paramp
 from paramp import clip_grad_norm_
@@ -103,10 +103,60 @@ def test_dtensors_alone_need_no_context(world):
                 torch.zeros(8 // mesh.size() * (2 if Replicate() in placements else 1)), mesh, placements
             )
         )
-        parameter.grad = torch.distributed.tensor.distribute_tensor(whole, mesh, placements)
+        parameter.grad = distribute_tensor(whole, mesh, placements)
         parameters.append(parameter)
     expected = math.sqrt(3) * whole.norm().item()
     assert abs(clip_grad_norm_(parameters, 1e9).item() - expected) < 1e-5
+
+
+@on_ranks(4)
+def test_what_torchs_own_scaler_and_clip_do(world):
+    """Right on one mesh; on several they raise, or each part decides alone. ``docs/fsdp2.md`` has the table."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cpu", (4,))
+
+    def weight(mesh=None, *placements):
+        whole = torch.arange(1.0, 9.0)
+        if mesh is None:
+            own, gradient = whole.clone(), whole.clone()
+        else:
+            own, gradient = (distribute_tensor(whole, mesh, placements) for _ in range(2))
+        parameter = torch.nn.Parameter(own)
+        parameter.grad = gradient
+        return parameter
+
+    def clipped(parameters):
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    def scales(parameters):
+        """Of each rank, after a step in which rank 1's part of the last gradient is infinite."""
+        last = parameters[-1].grad
+        if world.rank == 1:
+            (last.to_local() if isinstance(last, DTensor) else last)[-1] = math.inf
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD(parameters, lr=0.1))
+        scaler.update()
+        found = [None] * 4
+        torch.distributed.all_gather_object(found, scaler.get_scale())
+        return found
+
+    length = torch.arange(1.0, 9.0).norm().item()
+    one_mesh = [weight(flat, Shard(0)), weight(flat, Shard(0))]
+    assert clipped(one_mesh) == pytest.approx(math.sqrt(2) * length)
+    assert scales(one_mesh) == [4.0] * 4
+    two_meshes = [weight(grid["dp"], Shard(0)), weight(grid, Shard(0), Shard(0))]
+    with pytest.raises((RuntimeError, ValueError), match="mesh"):
+        clipped(two_meshes)
+    assert len({*scales(two_meshes)}) == 2  # replicas over "tp" diverge
+    with_plain = [weight(grid["dp"], Shard(0)), weight()]
+    for call in (clipped, scales):
+        with pytest.raises(RuntimeError, match="DTensor"):
+            call(with_plain)
+    stages = [weight()]  # each rank's own
+    assert clipped(stages) == pytest.approx(length)
+    assert scales(stages) == [8.0, 4.0, 8.0, 8.0]
 
 
 @on_ranks(2)

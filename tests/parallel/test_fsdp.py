@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from counting import Collectives
 from pool import on_ranks
 from torch import nn
 
@@ -118,6 +119,84 @@ def test_prefetch_with_several_stages_on_a_rank(world):
         for name, early in seen:
             assert early in ([], [] if int(name) + 1 in ends else [str(int(name) + 1)])
         assert any(early for _, early in seen)
+
+
+def gathered_now(engine):
+    """The units whose parameters this rank has in whole; "" is the rest of the model, of each stage one."""
+    units = {name: module for name, module in engine.module.named_modules() if is_unit(module)}
+    return [name for name, unit in units.items() if any(group.is_unsharded for group in groups(unit))]
+
+
+class Chain(nn.Module):
+    """Four equal blocks between two layers, which are the rest of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("kept", "calls"), [(False, False), (False, True), (True, False)])
+@on_ranks(2)
+def test_blocks_are_gathered_one_after_another_and_freed(world, kept, calls):
+    """By ``forward_backward``, or by ``engine(x)`` and ``engine.backward(loss)``."""
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "reshard_after_forward": not kept}}}):
+        model = Chain()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        forward, backward = [], []
+        for index, block in enumerate(model.blocks):
+
+            def see(module, inputs, output, index=index):
+                forward.append({*gathered_now(engine)})
+                output.register_hook(lambda _: backward.append((index, {*gathered_now(engine)})))
+
+            block[0].register_forward_hook(see)
+        for _ in range(4):  # the first batches are compared between ranks
+            forward.clear()
+            backward.clear()
+            with Collectives() as collectives:
+                if calls:
+                    engine.backward(engine.criterion(engine(x), y))
+                else:
+                    engine.forward_backward(x, y, return_loss=False)
+            assert gathered_now(engine) == []
+            engine.step()
+            engine.zero_grad()
+        names = [f"blocks.{index}" for index in range(4)]
+        again = 5 if calls else 0 if kept else 4
+        assert collectives.counts["allgather"] == 5 + again
+        if kept:
+            assert forward == [{"", *names[: index + 1]} for index in range(4)]
+        else:
+            assert forward == [{"", name} for name in names]
+            assert [index for index, _ in backward] == [3, 2, 1, 0]
+            assert all({"", names[index]} == found for index, found in backward), backward
+
+
+@on_ranks(4)
+def test_under_a_pipeline_a_stage_stays_gathered_for_a_batch(world):
+    pipeline = {"size": 2, "microbatches": 3, "split": ["blocks.2"]}
+    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline, "data": {"shard": 2}}}) as context:
+        model = Chain()
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        own = {"", *(f"blocks.{2 * context.pp.rank + index}" for index in range(2))}
+        x, seen = torch.ones(3, 4), []
+        engine.forward_backward(x, x)  # finds shapes
+        layer = engine.module.get_submodule(max(own))[0]
+        layer.register_forward_hook(lambda *_: seen.append({*gathered_now(engine)}))
+        layer.register_full_backward_hook(lambda *_: seen.append({*gathered_now(engine)}))
+        with Collectives() as collectives:
+            engine.forward_backward(x, x)
+        assert seen == [own] * 6
+        assert collectives.counts["allgather"] == collectives.counts["reduce_scatter"] == len(own)
+        assert gathered_now(engine) == []
 
 
 @on_ranks(2)

@@ -108,15 +108,16 @@ def follow_plain_loop(world, parallel, steps=20, batches=2):
 
 SMALL = 2.0**-9
 """1 + 2**-9 is 1.001953125 in fp32 and 1.0 in bf16."""
+FP16_WITHOUT_SCALE = {"mode": "16-naive", "init_scale": 1.0}
 
 
-def bias_gradient(context, reduce_dtype, parts):
+def bias_gradient(context, reduce_dtype, parts, precision="bf16-naive"):
     """The gradient of the bias of a norm under sequence parallelism, of which each data and tensor rank has a part.
 
     Args:
         parts: by data rank and tensor rank.
     """
-    context.config = dataclasses.replace(context.config, precision="bf16-naive", reduce_dtype=reduce_dtype)
+    context.config = dataclasses.replace(context.config, precision=precision, reduce_dtype=reduce_dtype)
     model = nn.Sequential(nn.Identity(), nn.LayerNorm(4), nn.Identity())
     plan = {"0": "scatter_sequence", "1": "sequence", "2": "gather_sequence"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,6 +142,9 @@ def test_gradients_are_summed_in_reduce_dtype_over_every_axis(world):
         assert bias_gradient(context, {"dp": "float32", "tp": "float32"}, halves) == 1 + SMALL
         assert bias_gradient(context, {"dp": "float32"}, over_data) == 1 + SMALL
         assert bias_gradient(context, {"tp": "float32"}, over_data) == 1.0
+        smaller = [[1.0, 0.0], [SMALL / 8, 0.0]]
+        assert bias_gradient(context, None, smaller, FP16_WITHOUT_SCALE) == 1.0  # in fp16
+        assert bias_gradient(context, "float32", smaller, FP16_WITHOUT_SCALE) == 1 + SMALL / 8
 
 
 # ------------------------------------------------------------------------------------------- activation checkpointing
@@ -237,7 +241,7 @@ def allocated():
 @on_ranks(2)
 def test_a_rank_keeps_its_shards_only(world):
     """16 bytes a parameter over the ranks; within a batch also the parameters of a unit or two."""
-    for precision in ("16-mixed", "16-naive"):
+    for precision in ("32-true", "16-mixed", "16-naive"):
         config = {"parallel": FSDP2, "precision": precision}
         with paramp.launch_from_torch(config):
             before = sum(allocated().values())

@@ -7,6 +7,7 @@ import tomllib
 import pytest
 from commands import COLD, ROOT, python
 
+from paramp import Config
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
 from paramp.tools.flags import FLAGS
@@ -66,6 +67,14 @@ def test_defaults_in_help_are_those_of_the_configuration(monkeypatch):
     text = build_parser("").format_help()
     assert re.search(r"--precision MODE .*\n? *\(default: 16-mixed\)", text)
     assert re.search(r"--steps N .*\(default: 300\)", text)
+
+
+def test_the_flags_of_sharding_set_what_its_page_says():
+    page = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(dict\(.*\))` \| `(--.*?)` \|", page, re.MULTILINE)
+    assert len(rows) == 4
+    for settings, flags in rows:
+        assert configure(flags.split()).parallel == Config(parallel=eval(settings)).parallel
 
 
 def test_flags_set_their_configuration_keys():
