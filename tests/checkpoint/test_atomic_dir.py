@@ -1,6 +1,7 @@
 """Folders that are whole or not there, and every kind of damage to one."""
 
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -169,6 +170,39 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(pair, tmp_path, monke
     assert [found.name for found in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_every_file_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    path, synced, missing = tmp_path / "saved", set(), []
+    sync, rename = os.fsync, type(tmp_path).rename
+
+    def note_sync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def check_and_rename(self, target):
+        if target == path:
+            files = [self, *self.iterdir()]
+            missing.append([file.name for file in files if file.stat().st_ino not in synced])
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(type(tmp_path), "rename", check_and_rename)
+    with paramp.launch_from_torch({}):
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.save(path)
+    assert len(listed(path)) > 1
+    assert missing == [[]]
+
+
+def test_a_file_that_the_first_rank_does_not_see_is_an_error(pair, tmp_path):
+    partial = shutil.copytree(pair / "step-00000001", tmp_path / "step-00000001.partial-00000001")
+    files = listed(partial) | {"rank-00001.safetensors": Written(3, "0" * 64)}
+    message = r"rank-00001.safetensors' was written by another rank, but is not visible on rank 0; all machines have to"
+    with pytest.raises(CheckpointError, match=message):
+        atomic_dir.publish(partial, tmp_path / "step-00000001", files)
+    assert not (tmp_path / "step-00000001").exists()
+
+
 @on_ranks(2)
 def test_a_run_does_not_begin_among_later_checkpoints(world):
     """Its own would be older, and be passed over or thinned out."""
@@ -235,10 +269,22 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(world):
         engine.save(blocked / "checkpoint", wait=False)
         with pytest.raises(CheckpointError, match="was not written: rank 0 failed: NotADirectoryError"):
             engine.finish_saving()
+        engine.save(blocked / "checkpoint", wait=False)
+        with pytest.raises(CheckpointError, match="was not written: rank 0 failed: NotADirectoryError"):
+            engine.save(Path(folder) / "next")
         if context.rank == 1:
             engine.optimizer.state[next(engine.module.parameters())] = {"odd": object()}
         with pytest.raises(CheckpointError, match=r"optimizer.weight.odd: got object as state"):
             engine.save(Path(folder) / "checkpoint")
+
+    def save_and_leave():
+        with paramp.launch_from_torch({}):
+            model = torch.nn.Linear(2, 2)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            engine.save(blocked / "checkpoint", wait=False)
+
+    with pytest.raises(CheckpointError, match="was not written: rank 0 failed: NotADirectoryError"):
+        save_and_leave()
 
 
 def test_a_folder_with_another_manifest_is_not_replaced(tmp_path):

@@ -1,11 +1,16 @@
 """Checkpoints of an engine: what they hold beside the weights, what is refused, and errors that reach every rank."""
 
 import functools
+import json
+import math
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from pool import on_ranks, shared_folder
+from reference import batches, small_gpt
 
 import paramp
 from paramp.base.errors import CheckpointError
@@ -310,3 +315,53 @@ def test_weights_that_were_stepped_less_often_stay_so(tmp_path):
         other = linear_engine(model=Sometimes())
         other.load(tmp_path / "saved")
         assert all(torch.equal(value, expected[name]) for name, value in go_on(other).items())
+
+
+@on_ranks(2)
+def test_random_streams_come_back_in_the_same_layout_only(world):
+    """In another one torch's is seeded from the seed and the step, and Python's and NumPy's go on."""
+
+    def draw():
+        return torch.rand(()).item(), random.random(), np.random.random()
+
+    folder, drawn = shared_folder(), {}
+    for layout in ({"data": 2}, {"pipeline": 2}):
+        with paramp.launch_from_torch({"parallel": layout}):
+            engine = linear_engine()
+            for source in (torch.manual_seed, random.seed, np.random.seed):
+                source(world.rank)
+            if layout == {"data": 2}:
+                engine.save(folder / "saved")
+                expected = draw()
+                draw()
+                engine.load(folder / "saved")
+                assert draw() == expected
+            else:
+                for repeated in range(2):
+                    engine.load(folder / "saved")
+                    drawn[repeated] = draw()
+    first, second = drawn.values()
+    random.seed(world.rank)
+    np.random.seed(world.rank)
+    assert first[1:] == (random.random(), np.random.random())
+    assert second[1:] == (random.random(), np.random.random())
+    assert first[0] == second[0]
+
+
+@on_ranks(2)
+def test_elements_that_several_ranks_hold_are_written_once(world):
+    for name, parallel in enumerate(({"data": 2}, {"data": 2, "zero": 1}, {"tensor": 2}, {"pipeline": 2})):
+        with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}):
+            path = shared_folder() / str(name)
+            model = small_gpt(num_layers=2)
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), model.loss)
+            engine.forward_backward(*next(batches(1)))
+            engine.step()
+            engine.save(path)
+        header = json.loads((path / "checkpoint.json").read_text())
+        names = [name for name in header["tensors"] if not name.startswith("random.")]
+        assert any("exp_avg" in name for name in names)
+        for name in names:
+            stored = header["tensors"][name]
+            written = sum(math.prod(sizes) for _, sizes, *_ in stored["chunks"])
+            assert written == math.prod(stored["shape"]), (parallel, name)

@@ -55,14 +55,16 @@ def test_a_batch_that_does_not_divide_is_refused(batch, ranks):
 
 @on_ranks(2)
 def test_every_rank_learns_that_one_was_asked_to_stop(world):
-    before = signal.getsignal(signal.SIGTERM)
-    with paramp.launch_from_torch({}) as context, paramp.StopRequest() as stop:
-        assert not stop.agreed(context)
-        if context.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed(context)
-        assert (stop.received is None) == (context.rank == 0)
-    assert signal.getsignal(signal.SIGTERM) is before
+    with paramp.launch_from_torch({}) as context:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            before = signal.getsignal(number)
+            with paramp.StopRequest() as stop:
+                assert not stop.agreed(context)
+                if context.rank == 1:
+                    os.kill(os.getpid(), number)
+                assert stop.agreed(context)
+                assert stop.received == (number if context.rank == 1 else None)
+            assert signal.getsignal(number) is before
 
 
 INTERRUPTED = """
