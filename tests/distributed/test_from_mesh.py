@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from pool import on_ranks, shared_folder
 from reference import batches, plain_fp32_training, small_gpt, train_engine
 from test_groups import maps
@@ -127,7 +128,9 @@ def test_norms_and_skips_on_meshes_of_others_are_those_of_one_process(world, nam
         assert (context.pp.size, context.dp.size * context.tp.size) == (1, 4)
         backward(model)
         for order in (1.0, 2.0, 3.0, math.inf):
-            norm = paramp.clip_grad_norm_(model.parameters(), 1e9, order).item()
+            with Collectives() as collectives:
+                norm = paramp.clip_grad_norm_(model.parameters(), 1e9, order).item()
+            assert collectives.counts == {"allreduce": 1}
             expected = torch.linalg.vector_norm(everything, order).item()
             assert abs(norm - expected) <= 1e-6 * expected, (order, norm, expected)
         paramp.clip_grad_norm_(model.parameters(), 0.1)
@@ -244,6 +247,13 @@ def test_experts_are_each_ranks_own_and_stages_too(world):
         placed = nn.Parameter(distribute_tensor(torch.zeros(4), context.mesh["ep"], [Shard(0)]))
         placed.grad = distribute_tensor(torch.arange(4.0), context.mesh["ep"], [Shard(0)])
         assert paramp.clip_grad_norm_([placed], 1e9).item() == pytest.approx(math.sqrt(14))
+    with paramp.ParallelContext.from_mesh(by_name({"efsdp": 2, "ep": 2}), roles={"efsdp": "fsdp"}) as context:
+        mesh = context.mesh["efsdp"]
+        expert = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        expert.allreduce = False
+        ep = context.mesh.get_local_rank("ep")
+        expert.grad = distribute_tensor(torch.full((4,), 3.0 + ep), mesh, [Shard(0)])
+        assert paramp.clip_grad_norm_([expert], 1e9).item() == pytest.approx(10.0)
     with paramp.ParallelContext.from_mesh(by_name({"tp": 2, "pipe": 2}), roles={"pipe": "pp"}) as context:
         own = nn.Parameter(torch.zeros(1))
         own.grad = torch.full((1,), 3.0 + context.pp.rank)

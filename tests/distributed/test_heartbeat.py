@@ -5,9 +5,12 @@ import re
 import threading
 
 import pytest
+import torch
 from commands import PYTHON, run
-from torch.distributed import HashStore
+from pool import on_ranks
+from torch.distributed import HashStore, distributed_c10d
 
+import paramp
 from paramp.distributed import failures, heartbeat
 from paramp.distributed.failures import ending_in_time
 from paramp.distributed.heartbeat import Heartbeat
@@ -189,6 +192,9 @@ def test_a_job_without_progress_is_reported_after_each_timeout():
     monitor.update({0: Beat(40, record), 1: Beat(40, record, num_done=1)}, 40.0)
     monitor.update(beats(41, 41, record=record), 46.0)
     assert not monitor.stuck()
+    for number, now in ((42, 50.0), (43, 54.0), (44, 58.0)):  # a phase begins at 50
+        monitor.update({0: Beat(number, record), 1: Beat(number, ProgressRecord("step", step=4))}, now)
+    assert not monitor.stuck()
 
 
 def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
@@ -291,6 +297,13 @@ def test_a_silent_rank_is_named_by_all(monkeypatch):
             "paramp: rank 2 has been silent for 11 s; it was last seen in forward of microbatch 3, stage 1, step 1; "
             f"ending rank {rank}, which was in setup, step 1\n"
         )
+
+
+def test_only_the_leader_reads_all_beats(monkeypatch):
+    ranks, read_all, numbers = Ranks(4, monkeypatch), heartbeat.read_all, []
+    monkeypatch.setattr(heartbeat, "read_all", lambda store, keys: numbers.append(len(keys)) or read_all(store, keys))
+    ranks.seconds(2)
+    assert numbers == [4, 2, 2, 2] * 2  # with the failure report
 
 
 def test_ranks_that_were_lost_together_are_named_together(monkeypatch):
@@ -415,6 +428,53 @@ def test_a_silent_store_is_named_with_its_host(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------- small parts
+
+
+def test_the_defaults_are_those_of_the_page():
+    config = paramp.Config()
+    assert (config.hang_timeout, config.hang_end_after, failures.LONGEST_WAIT) == (300.0, 4, 30 * 60.0)
+    assert Heartbeat(HashStore(), 0, 1, config.hang_timeout)._interval == 1.0
+    assert distributed_c10d.default_pg_timeout.total_seconds() == 30 * 60.0  # gloo's
+
+
+def test_the_engine_reports_its_phases(tmp_path):
+    kinds = []
+
+    class Recording(Heartbeat):
+        def span(self, kind, stage=None, microbatch=None):
+            kinds.append(kind)
+            return super().span(kind, stage, microbatch)
+
+    x = torch.ones(2, 2)
+    with paramp.launch_from_torch({}) as context:
+        context.heartbeat = Recording(HashStore(), 0, 1, 10.0)
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+        engine.forward_backward(x, x)
+        engine.step()
+        assert kinds == ["batch", "forward", "loss", "backward", "step"]
+        kinds.clear()
+        engine.evaluate(x, x)
+        assert kinds[0] == "evaluation"
+        kinds.clear()
+        engine.save(tmp_path / "saved")
+        assert kinds == ["save", "checkpoint"]
+
+
+@on_ranks(2)
+def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
+    if world.rank == 1:
+        failures.Departures("test of one that left", 1, 2).announce("rank 1 has left")
+    else:
+        with pytest.raises(RuntimeError, match=r"engine\.save: every rank has to call it, but rank 1 has left"):
+            failures.Departures("test of one that left", 0, 2).gather("save", "engine.save")
+        failures.LONGEST_WAIT, before = 0.1, failures.LONGEST_WAIT
+        try:
+            with pytest.raises(RuntimeError, match=r"but others have not in 0\.1 s"):
+                failures.Departures("test of one that never comes", 0, 2).gather("save", "engine.save")
+        finally:
+            failures.LONGEST_WAIT = before
+    torch.distributed.barrier()
 
 
 def test_phases_lie_within_each_other():
