@@ -129,6 +129,27 @@ def test_a_free_port_is_found_where_the_range_of_connections_is_not_known(monkey
         probe.bind(("127.0.0.1", free_port()))
 
 
+JOB = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu[003-005,9],login1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "port"),
+    [
+        ({}, "gpu003", 20000 + (71 * 64 + 2) % 12000),
+        ({"SLURM_STEP_ID": "3"}, "gpu003", 20000 + (71 * 64 + 3) % 12000),
+        ({"SLURM_STEP_NODELIST": "gpu9,login1"}, "gpu9", 20000 + (71 * 64 + 2) % 12000),
+        ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}, "10.0.0.7", 29500),
+    ],
+)
+def test_tasks_of_slurm_meet_at_the_first_machine_and_a_port_of_the_job(monkeypatch, variables, host, port):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+    for rank in (0, 5):
+        for name, value in {**JOB, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "1", **variables}.items():
+            monkeypatch.setenv(name, value)
+        assert launcher_env.slurm_place() == launcher_env.LauncherRank("slurm", rank, 8, 1, host, port)
+
+
 @pytest.mark.parametrize("standalone", [True, False])
 def test_worlds_one_after_another_under_torchrun(standalone):
     """The agent's store outlives a world, and gloo would meet the addresses of the last one there."""

@@ -7,6 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from paramp.base.errors import LaunchError
+from paramp.distributed import mpi_rendezvous
 from paramp.distributed.rendezvous import agree
 
 
@@ -45,3 +46,28 @@ def test_the_rank_that_is_lost_before_an_agreement_is_named(rank):
     store.set("config/0", "")
     with pytest.raises(LaunchError, match="rank 1 was lost before the ranks had agreed on the config"):
         agree(store, "config", "", rank, 3, "".join)
+
+
+class Broadcast:
+    """What ranks that mpirun started have of MPI to meet by: all get what rank 0 passes."""
+
+    def __init__(self):
+        self.rank, self.sent = 0, None
+
+    def bcast(self, value, root):
+        self.sent = value if self.rank == root else self.sent
+        return self.sent
+
+
+def test_ranks_of_mpirun_take_the_first_address_at_which_they_reach_rank_0(monkeypatch):
+    addresses = ["240.0.0.1", "127.0.0.2", "127.0.0.1"]  # nobody can have the first one
+    monkeypatch.setattr(mpi_rendezvous, "own_hosts", lambda: addresses)
+    world = Broadcast()
+    host, store = mpi_rendezvous._share_store(world, None, 0)
+    assert host == addresses[0]  # rank 0 has the store itself
+    assert world.sent[0][:2] == (addresses, store.port)
+    world.rank = 1
+    host, other = mpi_rendezvous._share_store(world, None, 0)
+    assert (host, other.port) == ("127.0.0.2", store.port)
+    store.set("name", "value")
+    assert other.get("name") == b"value"

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -256,6 +257,20 @@ def test_the_readme_has_the_table_of_modes():
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 15
     assert "\n".join(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_extras_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    section = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("| extra |")[2]
+    table = {}
+    for names, brought, _ in re.findall(r"^\| (`.*?) \| (.*?) \| (.*)\|$", section, re.MULTILINE):
+        table |= dict.fromkeys(re.findall(r"`(\w+)`", names), brought)
+    assert table.keys() == extras.keys() - {"docs", "test", "hosts", "dev"}
+    for name in table.keys() - {"all"}:
+        assert {re.match(r"[\w-]+", one)[0] for one in extras[name]} <= set(re.findall(r"[\w-]+", table[name])), name
+    left_out = set(re.findall(r"`(\w+)`", table["all"]))
+    assert set(re.search(r"\[(.*)\]", *extras["all"])[1].split(",")) == table.keys() - left_out - {"all"}
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():

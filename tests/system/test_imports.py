@@ -8,8 +8,10 @@ import pytest
 from commands import COLD, ROOT, python
 
 import paramp
+from paramp.tools.doctor import PACKAGES
 
 HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo"]
+OPTIONAL = {*PACKAGES, "accelerate", "deepspeed", "ray", "sklearn", "torchtitan", "trl"} - {"numpy"}
 
 PLAIN = """
 import torch
@@ -38,10 +40,12 @@ def loaded(*sources):
 
 
 def test_importing_paramp_loads_neither_layouts_nor_compilers_nor_its_own_parts():
-    imported, used = loaded("import paramp", "[getattr(paramp, name) for name in paramp.__all__]")
+    doctor = "from paramp.tools.cli import main; main(['doctor'])"
+    imported, used, examined = loaded("import paramp", "[getattr(paramp, name) for name in paramp.__all__]", doctor)
     assert not imported.intersection(HEAVY)
     assert {name for name in imported if name.startswith("paramp.")} == set()
     assert not used.intersection(HEAVY)  # public names load on use
+    assert not {name.partition(".")[0] for name in examined}.intersection(OPTIONAL)  # of the doctor
 
 
 def test_a_step_without_a_layout_loads_what_a_plain_loop_does():

@@ -4,8 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from counting import Collectives
+from pool import on_ranks
 
+import paramp
 from paramp.tools.train_config import announce, announce_resume, configure
+from paramp.tools.train_data import max_over_ranks
 
 
 def context_for(*arguments):
@@ -44,3 +48,10 @@ def test_a_run_that_is_finished_says_where_its_checkpoint_is():
         assert resumed == f"resumed from {found}, after step {step}"
         assert kept == "train.lr = 0.25 from the checkpoint's optimizer is kept; 0.5 is not used"
         assert done == [f"all 20 steps are done, and {found} has them; for more, raise --steps"] * (step >= 20)
+
+
+@on_ranks(2)
+def test_the_largest_numbers_of_all_ranks_take_one_all_reduce(world):
+    with paramp.launch_from_torch({}) as context, Collectives() as collectives:
+        assert max_over_ranks(context, world.rank, -world.rank, 3) == [1, 0, 3]
+    assert (collectives.counts, collectives.elements) == ({"allreduce": 1}, [3])
