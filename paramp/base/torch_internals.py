@@ -40,7 +40,8 @@ class Private(NamedTuple):
     """What they are used for: "paramp needs it for ..."."""
     since: str = OLDEST
     until: str = NEWEST
-    """The first and the last version of torch that has them. :data:`NEWEST`: newer ones too, as far as is known."""
+    """The first and the last version of torch that has them. :data:`OLDEST`, :data:`NEWEST`: older and newer ones too, as
+    far as is known."""
     optional: bool = False
     """Whether some versions or some objects lack them, so that code asks whether they are there."""
 
@@ -328,7 +329,8 @@ def _applies(row: Private) -> bool:
     if row.owner.split(".")[0] != "torch":
         return True
     installed = _number(torch.__version__)
-    return _number(row.since) <= installed and (installed <= _number(row.until) or row.until == NEWEST)
+    begun = _number(row.since) <= installed or row.since == OLDEST
+    return begun and (installed <= _number(row.until) or row.until == NEWEST)
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import paramp
 from paramp.base import torch_internals as internals
@@ -140,13 +141,30 @@ def test_attributes_of_a_class_are_checked(monkeypatch):
         internals.expect("torch.Record")
 
 
+def launched():
+    paramp.launch_from_torch({}).close()
+
+
+def over_a_mesh():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        paramp.ParallelContext.from_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))).close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("start", [launched, over_a_mesh])
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0a0+git1"])
-def test_an_untested_version_warns_once(monkeypatch, version):
+def test_an_untested_version_warns_once(monkeypatch, version, start):
     monkeypatch.setattr(torch, "__version__", version)
+    gone = internals.Private("torch.nn", "_gone", "a test")
+    monkeypatch.setattr(internals, "INVENTORY", (*internals.INVENTORY, gone))
     internals.warn_if_untested.cache_clear()
-    with pytest.warns(UserWarning, match=rf"torch {re.escape(version)}: paramp was tested with torch 2\.11 to 2\.15"):
-        paramp.launch_from_torch({}).close()
-    paramp.launch_from_torch({}).close()  # a second warning would be an error
+    tested = r"paramp was tested with torch 2\.11 to 2\.15 only .*; it lacks .*torch\.nn\._gone"
+    with pytest.warns(UserWarning, match=rf"torch {re.escape(version)}: {tested}"):
+        start()
+    launched()  # a second warning would be an error
 
 
 def test_a_tested_version_does_not_warn():

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import io
+import sys
+import types
 import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from counting import Collectives
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import paramp
+from paramp.base.optional_packages import ApexStatus
 from paramp.compat.apex import amp
 from paramp.compat.apex import optimizers as apex_optimizers
 from paramp.compat.apex.amp import AmpError
@@ -218,6 +222,25 @@ def test_what_a_level_is_made_of(options, weight, batch_norm, layer_norm, steppe
     assert any(not torch.equal(one, two) for one, two in zip(before, masters, strict=True))
     for parameter, value in zip(model.parameters(), masters, strict=True):
         assert torch.equal(parameter, value.to(parameter.dtype))
+
+
+def test_amp_has_apexs_names_arguments_and_defaults():
+    names = "initialize scale_loss disable_casts master_params state_dict load_state_dict _amp_state"
+    kinds = ("half", "float", "promote")
+    for name in [
+        *names.split(),
+        *(f"{kind}_function" for kind in kinds),
+        *(f"register_{kind}_function" for kind in kinds),
+    ]:
+        assert hasattr(amp, name), name
+    overrides = "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs"
+    expected = {"models": inspect.Parameter.empty, "optimizers": None, "enabled": True, "opt_level": "O1"}
+    expected |= dict.fromkeys(overrides.split()) | {"num_losses": 1, "verbosity": 1}
+    expected |= {"min_loss_scale": None, "max_loss_scale": 2.0**24}
+    assert {name: one.default for name, one in inspect.signature(amp.initialize).parameters.items()} == expected
+    assert list(inspect.signature(amp.scale_loss).parameters) == [
+        *("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
+    ]
 
 
 def test_masters_hold_the_weights_from_before_they_were_rounded():
@@ -576,6 +599,22 @@ def test_fused_optimizers_are_torchs_where_apex_is_not(monkeypatch):
         apex_optimizers.FusedAdam(model.parameters(), amsgrad=True)
 
 
+def test_fused_optimizers_are_apexs_where_its_kernels_are(monkeypatch):
+    made = types.ModuleType("apex.optimizers")
+    for name in ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"):
+        setattr(made, name, lambda *args, name=name, **options: (name, args, options))
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", made)
+    status = ApexStatus(kind="real", fused_optimizers=True)
+    monkeypatch.setattr(apex_optimizers, "find_apex", lambda: status)
+    name, args, options = apex_optimizers.FusedAdam("params", bias_correction=False, weight_decay=0.1)
+    assert (name, args, options["bias_correction"], options["weight_decay"]) == ("FusedAdam", ("params",), False, 0.1)
+    name, _, options = apex_optimizers.FusedSGD("params", lr=0.1, weight_decay=0.1, wd_after_momentum=True)
+    assert (name, options["wd_after_momentum"], options["weight_decay"]) == ("FusedSGD", True, 0.1)
+    for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad"):
+        assert getattr(apex_optimizers, name) is getattr(made, name)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_backward_of_an_lstm_may_run_outside_scale_loss(packed):
     torch.manual_seed(0)
@@ -798,6 +837,29 @@ def test_tensor_parallelism_before_initialize_equals_one_process(world, level):
     everywhere = [torch.empty_like(spread[4][0]) for _ in range(4)]
     dist.all_gather(everywhere, spread[4][0].contiguous())
     assert all(torch.equal(values, everywhere[0]) for values in everywhere)
+    amp.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_each_scale_loss_sends_one_flag_and_nothing_else_is_sent(world, level):
+    amp.reset()
+    with Collectives() as before:
+        models = [linear(), linear()]
+        models, optimizers = prepare(models, [sgd(model) for model in models], opt_level=level, num_losses=2)
+    assert not before.counts
+    for broken in (False, True):
+        first, second = (model(torch.ones(2, 4)).sum() for model in models)
+        weight = models[0].weight if broken and world.rank == 1 else None
+        for number, (loss, of, spoiled) in enumerate(((first, optimizers[:1], weight), (second, optimizers, None))):
+            with Collectives() as inside:
+                backward(loss, of, spoiled, loss_id=number)
+            assert (inside.counts, inside.elements) == ({"allreduce": 1}, [1])
+        with Collectives() as after:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not after.counts
     amp.reset()
 
 

@@ -4,11 +4,13 @@ The references are plain torch loops in fp32, over the samples of all ranks in o
 """
 
 import io
+import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ROOT
 from pool import on_ranks
 from torch import nn
 
@@ -117,6 +119,28 @@ def test_the_examples_on_distributed_training_and_imagenet(world, level, make):
     assert to_python_float(reduced / world.size) < 1.0  # noqa: F405
     weights = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     check(weights, plain(reference.get(make, sgd)), network())
+    amp.reset()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@on_ranks(2)
+def test_accumulation_with_no_sync_as_on_the_page(world, level):
+    page = (ROOT / "docs" / "from-apex.md").read_text(encoding="utf-8")
+    (source,) = (body for body in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "def accumulate(" in body)
+    names = {"amp": amp}
+    exec(source, names)
+    amp.reset()
+    model, expected = network(), network()
+    options = {"opt_level": level, "loss_scale": 1024.0, "verbosity": 0}
+    model, optimizer = amp.initialize(model, sgd(model.parameters(), lr=LR), **options)
+    distributed, reference = DistributedDataParallel(model), sgd(expected.parameters(), lr=LR)
+    for step in range(3):
+        x = batch(step)[0]
+        names["accumulate"](distributed, optimizer, x.chunk(2)[world.rank].chunk(4))
+        reference.zero_grad()
+        expected(x).square().mean().backward()
+        reference.step()
+    check(model.state_dict(), expected, network())
     amp.reset()
 
 

@@ -1,5 +1,6 @@
 """Every other rank names one that is stopped, with its phase; a failure is reported once; no other job is ended."""
 
+import inspect
 import json
 import re
 import threading
@@ -209,6 +210,7 @@ def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
     ("records", "waits"),
     [
         (["forward", "backward"], True),
+        (["loss", "step"], True),
         (["step", "save"], True),
         (["forward", "data"], False),
         (["checkpoint", "step"], False),
@@ -343,6 +345,10 @@ def test_a_rank_that_failed_ends_the_others_quietly(monkeypatch):
     assert ranks.seconds(5) == set()
     assert ranks.seconds(3) == {0, 2}
     assert not ranks.written
+
+
+def test_a_job_of_a_users_loop_waits_for_four_timeouts():
+    assert inspect.signature(paramp.start_heartbeat).parameters["end_after"].default == 4
 
 
 def test_a_job_in_which_every_rank_waits_in_a_batch_ends(monkeypatch):

@@ -346,9 +346,10 @@ def count_gradients(kind):
     (nn.functional.mse_loss(reference(batch["x"]), batch["y"]) * 64).backward()
     with distributed(kind) as (context, model):
         (Loop(model).loss(batch) * 64).backward()
-        before = [local(parameter.grad).clone() for parameter in model.parameters()]
+        everything = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+        before = [local(tensor.detach()).clone() for tensor in everything]
         histogram = paramp.gradient_histogram(model, scale=64.0, context=context)
-        assert all(map(torch.equal, before, (local(parameter.grad) for parameter in model.parameters())))
+        assert all(torch.equal(local(tensor.detach()), old) for tensor, old in zip(everything, before, strict=True))
         counts, total = numpys([parameter.grad for parameter in reference.parameters()])
         assert histogram.counts == counts
         assert (histogram.total, histogram.scale, histogram.dtype) == (total, 64.0, torch.float16)
@@ -386,7 +387,11 @@ def find_replicas(kind, changes):
         Loop(model).loss(batches(1)[0]).backward()
         optimizer.step()
         scaler = paramp.DistributedGradScaler()
+        state = [value for one in optimizer.state.values() for value in one.values()]
+        everything = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *state]
+        before = [local(tensor.detach()).clone() for tensor in everything]
         assert paramp.check_replicas(model, optimizer, scaler) == []
+        assert all(torch.equal(local(tensor.detach()), old) for tensor, old in zip(everything, before, strict=True))
         for name, holders in changes.items():
             module, _, leaf = name.rpartition(".")
             parameter = getattr(inner(model, module), leaf)

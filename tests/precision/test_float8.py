@@ -3,7 +3,7 @@
 import copy
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import pytest
@@ -21,12 +21,13 @@ from paramp.base.optional_packages import PackageStatus, find_transformer_engine
 from paramp.models import GPT
 from paramp.parallel.tensor.linear import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.plan import apply_plan, resolve_plan, sharded_dims
+from paramp.parallel.tensor.styles import STYLES
 from paramp.precision.autocast import computing
 from paramp.precision.capabilities import find_library
 from paramp.precision.float8 import convert
 from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation import emulate_fp16
-from paramp.precision.policy import Float8, Precision
+from paramp.precision.policy import PRESETS, Float8, Precision
 from paramp.precision.transformer_engine import transformer_engine_recipe
 
 CPU = torch.device("cpu")
@@ -91,6 +92,11 @@ def test_a_shard_has_to_have_a_size_that_the_hardware_takes():
         assert choose_layers(model, Float8(), dims, 2).linear == expected
     dims = sharded_dims(resolve_plan({"1": PackedRowwise(3)}, ["0", "1"]))
     assert choose_layers(model, Float8(), dims, 2).linear == ("0",)
+    model = nn.Sequential(nn.Linear(96, 192), nn.Linear(192, 96))  # multiples of 16 x 2
+    for style in (name for name in STYLES if "wise" in name):
+        dims = sharded_dims(resolve_plan(dict.fromkeys("01", style), ["0", "1"]))
+        assert dims.keys() == {"0", "1"}
+        assert choose_layers(model, Float8(), dims, 2).linear == ("0", "1"), style
 
 
 @pytest.mark.parametrize("option", ["modules", "skip"])
@@ -201,6 +207,21 @@ def test_products_are_those_of_rounded_operands(name, weights, compute, recipe):
     assert (output - plain).abs().max() > 0.03, "float8 is coarser than that"
 
 
+def test_the_mode_is_bf16_mixed_but_for_its_linear_layers():
+    assert replace(PRESETS["fp8-mixed"], name="bf16-mixed", float8=None) == PRESETS["bf16-mixed"]
+
+
+def test_rowwise_scales_are_more_exact_where_rows_differ_in_size():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 48, bias=False), torch.randn(16, 32) * torch.logspace(-6, 0, 16)[:, None]
+    exact = F.linear(x.double(), layer.weight.double())
+    errors = []
+    for recipe in ("tensorwise", "rowwise"):
+        output = convert(copy.deepcopy(layer), mode(recipe=recipe), CPU)(x)
+        errors.append(((output - exact).norm(dim=1) / exact.norm(dim=1)).max())
+    assert errors[1] < 0.1 < errors[0]
+
+
 def test_autocast_takes_an_fp32_input_as_it_does_for_a_linear():
     layer = convert(nn.Linear(32, 32), mode(), CPU)
     x = torch.randn(16, 32)
@@ -235,6 +256,15 @@ def test_an_input_that_is_not_finite_is_seen_in_the_output(value, recipe):
     x = torch.randn(16, 32)
     x[3, 5] = value
     assert not layer(x)[3].isfinite().any()
+
+
+def test_a_cast_of_torchaos_makes_an_infinity_the_largest_number():
+    convert(nn.Linear(32, 32), mode(), CPU)  # which imports torchao without its messages
+    from torchao.float8.float8_utils import to_fp8_saturated
+
+    for dtype, largest in ((E4M3, 448.0), (E5M2, 57344.0)):
+        values = to_fp8_saturated(torch.tensor([torch.inf, -torch.inf]), dtype)
+        assert values.float().tolist() == [largest, -largest]
 
 
 class Hiding(torch.autograd.Function):

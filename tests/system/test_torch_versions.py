@@ -8,7 +8,14 @@ import pytest
 import torch_versions
 from commands import ROOT
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+from paramp.base.torch_internals import OLDEST
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def test_any_torch_from_the_oldest_tested_one_on_fits():
+    assert f"torch>={OLDEST}" in PROJECT["dependencies"]
 
 
 def test_only_the_version_of_torch_is_replaced():
