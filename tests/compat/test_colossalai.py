@@ -1,13 +1,15 @@
 """What Colossal-AI's scripts import and call beside the engine's loop, against plain torch and arithmetic by hand."""
 
+import functools
 import math
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from commands import PYTHON, python, torchrun
+from commands import PYTHON, ROOT, python, torchrun
 from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 from torch import nn
@@ -404,6 +406,24 @@ def test_a_script_finds_everything_under_the_one_import():
     assert colossalai.logging.get_dist_logger is get_dist_logger
     assert colossalai.utils.get_dataloader is get_dataloader
     assert colossalai.nn.lr_scheduler.CosineAnnealingLR is schedules.CosineAnnealingLR
+
+
+def test_the_names_in_the_pages_table_are_there():
+    page = (ROOT / "docs" / "from-colossalai.md").read_text(encoding="utf-8")
+    table = page.partition("## What is available")[2].partition("\n## ")[0]
+    found = []
+    for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
+        owner = ""
+        for name in re.findall(r"`([\w.]+)(?:\(.*?\))?`", cell):
+            owner = name.rpartition(".")[0] or owner
+            found.append(f"{owner}.{name.rpartition('.')[2]}".removeprefix(".").removeprefix("colossalai."))
+    replaced = {"engine.model", "utils.save_checkpoint", "utils.load_checkpoint", "img.cuda"}
+    names = [name for name in found if name not in replaced and not name.startswith("engine.")]
+    assert len(names) > 20
+    for name in names:
+        assert functools.reduce(getattr, name.split("."), colossalai), name
+    for name in ("launch_from_slurm", "launch_from_openmpi", "launch"):
+        assert callable(getattr(colossalai, name))
 
 
 def test_composers_names_are_those_of_the_facades():

@@ -24,6 +24,7 @@ from paramp.compat.colossalai.amp import (
 )
 from paramp.parallel.tensor.plan import apply_plan, resolve_plan
 from paramp.precision.fp16_emulation import emulate_fp16
+from paramp.precision.policy import PRESETS
 
 SCALE = 2.0**10
 EACH_TYPE = {
@@ -33,6 +34,7 @@ EACH_TYPE = {
     "apex O2": (AMP_TYPE.APEX, {"opt_level": "O2", "loss_scale": SCALE}),
 }
 each_type = pytest.mark.parametrize("name", EACH_TYPE)
+WITHOUT_FLOAT8 = [name for name, preset in PRESETS.items() if preset.float8 is None]
 
 
 def network():
@@ -138,16 +140,21 @@ def test_dtypes_of_weights_inputs_outputs_and_criteria():
     for mode, config, weights, norms, inner in [
         (AMP_TYPE.TORCH, None, torch.float32, torch.float32, torch.float16),
         (AMP_TYPE.NAIVE, None, torch.float16, torch.float16, torch.float32),
+        (AMP_TYPE.APEX, None, torch.float32, torch.float32, torch.float16),
         (AMP_TYPE.APEX, {"opt_level": "O2"}, torch.float16, torch.float32, torch.float32),
+        (AMP_TYPE.APEX, {"opt_level": "O3"}, torch.float16, torch.float16, torch.float32),
         ("bf16-mixed", None, torch.float32, torch.float32, torch.bfloat16),
         (paramp.Precision.parse("32-true"), None, torch.float32, torch.float32, torch.float32),
     ]:
         model, _, loss = converted(mode, config, criterion)
         assert (model.module[0].weight.dtype, model.module[1].weight.dtype) == (weights, norms)
-        hidden = []
+        given, hidden = [], []
+        model.module.register_forward_pre_hook(lambda _, inputs, given=given: given.append(inputs[0]))
         model.module[0].register_forward_hook(lambda _module, _inputs, output, hidden=hidden: hidden.append(output))
         output = model(x)
-        assert hidden[0].dtype is paramp.Precision.parse({"mode": mode} | (config or {})).compute if config else True
+        is_named = isinstance(mode, AMP_TYPE)
+        compute = paramp.Precision.parse({"mode": mode} | (config or {}) if is_named else mode).compute
+        assert (given[0].dtype, hidden[0].dtype) == (compute, compute)
         assert output.dtype is torch.float32
         assert loss(output, y).dtype is torch.float32
         assert seen.pop() == (torch.float32, inner)
@@ -167,10 +174,12 @@ def test_the_three_forms_have_colossalais_arguments():
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("mode", [*EACH_TYPE, "32-true", "bf16-mixed", "bf16-naive", "16-true", "O3", "scaling off"])
+@pytest.mark.parametrize("mode", [*EACH_TYPE, *WITHOUT_FLOAT8, "scaling off"])
 def test_a_gradient_that_is_not_finite_skips_the_step_in_every_mode(mode, value):
     off = (AMP_TYPE.TORCH, {"enabled": False})
-    model, optimizer, criterion = converted(*(off if mode == "scaling off" else EACH_TYPE.get(mode, (mode,))))
+    scaled = mode in PRESETS and PRESETS[mode].scaling is not None
+    named = (mode, {"init_scale": SCALE}) if scaled else (mode,)
+    model, optimizer, criterion = converted(*(off if mode == "scaling off" else EACH_TYPE.get(mode, named)))
     pairs = list(data(2))
     train(model, optimizer, criterion, pairs[:1])
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -385,7 +394,8 @@ def test_what_is_refused():
     refused("not a parameter of the model", model, sgd(network()), None, AMP_TYPE.TORCH)
     refused("LBFGS", model, torch.optim.LBFGS(model.parameters()), None, AMP_TYPE.TORCH)
     refused("wrapped in DataParallel", nn.DataParallel(model), sgd(model), None, AMP_TYPE.TORCH)
-    refused("paramp.initialize", model, sgd(model), None, "fp8-mixed")
+    for name in PRESETS.keys() - WITHOUT_FLOAT8:
+        refused("replaces layers of the model; use it with paramp.initialize", model, sgd(model), None, name)
     with torch.device("meta"):
         empty = network()
     refused("meta device", empty, sgd(empty), None, AMP_TYPE.NAIVE)

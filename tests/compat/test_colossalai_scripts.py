@@ -218,6 +218,7 @@ def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
     with shared_folder() as folder, contextlib.redirect_stderr(io.StringIO()):
         whole, metrics = fit({}, {}, batch=4)
         fit({}, {}, batch=4, epochs=1, more_hooks=[hooks.SaveCheckpointHook(checkpoint_dir=str(folder))])
+        assert [one.name for one in folder.iterdir()] == ["epoch0"]
         again, last = fit({}, {}, batch=4, more_hooks=[hooks.LoadCheckpointHook(checkpoint_dir=str(folder))])
         with pytest.raises(FileNotFoundError, match="epoch7"):
             fit({}, {}, batch=4, more_hooks=[hooks.LoadCheckpointHook(checkpoint_dir=str(folder), epoch=7)])

@@ -55,6 +55,8 @@ def test_a_configuration_of_colossalai_is_accepted():
     assert (scaling.init_scale, scaling.min_scale, scaling.max_scale) == (2.0**32, 1, 2.0**32)
     assert (scaling.growth_factor, scaling.backoff_factor) == (2, 0.5)
     assert (scaling.growth_interval, scaling.hysteresis) == (1000, 2)
+    named = load({"precision": AMP_TYPE.NAIVE}).precision.scaling
+    assert (named.init_scale, named.growth_interval) == (2.0**16, 1000)
 
 
 def test_torch_amp_has_colossalais_options_and_defaults():

@@ -327,6 +327,8 @@ def test_fabric_with_the_plugin(world):
         for count in (2, 3):  # clipping does not make an overflow finite
             model(torch.ones(2, 4)).square().mean().backward()
             model.linear.weight.grad[0, 0] = float("inf")
+            with pytest.raises(RuntimeError, match="non-finite"):  # by Fabric's default
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
             fabric.clip_gradients(model, optimizer, clip_val=1.0)
             optimizer.step()
             assert plugin.num_skipped == count

@@ -510,11 +510,14 @@ def test_lightnings_own_tests_of_precision(world):
     assert plugin.clip_grad_by_value.call_count == plugin.clip_grad_by_norm.call_count == 1
 
     class Recording(host.BoringModel):
-        """Records the dtypes of batches, products and made tensors in all four kinds of steps."""
+        """Records the dtypes of batches, products and made tensors in all four kinds of steps.
+
+        The gradient of the third batch overflows on one rank.
+        """
 
         def __init__(self):
             super().__init__()
-            self.found = set()
+            self.found, self.moved = set(), []
 
         def forward(self, data):
             output = super().forward(data)
@@ -526,6 +529,14 @@ def test_lightnings_own_tests_of_precision(world):
 
         def on_after_backward(self):
             assert self.layer.weight.grad.dtype is self.layer.weight.dtype
+            if self.trainer.global_step == 2 and world.rank == 1:
+                self.layer.weight.grad[0, 0] = float("inf")
+
+        def on_train_batch_start(self, *_):
+            self.before = self.state_dict()["layer.weight"].clone()
+
+        def on_train_batch_end(self, *_):
+            self.moved.append(not torch.equal(self.state_dict()["layer.weight"], self.before))
 
     class Skipping(host.BoringModel):
         def training_step(self, data, index):
@@ -540,15 +551,24 @@ def test_lightnings_own_tests_of_precision(world):
 
     fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
     expected = {
+        "32-true": (fp32, fp32, fp32, False),
+        "64-true": (fp64, fp64, fp64, False),
         "16-mixed": (fp32, FP16, fp32, True),
         "bf16-mixed": (fp32, bf16, fp32, True),
-        "64-true": (fp64, fp64, fp64, False),
+        "16-true": (FP16, FP16, FP16, False),
+        "bf16-true": (bf16, bf16, bf16, False),
+        "16-naive": (FP16, FP16, fp32, False),
+        "O2": (FP16, FP16, fp32, False),
+        "bf16-naive": (bf16, bf16, fp32, False),
     }
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
         for mode, found in expected.items():
-            model, trainer = Recording(), lightning().Trainer(plugins=TrainerPrecision(mode), **quiet)
+            scaled = paramp.Precision.parse(mode).scaling is not None
+            plugin = TrainerPrecision({"mode": mode, "init_scale": 2.0**6} if scaled else mode)
+            model, trainer = Recording(), lightning().Trainer(plugins=plugin, **quiet)
             trainer.fit(model)
+            assert (model.moved, plugin.num_skipped) == ([True, True, False, True], 1)
             trainer.test(model)
             trainer.predict(model, DataLoader(torch.randn(2, 32)))
             assert model.found == {found}
@@ -563,6 +583,24 @@ def test_lightnings_own_tests_of_precision(world):
         with mock.patch.object(trainer.precision_plugin.scaler, "step") as step:
             trainer.fit(Skipping())
         assert step.call_count == 2
+
+
+@on_ranks(2)
+def test_a_run_resumes_in_another_mode_from_its_masters(world):
+    folder, begun = shared_folder(), {}
+
+    class Resumed(trained_module()):
+        def on_train_start(self):
+            begun.update({name: value.clone() for name, value in self.state_dict().items()})
+
+    for before, after in (("O2", "16-mixed"), ("16-mixed", "16-naive"), ("16-naive", "32-true")):
+        path = folder / f"{before}-{world.rank}"
+        trainer = fit(trained_module()(), MODES[before][0], "auto", 1, max_epochs=1)
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        assert any(not torch.equal(value, value.half().float()) for value in saved.values())
+        fit(Resumed(seed=9), MODES[after][0], "auto", 1, ckpt_path=path)
+        torch.testing.assert_close(begun, dict(saved), rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -92,16 +92,20 @@ def against_stock(world, layout, chunked):
 
 
 # One case with full DTensors: torchtitan makes only one trainer in a process over the same mesh of them.
-OVERFLOWS = [*((layout, "partial_dtensor") for layout in titan.LAYOUTS), ("tp", "full_dtensor")]
+OVERFLOWS = [
+    *((layout, "partial_dtensor", "float16") for layout in titan.LAYOUTS),
+    ("tp", "full_dtensor", "float16"),
+    *(("dp_shard", "partial_dtensor", precision) for precision in ("bfloat16", "float32")),
+]
 
 
 @family
-@pytest.mark.parametrize(("layout", "backend"), cases("torchtitan overflow", OVERFLOWS, OVERFLOWS[-2:-1], 1))
-def test_an_overflow_on_one_rank_skips_the_step_on_all(torchtitan, layout, backend):
+@pytest.mark.parametrize(("layout", "backend", "precision"), cases("torchtitan overflow", OVERFLOWS, OVERFLOWS[3:4], 1))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(torchtitan, layout, backend, precision):
     titan.prepare()
     if not titan.has_backend(backend):
         pytest.skip(f"this torchtitan has no spmd_backend={backend!r}")
-    run_on_ranks(2, __name__, "one_overflow", {"layout": layout, "backend": backend})
+    run_on_ranks(2, __name__, "one_overflow", {"layout": layout, "backend": backend, "precision": precision})
 
 
 def stopping_like_main(clip):
@@ -116,14 +120,14 @@ def stopping_like_main(clip):
 
 
 @on_ranks(2)
-def one_overflow(world, layout, backend):
-    trainer = titan.build(adopted(backend=backend, **titan.LAYOUTS[layout]))
+def one_overflow(world, layout, backend, precision):
+    trainer = titan.build(adopted(precision, backend=backend, **titan.LAYOUTS[layout]))
     titan.train(trainer, 1)
     before, schedule = weights(trainer), trainer.lr_schedulers.state_dict()
     plant(trainer, here=world.rank == 1)
     with mock.patch.object(ParampTrainer, "_clip", stopping_like_main(ParampTrainer._clip)):
         (logged,) = titan.train(trainer, 1)
-    assert (logged["loss_scale"], logged["skipped_steps"]) == (2.0**11, 1)
+    assert (logged["loss_scale"], logged["skipped_steps"]) == (2.0**11 if precision == "float16" else 1.0, 1)
     assert not math.isfinite(logged["grad_norm"])
     assert trainer.lr_schedulers.state_dict() == schedule
     for name, value in weights(trainer).items():
