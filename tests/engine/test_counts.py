@@ -270,7 +270,10 @@ def test_means_and_counts_take_turns():
 
 @on_ranks(2)
 def test_means_and_counts_take_turns_on_two_data_ranks(world):
-    """Ranks agree on the unit only in windows for which all of them expect counts: none waits for another."""
+    """Ranks agree on the unit only in windows for which all of them expect counts: none waits for another.
+
+    Their counts differ, so that units of their own would show in the sum of their gradients.
+    """
     model = two_layers()
     reference = Reference(model)
     counts = True
@@ -285,7 +288,7 @@ def test_means_and_counts_take_turns_on_two_data_ranks(world):
         engine = engine_for(model, criterion)
         for now in (False, False, True, True, True, False, True, False, False):
             counts = now
-            x, y = samples([3.0] * 8)
+            x, y = samples([3.0] * 4 + [30.0 if counts else 3.0] * 4)
             engine.forward_backward(*(part.chunk(2)[context.dp.rank] for part in (x, y)))
             assert engine.step().grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
