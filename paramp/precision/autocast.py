@@ -7,7 +7,8 @@ sums, losses. On the CPU it does not: they run in the dtype of their input, so t
 This is implemented where autocast is, in torch's dispatcher: each of these operators gets a kernel for the CPU's
 autocast key. So it also applies to operators inside other operators, and to forwards that checkpointing recomputes. The
 kernels are registered once, at the first use; outside of :func:`widening` they call the default kernel unchanged, so
-that torch's autocast works as without them.
+that torch's autocast works as without them. ``rms_norm``, which CUDA's table has from torch 2.12 on, gets one for CUDA
+too where it has none.
 """
 
 import functools
@@ -51,42 +52,56 @@ PROMOTED = (
 )
 """The operators that it casts to the widest dtype of their arguments (``AT_FORALL_PROMOTE``)."""
 
-KEY = "AutocastCPU"
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+ADDED_LATER = ("rms_norm",)
+"""Those of :data:`NAMES` that the table of torch 2.11 lacks."""
+
+KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+"""Autocast's key in the dispatcher, by the type of the device."""
 LSTM = torch.ops.aten.lstm.input
-_depth = 0
+_depth = dict.fromkeys(KEYS, 0)
 
 
 @functools.cache
-def _install() -> torch.library.Library:
-    """Register the kernels, for each overload that has an autocast kernel on CUDA but not on the CPU."""
+def _install(device_type: str) -> torch.library.Library:
+    """Register the kernels for ``device_type``, for each overload that CUDA's table widens and that has none there."""
     library = torch.library.Library("aten", "IMPL")
     for name in (*NAMES, *PROMOTED):
         packet = getattr(torch.ops.aten, name)
         for operator in (getattr(packet, overload) for overload in packet.overloads()):
-            if _has_kernel(operator, "AutocastCUDA") and not _has_kernel(operator, KEY):
-                kernel = _kernel(operator, _to_widest if name in PROMOTED else _to_fp32)
-                library.impl(operator, kernel, KEY, with_keyset=True)
-    library.impl(LSTM, _lstm, KEY, with_keyset=True)
+            is_widened = name in ADDED_LATER or _has_kernel(operator, KEYS["cuda"])
+            if is_widened and not _has_kernel(operator, KEYS[device_type]):
+                kernel = _kernel(operator, device_type, _to_widest if name in PROMOTED else _to_fp32)
+                library.impl(operator, kernel, KEYS[device_type].name, with_keyset=True)
+    if device_type == "cpu":
+        library.impl(LSTM, _lstm, KEYS["cpu"].name, with_keyset=True)
     return library
 
 
-def _has_kernel(operator: Any, key: str) -> bool:
+def _has_kernel(operator: Any, key: torch._C.DispatchKey) -> bool:
     name = operator.name()
     # some overloads exist only for TorchScript
-    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
 
 
-def _kernel(operator: torch._ops.OpOverload[..., Any], cast: Callable[[Any], Any]) -> Callable[..., Any]:
+def _kernel(
+    operator: torch._ops.OpOverload[..., Any], device_type: str, cast: Callable[[Any, str], Any]
+) -> Callable[..., Any]:
+    autocast, below = _keys(device_type)
+
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not _depth:
-            return operator.redispatch(keys & BELOW, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            args, kwargs = cast((args, kwargs))
+        if not _depth[device_type]:
+            return operator.redispatch(keys & below, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            args, kwargs = cast((args, kwargs), device_type)
             return operator(*args, **kwargs)
 
     return kernel
+
+
+def _keys(device_type: str) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    """Autocast's key on ``device_type``, and all keys after it."""
+    key = KEYS[device_type]
+    return torch._C.DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)
 
 
 def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -95,52 +110,54 @@ def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     For an fp32 input torch selects oneDNN's LSTM on CPUs, whose input autocast then casts; but oneDNN cannot train an
     LSTM in fp16. For an fp16 input torch uses operators that work on every CPU.
     """
-    if not _depth or torch.get_autocast_dtype("cpu") is not torch.float16:
-        return LSTM.redispatch(keys & BELOW, *args, **kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+    autocast, below = _keys("cpu")
+    if not _depth["cpu"] or torch.get_autocast_dtype("cpu") is not torch.float16:
+        return LSTM.redispatch(keys & below, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
         args, kwargs = tree_map_only(
             torch.Tensor, lambda one: one.half() if one.dtype is torch.float32 else one, (args, kwargs)
         )
         return LSTM(*args, **kwargs)
 
 
-def _to_fp32(arguments: Any) -> Any:
+def _to_fp32(arguments: Any, device_type: str) -> Any:
     # Often there is nothing to cast, as for a norm of fp32 activations, which is cheaper than torch's trees.
     args, kwargs = arguments
-    if not _has_low((*args, *kwargs.values())):
+    if not _has_low((*args, *kwargs.values()), device_type):
         return arguments
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if _is_low(tensor) else tensor, arguments)
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.float() if _is_low(tensor, device_type) else tensor, arguments
+    )
 
 
-def _has_low(value: Any) -> bool:
+def _has_low(value: Any, device_type: str) -> bool:
     if isinstance(value, torch.Tensor):
-        return _is_low(value)
-    return isinstance(value, (tuple, list)) and any(map(_has_low, value))
+        return _is_low(value, device_type)
+    return isinstance(value, (tuple, list)) and any(_has_low(one, device_type) for one in value)
 
 
-def _to_widest(arguments: Any) -> Any:
+def _to_widest(arguments: Any, device_type: str) -> Any:
     """As on CUDA: to fp32 if any of the tensors is fp32; fp64 tensors are not changed."""
     wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in tree_leaves(arguments))
-    return _to_fp32(arguments) if wide else arguments
+    return _to_fp32(arguments, device_type) if wide else arguments
 
 
-def _is_low(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == "cpu"
+def _is_low(tensor: torch.Tensor, device_type: str) -> bool:
+    return tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
 
 
 @contextmanager
 def widening(precision: Precision, device_type: str) -> Iterator[None]:
     """The part of :func:`computing` that the backward needs too, because checkpointing recomputes forwards in it."""
-    global _depth
-    if not precision.autocast or device_type != "cpu":
+    if not precision.autocast or device_type not in KEYS:
         yield
         return
-    _install()
-    _depth += 1
+    _install(device_type)
+    _depth[device_type] += 1
     try:
         yield
     finally:
-        _depth -= 1
+        _depth[device_type] -= 1
 
 
 @contextmanager
