@@ -262,6 +262,11 @@ def lacks(row: Private) -> list[str]:
     return [name for name in row.names.split() if not _has(owner, name)]
 
 
+def older_than(version: str) -> bool:
+    """Whether the installed torch is older than ``version``, such as ``"2.12"``."""
+    return _number(torch.__version__) < _number(version)
+
+
 @functools.cache
 def warn_if_untested() -> None:
     """Warn, once in a process, of a version of torch with which no test has run, and of private names that it lacks."""

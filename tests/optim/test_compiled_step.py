@@ -18,7 +18,7 @@ from torch import nn
 
 import paramp
 from paramp.optim.compiled import step as compiled
-from paramp.optim.compiled.kernels import compiled_step, joined, left_over, step_function
+from paramp.optim.compiled.kernels import by_arithmetic, compiled_step, joined, left_over, step_function
 from paramp.optim.fused_step import FusedStep
 from paramp.parallel import compiled_blocks
 from paramp.precision.master_residuals import join, split
@@ -94,7 +94,7 @@ def run_step(engine, model, exact, reference, step):
     model.use = step in (1, 5)
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)
-    engine.forward_backward(x, y)
+    engine.forward_backward(x, y.to(torch.promote_types(model.first.weight.dtype, torch.float32)))
     if step == OVERFLOW:
         model.first.weight.grad[0, 0] = float("inf")
     scale = engine.scaler.get_scale()
@@ -231,8 +231,22 @@ def test_remainders_have_the_bits_of_the_other_step(dtype):
     masters = torch.cat([weights * factor for factor in (1.0, 1 + 2.0**-12, 1 - 2.0**-12, 1 + 2.0**-20, 1.0005)])
     weight, remainder = torch.empty_like(masters, dtype=dtype), torch.empty_like(masters, dtype=torch.int16)
     split(masters, weight, remainder)
-    assert torch.equal(left_over(masters, masters.to(dtype)), remainder.int())
+    assert torch.equal(left_over(masters, dtype), remainder.int())
     assert torch.equal(joined(weight, remainder).view(torch.int32), join(weight, remainder).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_are_rounded_without_a_cast_as_a_cast_does(dtype):
+    """Each number, what is beside it, the ties and what is beside them, and numbers of any size."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    eps, up, down = torch.finfo(dtype).eps, torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    ties = (numbers[:-1].double() + numbers[1:].double()).div(2).float()
+    overflow = torch.finfo(dtype).max * (1 + eps / 2 / (2 - eps))  # half a unit above the largest
+    middle = torch.cat([numbers, ties, torch.tensor([overflow, -overflow])])
+    generator = torch.Generator().manual_seed(0)
+    of_any_size = torch.randint(-(2**31), 2**31, (2**18,), generator=generator).to(torch.int32).view(torch.float32)
+    values = torch.cat([middle, torch.nextafter(middle, up), torch.nextafter(middle, down), of_any_size])
+    torch.testing.assert_close(by_arithmetic(values, dtype), values.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("mode", "masters"), [("16-naive", None), ("16-naive", "remainder"), ("32-true", None)])

@@ -24,9 +24,13 @@ from typing import Any
 
 import torch
 
-from ...base.torch_internals import expect
+from ...base.torch_internals import expect, older_than
 
 expect("torch._foreach_copy_")
+
+DROPS_ROUNDINGS = older_than("2.13")
+"""Whether Inductor's loops for CPUs keep fp32 values in place of those that were rounded to 16 bits, in spite of the
+option ``emulate_precision_casts``."""
 
 Options = Mapping[str, Any]
 
@@ -158,7 +162,7 @@ def step_function(variant: Variant) -> Callable[..., None]:
         if master is not None:
             new = store(master, new)
         if remainder is not None:
-            store(remainder, left_over(new, new.to(weight.dtype)))
+            store(remainder, left_over(new, weight.dtype))
         (weight if rounded is None else rounded).copy_(new)
 
     # torch.compile counts recompilations, of which it allows a few, by code object.
@@ -209,15 +213,35 @@ def compiled_step(variant: Variant, options: InductorOptions) -> Callable[..., N
 
 
 def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None) -> torch.Tensor:
-    """The values to step: those of ``weight`` where the master does not round to it, because it was changed in place.
-
-    Without ``emulate_precision_casts`` Inductor would drop the rounding.
-    """
+    """The values to step: those of ``weight`` where the master does not round to it, because it was changed in place."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     exact = master if remainder is None else joined(weight, remainder)
     if exact is None:
         return wide
-    return torch.where(exact.to(weight.dtype).to(wide.dtype) == wide, exact, wide)
+    return torch.where(rounded(exact, weight.dtype) == wide, exact, wide)
+
+
+def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value``, float32 or wider, rounded to ``dtype``; in its own dtype.
+
+    Without ``emulate_precision_casts`` Inductor would drop the casts.
+    """
+    if DROPS_ROUNDINGS and dtype.itemsize == 2:
+        return by_arithmetic(value, dtype)
+    return value.to(dtype).to(value.dtype)
+
+
+def by_arithmetic(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """:func:`rounded` of float32 to ``dtype``, float16 or bfloat16, without a cast; a zero may lose its sign."""
+    bits = value.view(torch.int32)
+    if dtype is torch.bfloat16:
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+        return torch.where(value.isnan(), value, nearest)  # whose bits may overflow
+    # fp32 numbers near 1.5 * 2**13 * 2**e are as far apart as fp16 numbers from 2**e on.
+    exponent = (bits & 0x7F800000).clamp(113 << 23, 143 << 23)
+    shift = 1.5 * (exponent + (13 << 23)).view(torch.float32)
+    nearest = (value + shift) - shift
+    return torch.where(nearest.abs() > 65504.0, value * torch.inf, nearest)
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -230,12 +254,12 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return wide - remainder.float() * (exponent - (26 << 23)).view(torch.float32)
 
 
-def left_over(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The remainder of ``master`` (float32) over its rounding ``weight``: that of ``master_residuals.split``; int32."""
-    wide = weight.float()
+def left_over(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The remainder of ``master`` (float32) over its rounding to ``dtype``, as ``master_residuals.split``; int32."""
+    wide = rounded(master, dtype)
     bits = wide.view(torch.int32)
     exponent = bits & 0x7F800000
-    if weight.dtype is torch.bfloat16:
+    if dtype is torch.bfloat16:
         left, least = master.view(torch.int32) - bits, -(2**15)
     else:
         inverse = ((24 << 23) - exponent.clamp(min=113 << 23)).view(torch.float32)  # -1 / 2**(e - 26), exact
