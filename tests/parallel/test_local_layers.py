@@ -1,6 +1,7 @@
 """Tensor-parallel layers compute on local tensors, against torch's layers in one process, and exchanges by hand."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ def whole_and_parts(rank):
     return every, every[rank].clone().requires_grad_()
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @on_ranks(2)
-def test_exchanges_and_their_duals(world, dim):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+def test_exchanges_and_their_duals(world, dim, backend):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context, warnings.catch_warnings():
+        # torch hides it, but not if it is an error
+        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
         group, rank = context.tp.group, context.tp.rank
         every, own = whole_and_parts(rank)
         total, joined = every.sum(0), torch.cat(list(every), dim)
@@ -43,8 +47,14 @@ def test_exchanges_and_their_duals(world, dim):
         for name, (expected, gradient) in cases.items():
             x = own.detach().clone().requires_grad_()
             extra = () if name in ("enter", "sum_over_ranks", "on_first_rank") else (dim,)
-            # x * 1, as a sum is in place
-            output = getattr(exchange, name)(x * 1, group, *extra)
+
+            def call(x, function=getattr(exchange, name), extra=extra):
+                return function(x * 1, group, *extra)  # x * 1, as a sum is in place
+
+            if backend is not None:
+                torch.compiler.reset()  # it counts compilations of one code
+                call = torch.compile(call, backend=backend, fullgraph=True)
+            output = call(x)
             torch.testing.assert_close(output.detach(), expected.detach(), msg=name)
             output.backward(output.detach().clone())
             torch.testing.assert_close(x.grad, gradient.detach(), msg=name)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ...base.dtensor import is_dtensor, of_spec, wrap
 from ...base.local_leaves import SPECS, local_in_graph, remember
-from ...base.torch_internals import take
+from ...base.torch_internals import older_than, take
 from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ all_gather_tensor = take("torch.distributed._functional_collectives.all_gather_t
 all_reduce = take("torch.distributed._functional_collectives.all_reduce")
 reduce_scatter_tensor = take("torch.distributed._functional_collectives.reduce_scatter_tensor")
 wait_tensor = take("torch.distributed._functional_collectives.wait_tensor")
+
+LOSES_GRADIENTS = older_than("2.12")
+"""Whether torch compiles autograd functions to return every tensor of their forward beside the result. If one of them is
+the result itself, as where the backend runs the graph as it is (``"eager"``), its gradient is lost: zeros, silently."""
 
 _KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
 
@@ -141,7 +145,7 @@ def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling() or _KEEPS_INPUTS.get():
-        return wait_tensor(all_reduce(x.contiguous(), "sum", group))
+        return _completed(all_reduce(x.contiguous(), "sum", group))
     dense = x.contiguous()
     all_reduce_(dense, group)
     return dense
@@ -149,7 +153,9 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return wait_tensor(all_gather_tensor(x.contiguous(), dim, group))
+        # Not along dim: for that torch 2.11 calls a function that breaks the graph.
+        whole = _completed(all_gather_tensor(x.contiguous(), 0, group))
+        return torch.cat(whole.chunk(group.size()), dim) if dim % x.ndim else whole
     size = group.size()
     whole = x.new_empty(size * x.numel())
     all_gather_shards(whole, x.contiguous().view(-1), group)
@@ -162,11 +168,17 @@ def _slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
 
 def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+        return _completed(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
     slices = torch.stack(x.chunk(group.size(), dim))
     own = slices.new_empty(slices[0].numel())
     reduce_scatter_shards(own, slices.view(-1), group)
     return own.view(slices.shape[1:])
+
+
+def _completed(result: torch.Tensor) -> torch.Tensor:
+    """The ``result`` of a collective, once it is there."""
+    same = wait_tensor(result)
+    return same.clone() if LOSES_GRADIENTS and torch.compiler.is_compiling() else same
 
 
 Specs: TypeAlias = dict[tuple[torch.Size, int], Any]
