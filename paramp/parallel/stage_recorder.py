@@ -57,17 +57,19 @@ class RecordedStage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
         """The gradients of the inputs, and what the second half of a backward needs.
 
-        Where it fails it calls :attr:`failed` and returns zeros, so that the schedule continues and no rank waits.
+        Where it fails it calls :attr:`failed`, so that the schedule continues and no rank waits. Inputs without a
+        gradient get zeros, because torch 2.11 cannot send None.
         """
+        inputs, rest = bwd_kwargs.get("input_values", ()), None
+        gradients: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
         try:
-            return self._run_backward(backward_type, bwd_kwargs, last_backward)
+            gradients, rest = self._run_backward(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
             if is_lost_connection(error):
                 raise
             cause = error.__cause__ if backward_type == "full" else None  # torch wraps what fails there
             self.failed(cause if isinstance(cause, Exception) else error)
-            inputs = bwd_kwargs.get("input_values", ())
-            return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
+        return tuple(map(_zeros_for_none, inputs, gradients)), rest
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: torch's drops the gradients of parameters of FSDP2, which earlier calls of a window have left there.
@@ -95,3 +97,7 @@ class RecordedStage(PipelineStage):
                 loss.detach_()  # the schedule keeps it, and with it its graph
             return (), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _zeros_for_none(value: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return torch.zeros_like(value) if gradient is None and value.requires_grad else gradient
