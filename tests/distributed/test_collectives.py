@@ -58,7 +58,7 @@ def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world
     with mock.patch.object(collectives, "_gathers", None):
         collectives.gather_dtensors_over_gloo("CPU")
         try:
-            with torch.profiler.profile() as profile:
+            with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 warns without
                 gathered = [one.full_tensor() for one in sharded]
                 moved = sharded[0].redistribute(placements=[Replicate()]).to_local()
                 torch.ops._c10d_functional.all_gather_into_tensor_out(

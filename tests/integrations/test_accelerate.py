@@ -280,7 +280,8 @@ def steps(accelerator, world, model, optimizer, which):
     rank, size = data_place(accelerator, world)
     for step in which:
         x, y = batch(step, rank, size)
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        output = model(x).float()  # of plain Accelerate in fp16 with FSDP2 it is fp16
+        accelerator.backward(nn.functional.mse_loss(output, y))
         optimizer.step()
         optimizer.zero_grad()
 
