@@ -40,8 +40,8 @@ class Private(NamedTuple):
     """What they are used for: "paramp needs it for ..."."""
     since: str = OLDEST
     until: str = NEWEST
-    """The first and the last version of torch that has them. :data:`OLDEST`, :data:`NEWEST`: older and newer ones too, as
-    far as is known."""
+    """The first and the last version of torch that has them. :data:`OLDEST`, :data:`NEWEST`: older and newer ones too,
+    as far as is known."""
     optional: bool = False
     """Whether some versions or some objects lack them, so that code asks whether they are there."""
 

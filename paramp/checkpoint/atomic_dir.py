@@ -3,8 +3,9 @@
 ``step-00000100`` is first written as ``step-00000100.partial-...``. When every file is on the disk, ``manifest.json``
 is written, with the size and the SHA-256 of each, and the folder is renamed, which is atomic. So a folder with the
 final name was complete once; the checksums show whether it still is. Each file is synced, and each folder after its
-names have changed: what is deleted next is needed no more, even if the machine then loses all that was not synced. The manifest contains its own checksum, and is
-valid only if it equals, byte by byte, the manifest that would be written for its content.
+names have changed: what is deleted next is needed no more, even if the machine then loses all that was not synced. The
+manifest contains its own checksum, and is valid only if it equals, byte by byte, the manifest that would be written for
+its content.
 
 Other processes may save to a path or load from it at the same time. A save holds a lock, ``NAME.partial-lock``, which
 the system releases when the process ends: a partial folder without a lock was left by a save that failed, and the next

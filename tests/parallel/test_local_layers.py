@@ -47,8 +47,9 @@ def test_exchanges_and_their_duals(world, dim, backend):
         for name, (expected, gradient) in cases.items():
             x = own.detach().clone().requires_grad_()
             extra = () if name in ("enter", "sum_over_ranks", "on_first_rank") else (dim,)
+            function = getattr(exchange, name)
 
-            def call(x, function=getattr(exchange, name), extra=extra):
+            def call(x, function=function, extra=extra):
                 return function(x * 1, group, *extra)  # x * 1, as a sum is in place
 
             if backend is not None:

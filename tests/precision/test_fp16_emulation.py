@@ -157,7 +157,7 @@ def test_what_torch_refuses_is_refused():
     x, wide = torch.ones(4, 4).half(), torch.ones(4, 4)
 
     def message(call):
-        with pytest.raises(RuntimeError, match="dtype|scalar type") as refused:
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type") as refused:
             call()
         return str(refused.value)
 

@@ -213,7 +213,7 @@ def compiled_step(variant: Variant, options: InductorOptions) -> Callable[..., N
 
 
 def _exact(weight: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None) -> torch.Tensor:
-    """The values to step: those of ``weight`` where the master does not round to it, because it was changed in place."""
+    """The values to step: those of ``weight``, changed in place, where the master does not round to it."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     exact = master if remainder is None else joined(weight, remainder)
     if exact is None:

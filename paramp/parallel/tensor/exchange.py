@@ -41,8 +41,9 @@ reduce_scatter_tensor = take("torch.distributed._functional_collectives.reduce_s
 wait_tensor = take("torch.distributed._functional_collectives.wait_tensor")
 
 LOSES_GRADIENTS = older_than("2.12")
-"""Whether torch compiles autograd functions to return every tensor of their forward beside the result. If one of them is
-the result itself, as where the backend runs the graph as it is (``"eager"``), its gradient is lost: zeros, silently."""
+"""Whether torch compiles autograd functions to return every tensor of their forward beside the result. If one of them
+is the result itself, as where the backend runs the graph as it is (``"eager"``), its gradient is lost: zeros, silently.
+"""
 
 _KEEPS_INPUTS = ContextVar("keeps_inputs", default=False)
 
