@@ -133,6 +133,7 @@ INVENTORY = (
     Private(C10D, "_resolve_process_group", "gathering CUDA tensors over gloo"),
     Private("torch.distributed.ProcessGroup", "_get_backend bound_device_id", "whether NCCL splits groups"),
     Private("torch.distributed.device_mesh.DeviceMesh", "_get_root_mesh", "the mesh that a parameter's is a part of"),
+    Private("torch.distributed.device_mesh.DeviceMesh", "_pg_registry", "letting go of groups that are destroyed"),
     Private("torch.distributed._functional_collectives", "all_gather_tensor all_reduce", "collectives with a backward"),
     Private("torch.distributed._functional_collectives", "reduce_scatter_tensor wait_tensor", "the same"),
     # torch: DTensor

@@ -292,6 +292,7 @@ class ParallelContext:
         self._leave(None)
         self.ties.clear()
         forget_sharding_decisions()
+        self._groups.take_from(self.mesh, world=self._owns_world)
         if not dist.is_initialized():
             return
         if self._owns_world:

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.torch_internals import expect
 
-expect("torch.distributed.distributed_c10d")
+expect("torch.distributed.distributed_c10d", "torch.distributed.device_mesh.DeviceMesh")
 
 
 def family_along(mesh: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -81,6 +82,17 @@ class ProcessGroups:
         if made is not None:
             self._made.append((family, backend, made))
         return made
+
+    def take_from(self, mesh: DeviceMesh, *, world: bool) -> None:
+        """Remove the groups, and that of the ``world``, from those that ``mesh`` holds.
+
+        torch 2.11 and 2.12 never free the mesh of a DTensor that was computed with. Its groups would keep their
+        threads, which poll.
+        """
+        registry = mesh._get_root_mesh()._pg_registry
+        for name, group in list(registry.items()):
+            if world or any(group is one for *_, one in self._made):
+                del registry[name]
 
     def destroy(self) -> None:
         """Destroy the groups, the last one first: NCCL's members wait for each other in this too."""

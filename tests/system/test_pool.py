@@ -121,6 +121,13 @@ def test_a_choice_that_cannot_be_served_is_an_error(device, backend, num_gpus, m
 
 
 @on_ranks(2)
+def runs_a_backward(world):
+    import torch
+
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+@on_ranks(2)
 def trains_on_shards(world):
     import torch
 
@@ -137,6 +144,7 @@ def trains_on_shards(world):
 
 def test_a_context_that_was_closed_leaves_no_threads():
     """DTensor keeps meshes in its caches, and with them their groups."""
+    runs_a_backward()  # the first one of a process starts threads in builds of torch for GPUs
     before = run_on_ranks(2, __name__, "count_threads", {})
     trains_on_shards()
     after = run_on_ranks(2, __name__, "count_threads", {})
