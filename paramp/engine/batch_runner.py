@@ -18,7 +18,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.liveness import BATCH
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
-from ..observe.same_data import FirstBatches
+from ..observe.same_data import SameBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
@@ -77,7 +77,7 @@ class BatchRunner:
         self._losses = losses
         self._failure = failure
         self._context = context
-        self._first_batches = FirstBatches(context, failure.raise_alone)
+        self._same_batches = SameBatches(context, failure.raise_alone)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -199,8 +199,7 @@ class BatchRunner:
             raise RuntimeError(WHOLE_BATCH)
         if self.pipeline is None:
             batch = Batch.called_with(args, kwargs).unwrapped()
-            self._first_batches.check_later(training, batch)
-            self._first_batches.check(training, batch)
+            self._same_batches.check(training, batch)
             self._weights.put_back()
             failing = self._losses.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
@@ -228,9 +227,8 @@ class BatchRunner:
             batch = Batch.of(inputs, target)
         except ConfigError as error:
             problem = error
-        self._first_batches.check_later(training, batch)
         try:
-            self._first_batches.check(training, batch)
+            self._same_batches.check(training, batch)
             if problem is None:
                 return batch, batch.split(self._num_parts(batch) if training else self.num_microbatches)
         except ConfigError as error:
@@ -333,8 +331,7 @@ class BatchRunner:
         """
         assert self.pipeline is not None
         batch = Batch.called_with(args, kwargs)
-        self._first_batches.check_later(False, batch)
-        self._first_batches.check(False, batch)
+        self._same_batches.check(False, batch)
         microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []
 

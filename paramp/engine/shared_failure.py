@@ -75,7 +75,7 @@ class SharedFailure:
 
     def raise_if_alone(self, error: Exception) -> None:
         """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
-        alone = self._context.world_size == 1 or is_lost_connection(error)
+        alone = self._failed_alone or self._context.world_size == 1 or is_lost_connection(error)
         if not alone and not self._peers_failed_too():
             self._failed_alone = alone = True
             error.add_note(f"paramp: other ranks of the {self._axes} did not fail, and wait for this one; end the job")

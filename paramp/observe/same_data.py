@@ -83,8 +83,11 @@ class LaterBatches:
         }
 
 
-class FirstBatches:
-    """Compares the batches that this rank's engine is given with those of its model group: the first by their bits."""
+class SameBatches:
+    """Compares the batches that this rank's engine is given with those of its model group.
+
+    The first ones by their bits, later ones by their shapes and dtypes.
+    """
 
     def __init__(self, context: ParallelContext, raise_alone: Callable[[Exception], None]) -> None:
         """``raise_alone`` raises the error of a later batch, for which other ranks may wait already."""
@@ -101,34 +104,32 @@ class FirstBatches:
         key = f"paramp/batch/{context.serial}/{context.num_engines}"
         self._later = LaterBatches(store, key, context.rank, self._ranks) if usable else None
 
-    def check_later(self, training: bool, batch: Batch) -> None:
-        """Compare shapes and dtypes of ``batch``, unless it is one of the first, which :meth:`check` compares.
+    def check(self, training: bool, batch: Batch) -> None:
+        """Compare ``batch``; a collective of the model group for one of the first.
 
         Raises:
-            ConfigError: on this rank, and perhaps on no other: they differ.
+            ConfigError: they differ: on every rank of the model group for one of the first; else on this rank, and
+                perhaps on no other.
         """
         self._number += 1
-        if self._later is None or self._left[training]:
-            return
-        call = Leaf("the call", "a training batch" if training else "an evaluation", None)
-        everyone = self._later.differ(self._number, [call, *_leaves(batch, hashed=False)])
-        if everyone:
-            found = _difference([*everyone.values()], [*everyone], self._context)
-            self._raise_alone(ConfigError(f"{found}, in batch {self._number} of this engine. {SAME_BATCH}"))
+        if self._left[training]:
+            self._left[training] -= 1
+            self._check_first(batch)
+        elif self._later is not None:
+            self._check_later(self._later, training, batch)
 
-    def check(self, training: bool, batch: Batch) -> None:
-        """Compare ``batch``; a collective of the model group for first batches.
-
-        Raises:
-            ConfigError: on every rank of the model group: they differ.
-        """
-        if not self._left[training]:
-            return
-        self._left[training] -= 1
+    def _check_first(self, batch: Batch) -> None:
         everyone = gather_objects(_leaves(batch), self._context.model_group)
         found = _difference(everyone, self._ranks, self._context)
         if found is not None:
             raise ConfigError(f"{found}. {SAME_BATCH}")
+
+    def _check_later(self, later: LaterBatches, training: bool, batch: Batch) -> None:
+        call = Leaf("the call", "a training batch" if training else "an evaluation", None)
+        everyone = later.differ(self._number, [call, *_leaves(batch, hashed=False)])
+        if everyone:
+            found = _difference([*everyone.values()], [*everyone], self._context)
+            self._raise_alone(ConfigError(f"{found}, in batch {self._number} of this engine. {SAME_BATCH}"))
 
 
 def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | None:

@@ -42,7 +42,7 @@ class Documented(NamedTuple):
 
 
 DOCUMENTED: list[Documented] = [
-    Documented(("FirstBatches.check",), "docs/step.md", "The host waits for their bits"),
+    Documented(("SameBatches._check_first",), "docs/step.md", "The host waits for their bits"),
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
     Documented(("SharedScale.step",), "docs/scaler.md", "Inside Fabric, the Trainers and Accelerate it always does"),
