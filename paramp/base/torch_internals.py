@@ -19,14 +19,14 @@ import torch
 
 OLDEST, NEWEST = "2.11", "2.15"
 """The versions of torch between which, both included, the tests have run (docs/versions.md)."""
-TESTED_HOSTS = {
+TESTED_LIBRARIES = {
     "accelerate": "1.15",
     "datasets": "4.7",
     "lightning": "2.6",
     "torchtitan": "0.3",
     "transformers": "5.23",
 }
-"""The version of each host that the tests run with."""
+"""The version of each other library that the tests run with."""
 
 
 class Private(NamedTuple):
@@ -202,7 +202,7 @@ INVENTORY = (
         "torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order_with_comms", "evaluation"
     ),
     Private("torch.distributed.pipelining.schedules._Action", "computation_type sub_actions", "evaluation"),
-    # hosts
+    # other libraries
     Private("accelerate.Accelerator", "_models _optimizers _prepare_tp", "what was prepared before adopt"),
     Private("accelerate.Accelerator", "_original_forward", "a model that was prepared before adopt", optional=True),
     Private("accelerate.optimizer.AcceleratedOptimizer", "_is_overflow", "reporting skipped steps"),
@@ -253,7 +253,7 @@ def expect(*names: str) -> None:
 
 
 def lacks(row: Private) -> list[str]:
-    """The names of a row that this torch, or this host, ought to have and has not. Imports what they are in."""
+    """The names of a row that this torch, or this library, ought to have and has not. Imports what they are in."""
     if row.optional or not _applies(row):
         return []
     try:
@@ -321,12 +321,12 @@ redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_f
 
 
 def _error(row: Private, name: str) -> RuntimeError:
-    host = row.owner.split(".")[0]
-    known = f"{row.since} to {row.until}" if host == "torch" else TESTED_HOSTS[host]
-    installed = torch.__version__ if host == "torch" else importlib.metadata.version(host)
+    library = row.owner.split(".")[0]
+    known = f"{row.since} to {row.until}" if library == "torch" else TESTED_LIBRARIES[library]
+    installed = torch.__version__ if library == "torch" else importlib.metadata.version(library)
     return RuntimeError(
-        f"{host} {installed} has no {row.owner}.{name}, which paramp needs for {row.use}; it is "
-        f"known in {host} {known}: install such a version, or report this error"
+        f"{library} {installed} has no {row.owner}.{name}, which paramp needs for {row.use}; it is "
+        f"known in {library} {known}: install such a version, or report this error"
     )
 
 

@@ -76,11 +76,12 @@ def adopt(accelerator: Any) -> Any:
 class _Adopted:
     """Of a class that :func:`_combined` has made."""
 
-    host: type
+    original: type
+    """The class of Accelerate's."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the two classes, because no module holds the combined one."""
-        return _blank, (type(self).__mro__[1], self.host), self.__getstate__()
+        return _blank, (type(self).__mro__[1], self.original), self.__getstate__()
 
 
 class AdoptedAccelerator(_Adopted):
@@ -283,13 +284,13 @@ class AdoptedOptimizer(_Adopted):
 
 
 @functools.cache
-def _combined(addition: type, host: type) -> type:
-    return type(host.__name__, (addition, host), {"__doc__": host.__doc__, "host": host})
+def _combined(addition: type, original: type) -> type:
+    return type(original.__name__, (addition, original), {"__doc__": original.__doc__, "original": original})
 
 
-def _blank(addition: type, host: type) -> Any:
+def _blank(addition: type, original: type) -> Any:
     """An instance of both classes, for pickle to fill."""
-    combined: Any = _combined(addition, host)
+    combined: Any = _combined(addition, original)
     return combined.__new__(combined)
 
 

@@ -104,30 +104,30 @@ class ParampTrainer:
         config.training = replace(config.training, mixed_precision_param=config.precision)
         config.loss = _with_scaled_gradient(config.loss)
         super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
-        host: Any = self
-        _check_names(host, IN_TRAINER, "Trainer")
+        trainer: Any = self
+        _check_names(trainer, IN_TRAINER, "Trainer")
         scaling = config.loss_scaling if config.precision == "float16" else LossScaling.static(1.0)
-        self.scaler = DistributedGradScaler(host.device, **asdict(scaling))
-        loss = host.loss_fn
+        self.scaler = DistributedGradScaler(trainer.device, **asdict(scaling))
+        loss = trainer.loss_fn
         (loss if isinstance(loss, ScaledLoss) else loss.loss_fn).scaler = self.scaler
-        names = MESHES[host.parallel_dims.spmd_backend != "partial_dtensor"]
-        mesh = host.parallel_dims.get_optional_mesh(list(names), include_singleton_axes=True)
+        names = MESHES[trainer.parallel_dims.spmd_backend != "partial_dtensor"]
+        mesh = trainer.parallel_dims.get_optional_mesh(list(names), include_singleton_axes=True)
         self.context = ParallelContext.from_mesh(mesh)
         self.num_skipped = 0
         if config.checkpoint.enable:
-            _check_names(host.checkpointer, ("states",), "Trainer.checkpointer")
-            host.checkpointer.states["loss_scaler"] = self.scaler
+            _check_names(trainer.checkpointer, ("states",), "Trainer.checkpointer")
+            trainer.checkpointer.states["loss_scaler"] = self.scaler
 
     def train_step(self, data_iterator: Any) -> None:
         """One step of torchtitan's, on every rank or on none."""
-        host: Any = self
+        trainer: Any = self
         self._clipped = False
         with ExitStack() as stack:
             for owner, name, function in (
                 (_torchtitan("distributed.utils"), "clip_grad_norm_", self._clip),
-                (host.optimizers, "step", self._step),
-                (host.lr_schedulers, "step", self._advance),
-                (host.metrics_processor, "log", self._log),
+                (trainer.optimizers, "step", self._step),
+                (trainer.lr_schedulers, "step", self._advance),
+                (trainer.metrics_processor, "log", self._log),
             ):
                 stack.enter_context(_replaced(owner, name, function))
             super().train_step(data_iterator)  # type: ignore[misc]  # torchtitan's
@@ -137,11 +137,11 @@ class ParampTrainer:
 
         The norm is 0 for a step that is skipped: the main branch of torchtitan stops at one that is not finite.
         """
-        host: Any = self
-        self.scaler.unscale_(host.optimizers)  # the container has the parameters of all its optimizers
+        trainer: Any = self
+        self.scaler.unscale_(trainer.optimizers)  # the container has the parameters of all its optimizers
         self._clipped = True
         self._norm = clip_grad_norm_(parameters, max_norm, context=self.context)
-        self._stepped = not self.scaler.has_overflowed(host.optimizers)
+        self._stepped = not self.scaler.has_overflowed(trainer.optimizers)
         return self._norm if self._stepped else torch.zeros_like(self._norm)
 
     def _step(self, step: Callable[[], None]) -> None:
