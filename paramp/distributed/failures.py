@@ -82,12 +82,15 @@ def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
 
 def wait_for_failures(store: Store, key: str, world_size: int) -> None:
     """Wait until all ranks have called :func:`failed_after_another`, at most ``SECONDS_FOR_THE_OTHERS``."""
-    deadline = time.monotonic() + SECONDS_FOR_THE_OTHERS
-    try:
-        while store.add(key, 0) < world_size and time.monotonic() < deadline:
+    linger(lambda: store.add(key, 0) >= world_size, SECONDS_FOR_THE_OTHERS)
+
+
+def linger(all_have_read: Callable[[], bool], seconds: float) -> None:
+    """On rank 0, which may host the store: give the others the time to read it, at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(*LOST):  # this rank was not the host, and the host has ended
+        while not all_have_read() and time.monotonic() < deadline:
             time.sleep(0.02)
-    except RuntimeError:  # this rank was not the host, and the host has ended
-        return
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
@@ -173,11 +176,9 @@ class Departures:
         self._store = None
 
     def linger(self) -> None:
-        """On rank 0, which may host the store: give the others the time to read it."""
-        deadline = time.monotonic() + SECONDS_TO_READ
-        with contextlib.suppress(*LOST):
-            while self._rank == 0 and not self._has(f"{self._key}/all") and time.monotonic() < deadline:
-                time.sleep(0.02)
+        """On rank 0: give the others the time to read it."""
+        if self._rank == 0:
+            linger(lambda: self._has(f"{self._key}/all"), SECONDS_TO_READ)
 
     def first(self) -> str:
         """What the first rank that left has written; empty if none has."""

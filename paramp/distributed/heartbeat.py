@@ -26,7 +26,7 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .failures import LOST, SECONDS_OF_GRACE, end_process, mark_as_echo, write_stderr
+from .failures import LOST, SECONDS_OF_GRACE, end_process, linger, mark_as_echo, write_stderr
 from .liveness import Beat, LivenessMonitor, PhaseTracker, ProgressRecord, describe_deadlock, describe_stuck, paused
 from .rendezvous import read_all
 
@@ -197,12 +197,9 @@ class Heartbeat:
         if self._failed:
             self._store.compare_set(REPORT, "", json.dumps({"failed": self._rank}))
         self._send_beat(gone=True)
-        num_left = self._store.add("left", 1)
-        # Rank 0 may host the store, which ends with it; so the other ranks must first read that it has left.
-        deadline = time.monotonic() + self._patience
-        while self._rank == 0 and num_left < self._world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_left = self._store.add("left", 0)
+        self._store.add("left", 1)
+        if self._rank == 0:  # the others must first read that it has left
+            linger(lambda: self._store.add("left", 0) >= self._world_size, self._patience)
 
     def _watch_store(self) -> None:
         """The second thread: end the process if the first one has waited for the store for the time-out."""
