@@ -206,7 +206,7 @@ class Engine:
         result = self._optimizer_step.make(scale)
         self._replicas.check_in_turn()
         if may_stop and result.overflow:
-            raise divergence(self._counters.read()[:4], self.diagnose_overflow)
+            raise divergence(self._counters.skips(), self.diagnose_overflow)
         return result
 
     def flush(self) -> StepResult:

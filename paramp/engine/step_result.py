@@ -112,6 +112,10 @@ class StepCounters:
             self._copied.synchronize()
         return self._copy.tolist()
 
+    def skips(self) -> list[int]:
+        """What tells whether training goes on: steps made, skipped, skipped in a row, and of these at the floor."""
+        return self.read()[:4]
+
     def stop_after_skip(self, max_skipped: int | None) -> bool:
         """Whether training stops if the next step is skipped too; never if ``max_skipped`` is None.
 
@@ -119,7 +123,7 @@ class StepCounters:
         """
         if max_skipped is None:
             return False
-        in_a_row, at_floor = self.read()[2:4]
+        _, _, in_a_row, at_floor = self.skips()
         return in_a_row >= max_skipped - 1 or at_floor > 0
 
     def warn_if_vanished(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
