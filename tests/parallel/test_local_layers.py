@@ -1,6 +1,7 @@
 """Tensor-parallel layers compute on local tensors, against torch's layers in one process, and exchanges by hand."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -19,6 +20,10 @@ def whole_and_parts(rank):
     """(ranks, 4, 6): what each rank has; and this rank's, which requires a gradient."""
     every = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     return every, every[rank].clone().requires_grad_()
+
+
+def of_a_copy(function, group, extra, x):
+    return function(x * 1, group, *extra)  # a sum is in place
 
 
 @pytest.mark.parametrize("backend", [None, "eager"])
@@ -47,11 +52,7 @@ def test_exchanges_and_their_duals(world, dim, backend):
         for name, (expected, gradient) in cases.items():
             x = own.detach().clone().requires_grad_()
             extra = () if name in ("enter", "sum_over_ranks", "on_first_rank") else (dim,)
-            function = getattr(exchange, name)
-
-            def call(x, function=function, extra=extra):
-                return function(x * 1, group, *extra)  # x * 1, as a sum is in place
-
+            call = functools.partial(of_a_copy, getattr(exchange, name), group, extra)
             if backend is not None:
                 torch.compiler.reset()  # it counts compilations of one code
                 call = torch.compile(call, backend=backend, fullgraph=True)
