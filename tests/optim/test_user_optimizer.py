@@ -4,9 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from families import cases, family
 from pool import on_ranks
+from reference import batches, plain_fp32_training, rank_slice, small_gpt
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 
@@ -73,3 +78,116 @@ def test_an_optimizer_that_evaluates_the_model_is_refused(kind):
     found = f"optimizer: {kind.__name__} evaluates the model in its step"
     with paramp.launch_from_torch({}), pytest.raises(paramp.ConfigError, match=found):
         paramp.initialize(model, kind(model.parameters(), lr=0.1), F.mse_loss)
+
+
+class Reads(TorchDispatchMode):
+    """How often a value that lies on the device is read inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+OWN_STEPS = {
+    "rmsprop": ({}, lambda model: torch.optim.RMSprop(model.parameters())),
+    "adamw": ({}, lambda model: torch.optim.AdamW(model.parameters(), foreach=True)),
+    "sgd": ({}, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, dampening=0.5, momentum=0.5)),
+    "muon": ({"data": {"shard": 2}}, lambda model: torch.optim.Muon(model.parameters())),
+}
+
+
+@on_ranks(2)
+def test_an_optimizers_own_step_comes_after_one_read_of_a_flag(world):
+    """What torch's optimizers then read themselves, such as step counts on a CPU, is theirs."""
+    for name, (parallel, make) in OWN_STEPS.items():
+        with paramp.launch_from_torch({"parallel": parallel}):
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            engine, *_ = paramp.initialize(model, make(model), F.mse_loss)
+            updates, counts = engine._optimizer_step.updates, []
+
+            def counted(*given, update=updates[0], optimizer=engine.optimizer, counts=counts):
+                handle = optimizer.register_step_pre_hook(lambda *_: counts.append(reads.count))
+                with Reads() as reads:
+                    update(*given)
+                handle.remove()
+
+            updates[0] = counted
+            engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+            assert engine.step().stepped
+            assert counts == [1], name
+
+
+NOT_TAKEN = {"LBFGS", "SparseAdam"}
+"""Of torch's, refused by name: one evaluates the model, the other needs sparse gradients."""
+TAKEN = sorted(name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer")
+
+
+@pytest.mark.parametrize("name", [name for name in TAKEN if name not in NOT_TAKEN])
+def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False))  # Muon takes no bias
+        return model, getattr(torch.optim, name)(model.parameters(), lr=0.01)
+
+    plain, optimizer = build()
+    with paramp.launch_from_torch():
+        engine, *_ = paramp.initialize(*build(), F.mse_loss)
+        for step in range(4):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            F.mse_loss(plain(x), x[:, :3]).backward()
+            optimizer.step()
+            engine.forward_backward(x, x[:, :3])
+            assert engine.step().stepped
+            engine.zero_grad()
+        for key, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[key], atol=1e-6, rtol=1e-5)
+
+
+LAYOUTS = {
+    "pp2·tp2": {"pipeline": 2, "tensor": 2},
+    "dp2·tp2 + sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "dp2·tp2 + zero1": {"data": 2, "tensor": 2, "zero": 1},
+    "pp2·dp2 + zero1": {"pipeline": 2, "data": 2, "zero": 1},
+    "fsdp4": {"data": {"shard": 4}},
+    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
+    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
+    "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": 2},
+}
+PART = ["dp2·tp2 + zero1", "fsdp2·pp2"]
+
+
+@family
+@pytest.mark.parametrize("layout", cases("own steps", list(LAYOUTS), PART, 1))
+@on_ranks(4)
+def test_torchs_steps_get_plain_local_tensors_in_every_layout(world, layout):
+    """Such as foreach=True and fused=True need; and every rank has the whole model of the masters, in fp32."""
+    expected = plain_fp32_training(3, num_layers=2)[1]
+    for option, precision in (("foreach", "32-true"), ("fused", "32-true"), ("foreach", "16-naive")):
+        mode = {"mode": "16-naive", "init_scale": 1024.0} if precision == "16-naive" else precision
+        config = {"parallel": LAYOUTS[layout], "precision": mode, "clip_grad_norm": 1.0}
+        with paramp.launch_from_torch(config) as context:
+            model, axis = small_gpt(num_layers=2), context.batch_axis
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{option: True})
+            engine, *_ = paramp.initialize(model, optimizer, model.loss)
+            for batch in batches(3):
+                engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in batch))
+                assert engine.step().stepped
+                engine.zero_grad()
+            stepped = [one for group in optimizer.param_groups for one in group["params"]]
+            assert stepped
+            assert not any(isinstance(one, DTensor) for one in stepped)
+            state = engine.full_state_dict()
+            for name, value in state.items():
+                assert value.dtype is torch.float32
+                if precision == "32-true":
+                    torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=0)
+            sums = [None] * world.size
+            dist.all_gather_object(sums, {name: value.double().sum().item() for name, value in state.items()})
+            assert all(one == sums[0] for one in sums)
+            if precision == "16-naive":  # what a half-precision weight cannot hold
+                assert any((value.half().float() != value).any() for value in state.values())

@@ -31,9 +31,10 @@ class MatrixStep:
     @torch.no_grad()
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`~paramp.optim.fused_step.FusedStep.__call__`."""
-        if bool(found_inf):
+        skips = bool(found_inf)  # the host waits
+        if skips:
             self._weights.changes.postpone()
-        if bool(found_inf) or not self._places:
+        if skips or not self._places:
             return
         compare = self._weights.changes.due
         masters = [buffer.masters.read(buffer.own_range(param), compare=compare) for param, buffer in self._places]
