@@ -21,6 +21,7 @@ def test_the_defaults_are_one_process_in_fp32_without_clipping():
     assert config.seed == 1024
     assert config.clip_grad_norm is None
     assert (config.hang_timeout, config.hang_end_after) == (300.0, 4)
+    assert config.max_skipped_in_a_row == 50
 
 
 @pytest.mark.parametrize("mode", sorted(PRESETS))

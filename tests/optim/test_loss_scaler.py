@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -26,6 +27,9 @@ def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
     ours = DistributedGradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     assert isinstance(ours, torch.amp.GradScaler)
+    state, defaults = DistributedGradScaler("cpu").state_dict(), torch.amp.GradScaler("cpu").state_dict()
+    assert {name: state[name] for name in defaults} == defaults
+    assert (defaults["growth_interval"], defaults["growth_factor"]) == (2000, 2.0)
     weights = [parameter(), parameter()]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
     generator = random.Random(0)
@@ -99,6 +103,14 @@ def test_without_a_floor_the_scale_stays_above_zero():
     for _ in range(300):
         scaler.update_from_flag(torch.tensor(1.0))
     assert scaler.get_scale() > 0
+    theirs, weight = torch.amp.GradScaler("cpu"), parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    theirs.scale(weight.sum())  # which makes its scale
+    for _ in range(300):
+        weight.grad = torch.full_like(weight, torch.nan)
+        theirs.step(optimizer)
+        theirs.update()
+    assert theirs.get_scale() == 0  # torch's has none
 
 
 def test_growth_stops_before_infinity():
@@ -383,6 +395,29 @@ def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
                 assert torch.equal(local.detach(), torch.ones_like(local))
             assert gathered(scaler.get_scale()) == [4.0] * 4
+
+
+@on_ranks(2)
+def test_torchs_own_exchanges_nothing_between_stages_and_refuses_a_mix(world):
+    """Why there is another one: plain gradients, as on the stages of a pipeline, and plain ones beside DTensors."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for make, expected in ((torch.amp.GradScaler, [8.0, 4.0]), (DistributedGradScaler, [4.0, 4.0])):
+        scaler = make("cpu", init_scale=8.0)
+        weight.grad = scaler.scale(torch.full((2,), float("inf") if world.rank else 1.0))
+        with Collectives() as collectives:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert gathered(scaler.get_scale()) == expected
+        assert sum(collectives.counts.values()) == (make is DistributedGradScaler)
+    mesh = init_device_mesh("cpu", (2,))
+    other = torch.nn.Parameter(sharded(mesh, Shard(0), torch.ones(2)))
+    weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum())
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        scaler.unscale_(torch.optim.SGD([weight, other]))
 
 
 @on_ranks(4)

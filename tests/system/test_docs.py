@@ -17,6 +17,9 @@ from commands import ROOT, run
 from pool import on_ranks, run_on_ranks
 
 import paramp
+from paramp.amp import AMP_TYPE
+from paramp.config.files import load
+from paramp.precision.policy import PRESETS
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -271,6 +274,65 @@ def test_the_table_of_extras_is_that_of_the_project():
         assert {re.match(r"[\w-]+", one)[0] for one in extras[name]} <= set(re.findall(r"[\w-]+", table[name])), name
     left_out = set(re.findall(r"`(\w+)`", table["all"]))
     assert set(re.search(r"\[(.*)\]", *extras["all"])[1].split(",")) == table.keys() - left_out - {"all"}
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def test_the_table_of_modes_is_what_the_modes_are():
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    lines = page.partition("## All modes")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")][2:]
+    assert [row[0].strip("`") for row in rows] == list(PRESETS)
+    for name, also, weights, compute, masters, scaling in rows:
+        mode = PRESETS[name.strip("`")]
+        for alias in filter(None, also.split(", ")):
+            given, _, level = alias.replace("`", "").partition(" with opt_level=")
+            value = eval(given, {"torch": torch, "AMP_TYPE": AMP_TYPE})
+            options = {"fp16": {"mode": value, "opt_level": level.strip('"')}} if level else {"precision": value}
+            assert load(options).precision == mode, alias
+        assert mode.weights is DTYPES[weights.partition(",")[0]]
+        assert ("norms too" in weights, "batch norms fp32" in weights) == (
+            bool(mode.masters) and not mode.keep_batchnorm_fp32,
+            mode.keep_batchnorm_fp32,
+        )
+        assert mode.compute is DTYPES[compute.partition(",")[0].removeprefix("autocast to ")]
+        assert mode.autocast == compute.startswith("autocast to ")
+        assert (mode.float8 is not None) == compute.endswith(", linear layers in float8")
+        assert bool(mode.masters) == (masters == "yes")
+        found = mode.scaling
+        if found is None:
+            assert not scaling.isascii()  # a dash
+        elif found.min_scale == found.max_scale is not None:
+            assert scaling == f"static, {found.init_scale:g}"
+        else:
+            assert scaling == ("dynamic" if found.hysteresis == 1 else "dynamic, with hysteresis")
+    assert PRESETS["16-naive"].scaling.hysteresis == 2
+
+
+def test_the_readme_has_the_versions_that_pip_asks_for():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python, torchs = project["requires-python"].removeprefix(">="), project["dependencies"][0].removeprefix("torch>=")
+    assert f"You need Python {python} or newer" in readme
+    assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in readme
+
+
+def test_make_train_is_what_the_readme_says():
+    printed = subprocess.run(
+        ["make", "--dry-run", "train"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    command = "torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny"
+    assert command in printed
+    config = load(ROOT / "launch" / "tiny.toml")
+    layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, config.train.data
+    assert layout == (2, 2, "16-mixed", "stdlib")
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)[#)]", index))
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():
