@@ -293,6 +293,54 @@ def test_means_and_counts_take_turns_on_two_data_ranks(world):
             assert engine.step().grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
 
+@pytest.mark.parametrize("counts", [True, False])
+@on_ranks(2)
+def test_data_ranks_exchange_two_numbers_in_windows_that_may_have_counts(world, counts):
+    """In the first backward of each window; with means only in that of the first."""
+
+    def criterion(output, target):
+        total, count = weighted(output, target)
+        return (total, count) if counts else total / count
+
+    with paramp.launch_from_torch({"parallel": {"data": 2}, "gradient_accumulation": 2}):
+        engine, (x, y), found = engine_for(two_layers(), criterion), samples([3.0] * 4), []
+        for _ in range(3):
+            for _ in range(2):
+                with Collectives() as collectives:
+                    engine.forward_backward(x, y, return_loss=False)
+                found.append(collectives.elements)
+                assert collectives.counts.total() == len(collectives.elements)
+                engine.step()
+    assert found == ([[2], []] * 3 if counts else [[2], *[[]] * 5])
+
+
+@on_ranks(2)
+def test_the_first_windows_of_counts_after_means_have_the_unit_of_the_last_counts(world):
+    """In one or two windows; then data ranks agree on one. Sums that overflow by it skip the step."""
+    precision = {"mode": "16-naive", "init_scale": 2.0**10, "hysteresis": 1}
+    with paramp.launch_from_torch({"parallel": {"data": 2}, "precision": precision}):
+        counts = False
+
+        def criterion(output, target):
+            total, count = weighted(output, target)
+            return (total, count) if counts else total / count
+
+        engine, found = engine_for(two_layers(), criterion), []
+        for weight in (None, 3.0, 48.0, 0.75, None, 48.0, 3.0, None, None, HUGE, HUGE):
+            counts = weight is not None
+            x, y = samples([weight or 1.0] * 4)
+            engine.forward_backward(x, y)
+            unit = float(engine._losses.unit.value)
+            found.append((unit if counts else None, engine.step().stepped))
+            engine.zero_grad()
+    # The units of counts of 12, 192 and 3 are 16, 256 and 4.
+    assert found == [
+        *((None, True), (1.0, True), (16.0, True), (4.0, True)),
+        *((None, True), (256.0, True), (256.0, True)),
+        *((None, True), (None, True), (16.0, False), (2.0**19, True)),
+    ]
+
+
 @pytest.mark.parametrize("after", [{"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}], ids=["dp2", "pp2"])
 @on_ranks(2)
 def test_a_masked_first_microbatch_after_a_load_has_the_unit_of_the_checkpoint(world, after):
@@ -352,15 +400,17 @@ def test_the_unit_by_hand(first, usual, spread, expected):
 # ----------------------------------------------------------------------------------------------------------- exact mode
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @on_ranks(2)
-def test_the_exact_mode_has_the_same_bits_whatever_the_counts(world):
+def test_the_exact_mode_has_the_same_bits_whatever_the_counts(world, kind):
     """At a scale at which gradients of fp16 are rounded to few bits, so that another unit would change them."""
     traces = []
     for parallel in ({"data": 2}, {"pipeline": 2}, {"tensor": 2}):
         precision = {"mode": "16-mixed", "init_scale": 2.0**-9, "min_scale": 2.0**-20}
         config = {"parallel": parallel, "precision": precision, "reproducible": {"chunk": 2, "slices": 2}}
         with paramp.launch_from_torch(config | {"gradient_accumulation": 2}) as context:
-            engine = engine_for(two_layers(), plan={"0": "colwise", "1": "rowwise"})
+            model, plan = two_layers(), {"0": "colwise", "1": "rowwise"}
+            engine, *_ = paramp.initialize(model, kind(model.parameters(), lr=0.1), weighted, plan=plan)
             trace = []
             for index, factor in enumerate((1.0, 1000.0, 1.0)):
                 # Chunks differ: the first of the second data rank has another count than the first of all.

@@ -223,6 +223,7 @@ def test_tensor_ranks_that_fail_together_and_alone(world):
     import paramp.engine.shared_failure as module
 
     grace, module.SECONDS_OF_GRACE = module.SECONDS_OF_GRACE, 0.3
+    assert grace == 5  # as the pages say
     try:
         context = paramp.launch_from_torch({"parallel": {"tensor": 2}})
         with context:

@@ -112,6 +112,30 @@ def test_moves_in_every_layout(world, layout, mode, make):
     moves_with_steps(layout, mode, make)
 
 
+def bytes_of_averages(config):
+    """And their dtypes, on this rank; of a model of 2**13 parameters."""
+    with paramp.launch_from_torch(config | {"ema": {"decay": DECAY}}):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = {"0": "colwise", "1": "rowwise"}
+        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss, plan=plan)
+        averages = [buffer.average for buffer in engine._weights.buffers]
+        return sum(one.nbytes for one in averages), {one.dtype for one in averages}
+
+
+@pytest.mark.parametrize("mode", ["32-true", "64-true", "bf16-true", "16-naive"])
+def test_averages_are_fp32_or_wider(mode):
+    expected = (2**16, {torch.float64}) if mode == "64-true" else (2**15, {torch.float32})
+    assert bytes_of_averages({"precision": mode}) == expected
+
+
+@on_ranks(2)
+def test_averages_are_sharded_as_masters_are(world):
+    for layout in ("tp2", "pp2", "dp2-zero1", "fsdp2"):
+        config = {"parallel": LAYOUTS[layout], "precision": "bf16-naive"}
+        assert bytes_of_averages(config) == (2**14, {torch.float32}), layout
+
+
 def test_a_skipped_step_leaves_every_bit():
     """Also of -0, and of an average of weights that are not finite."""
     with paramp.launch_from_torch({"ema": {"decay": DECAY}}):

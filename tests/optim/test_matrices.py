@@ -341,6 +341,11 @@ def test_a_step_exchanges_matrices_once(world, layout):
         with Collectives() as within:
             engine.step()
         assert within.counts == {"allreduce": 1, "alltoall": 3}
+        # The gradient and the weight to the owner, and the weight back: of two ranks each sends about half.
+        shards = sum(4 * param.size for param in engine._weights.params if param.optimizer == 0)
+        given = [args[1].numel() for args in within.all_to_alls]
+        kept = [args[3][world.rank] for args in within.all_to_alls]
+        assert sum(given) - sum(kept) == pytest.approx(3 / 2 * shards, rel=0.1)
 
 
 REPLICAS = {
@@ -420,6 +425,26 @@ def test_each_number_of_dims_is_tried():
             optimizer = Other(layer.parameters())
             optimizer.of = of if own else 2 if of > 2 else 3
             assert needs_whole_matrices(optimizer, CPU) is own, of
+
+
+def test_a_trial_has_four_steps_of_a_small_matrix():
+    class Seen(Lamb):
+        shapes, most = set(), 0
+
+        def step_one(self, parameter, group, state):
+            super().step_one(parameter, group, state)
+            Seen.shapes.add(tuple(parameter.shape))
+            Seen.most = max(Seen.most, state["step"])
+
+    for layer, shape in ((nn.Linear(2, 2, bias=False), (256, 320)), (nn.Conv1d(2, 2, 2, bias=False), (256, 160, 2))):
+        Seen.shapes = set()
+        assert needs_whole_matrices(Seen(layer.parameters()), CPU)
+        assert max(Seen.shapes) == shape
+        assert Seen.most == 4
+    Seen.shapes = set()
+    Seen.ratio = lambda *_: 1.0
+    assert not needs_whole_matrices(Seen([nn.Parameter(torch.ones(3))]), CPU)
+    assert max(Seen.shapes) == (256 * 320,)
 
 
 def test_options_of_every_group_are_tried():
@@ -517,6 +542,8 @@ def test_schedulers_of_several_optimizers_advance_together():
             schedule.schedulers[0].last_epoch = 7
             schedule.load_state_dict(state)
             assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
+            schedule.schedulers[0].gamma = 0.25
+            assert (schedule.gamma, schedule.schedulers[1].gamma) == (0.25, 0.5)  # others are the first one's
             with pytest.raises(paramp.ConfigError, match="the states of 1 schedulers, expected those of 2"):
                 schedule.load_state_dict(make(first).state_dict())
 

@@ -162,6 +162,9 @@ def test_bytes_a_parameter(world):
     for masters, allowed in (("full", 4 + 12 / 2 + 0.1), ("remainder", 4 + 10 / 2 + 0.1)):
         config = {"parallel": {"zero": 1}, "precision": "16-naive", "masters": masters}
         assert bytes_a_parameter(config) <= allowed
+    for mode in ("16-naive", "bf16-naive"):
+        config = {"parallel": {"zero": 1}, "precision": mode, "optimizer_state": "bf16"}
+        assert bytes_a_parameter(config) == pytest.approx(4 + 8 / 2, abs=0.1)
 
 
 @pytest.mark.parametrize("bucket", [2**25, 64])

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from counting import Collectives
 from families import cases, family
 from pool import on_ranks, run_on_ranks
 from torch import nn
@@ -226,6 +227,27 @@ def test_autocast_makes_no_copies_of_gathered_weights(world):
     assert seen == dict.fromkeys(seen, full)
     run(FSDP2, "32-true")
     assert seen == dict.fromkeys(seen, full)
+
+
+@pytest.mark.parametrize("name", ["fsdp4", "hsdp2x2"])
+@on_ranks(4)
+def test_collectives_are_those_of_the_units(world, name):
+    """All-gathers of each block, and of the rest of the model, in a forward and backward; one control all-reduce."""
+    with paramp.launch_from_torch({"parallel": PLAIN[name]}) as context:
+        engine, *_ = paramp.initialize(gpt(), adamw, GPT.loss)
+        x = own_part(torch.zeros(4, 8, dtype=torch.int64), context)
+        for _ in range(2):
+            with Collectives() as batch:
+                engine.forward_backward(x, x, return_loss=False)
+            with Collectives() as step:
+                assert engine.step().stepped
+            engine.zero_grad()
+    num_units = 4 + 1
+    assert batch.counts["reduce_scatter"] == num_units
+    assert num_units <= batch.counts["allgather"] <= 2 * num_units
+    assert batch.counts["allreduce"] == (num_units if name == "hsdp2x2" else 0)
+    assert batch.counts.total() == sum(batch.counts[kind] for kind in ("reduce_scatter", "allgather", "allreduce"))
+    assert step.counts == {"allreduce": 1}
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -10,7 +10,8 @@ KINDS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "s
 
 
 class Collectives(TorchDispatchMode):
-    """``counts``: by kind, how many collectives were started inside; ``elements``: of each all-reduce, in order.
+    """``counts``: by kind, how many collectives were started inside; ``elements``: of each all-reduce, in order;
+    ``all_to_alls``: the arguments of each.
 
     A sum of two ranks by two messages counts as an all-reduce.
     """
@@ -19,6 +20,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.elements: list[int] = []
+        self.all_to_alls: list[tuple] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         space, _, name = function._schema.name.partition("::")
@@ -29,6 +31,8 @@ class Collectives(TorchDispatchMode):
                 kind = "allreduce" if kind == "recv" else None
             if kind is not None:
                 self.counts[kind] += 1
+            if kind == "alltoall":
+                self.all_to_alls.append(args)
             if kind == "allreduce" and isinstance(args[0], list):
                 self.elements.append(sum(tensor.numel() for tensor in args[0]))
         return function(*args, **(kwargs or {}))

@@ -53,7 +53,7 @@ def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     matrices, vectors = [], []
     for parameter in parameters:
         (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    return [adamw(matrices), sgd(vectors)]
+    return [torch.optim.Adam(matrices, lr=1e-3, eps=1e-4), sgd(vectors)]
 
 
 def foreach(parameters: Any) -> torch.optim.Optimizer:
