@@ -192,6 +192,20 @@ def test_every_change_of_a_weight_is_followed_without_a_warning(uncompiled, monk
         torch.testing.assert_close(followed, torch.full((3,), 0.375), rtol=2.0**-10, atol=2.0**-11)
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_zero_of_the_other_sign_keeps_its_master_only_in_the_compiled_step(uncompiled, compile):
+    with paramp.launch_from_torch(configuration("16-naive", compile=compile)):
+        model = nn.Linear(2, 1, bias=False)
+        model.weight.data.fill_(-1e-9)  # which fp16 rounds to -0
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine.forward_backward(torch.zeros(1, 2), torch.zeros(1, 1))
+        with torch.no_grad():
+            engine.module.weight.zero_()
+        assert engine.step().stepped
+        master = -1e-9 if compile else 0.0
+        torch.testing.assert_close(engine.full_state_dict()["weight"], torch.full((1, 2), master), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_infinite_weight_without_a_gradient_stays_as_it_is(uncompiled, kind):
     """As in a learned mask: without L2 decay, the gradient is not 0 times infinity."""
@@ -222,6 +236,40 @@ def test_the_compiled_step(mode, masters, close):
         check(configuration(mode, masters), ADAMW, close)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+class Placed(nn.Module):
+    """A parameter behind another one of ``size`` elements in their buffer."""
+
+    def __init__(self, size):
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight, self.before = nn.Parameter(torch.randn(1000)), nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return (self.weight * x).sum() + 0 * self.before.sum()
+
+
+@family
+@long
+@needs_compiler
+def test_compiled_an_element_has_the_same_bits_wherever_it_is():
+    """As on a rank that has other parameters, or a part of this one."""
+    found = []
+    for size in (1, 100, 1000):
+        with paramp.launch_from_torch(configuration("16-naive") | {"clip_grad_norm": None}):
+            model = Placed(size)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            engine, *_ = paramp.initialize(model, optimizer, lambda output, _: output)
+            for step in range(3):
+                x = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+                engine.forward_backward(x, x)
+                assert engine.step().stepped
+                engine.zero_grad()
+            assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
+            found.append(engine.full_state_dict()["weight"])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,9 +1,13 @@
 """Activation checkpointing: the same bits as without it, and what is computed again."""
 
 import functools
+import importlib
+import re
 
 import pytest
 import torch
+from commands import ROOT
+from families import family, long
 from pool import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +83,33 @@ def test_what_is_computed_again(world):
                 engine.module.blocks(x).sum().backward()
             sums = sum(count.calls.get(name, 0) for name in ("allreduce_", "all_reduce", "recv_"))
             assert (count.calls["addmm"], count.calls["gelu"], sums) == expected, (how, count.calls)
+
+
+def peak(how, watch_memory):
+    """The bytes of all that a forward and backward allocate and have not freed, at most."""
+    with paramp.launch_from_torch({"activation_checkpointing": how}):
+        torch.manual_seed(0)
+        shape = {"num_layers": 12, "num_heads": 4, "width": 128, "max_seq_len": 256, "vocab_size": 256}
+        engine, *_ = paramp.initialize(GPT(GPTConfig(**shape)), functools.partial(torch.optim.SGD, lr=0.1), GPT.loss)
+        tokens = torch.zeros(4, 256, dtype=torch.int64)
+        engine.forward_backward(tokens, tokens)
+        engine.zero_grad()
+        with watch_memory(torch.device("cpu")) as memory:
+            engine.forward_backward(tokens, tokens)
+    return memory.peak
+
+
+@family
+@long
+def test_the_peaks_of_the_pages_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    watch_memory = importlib.import_module("common").watch_memory
+    text = (ROOT / "docs" / "step.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*|N[^|]*) \| [^|]* \| (\d+) MiB", text, re.MULTILINE)
+    found = {'`"none"`': "none", '`"full"`': "full", "N, an integer": 2, '`"selective"`': "selective"}
+    assert {name for name, _ in rows} == found.keys()
+    for name, expected in rows:
+        assert peak(found[name], watch_memory) / 2**20 == pytest.approx(int(expected), rel=0.1), name
 
 
 def test_blocks_are_the_outermost_modules_that_repeat():
