@@ -168,6 +168,7 @@ def test_the_sample_goes_round_a_parameter(element):
 
 
 def test_every_row_of_every_parameter_is_in_the_samples_of_a_turn():
+    assert (ALIGNMENT, RUN) == (64, 256)
     with paramp.launch_from_torch(HALF):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200), nn.Linear(200, 1))

@@ -133,3 +133,21 @@ def test_masters_of_converted_models_follow_too():
             optimizer.zero_grad()
         weights = [parameter.detach().float() for parameter in model.parameters()]
         assert all(torch.equal(weight, torch.full_like(weight, 0.25 - 2.0**-12)) for weight in weights)
+
+
+def test_masters_add_up_steps_that_fp16_rounds_away():
+    """The numbers of docs/masters.md."""
+    one = torch.ones((), dtype=torch.float16)
+    assert one + 1e-4 == one
+    assert (torch.nextafter(one, 2 * one) - one).item() == pytest.approx(1e-3, rel=0.03)
+    for mode, expected in (("O3", 1.0), ("16-naive", 1 - 20 * 1e-4)):
+        with paramp.launch_from_torch({"precision": {"mode": mode, "init_scale": 4.0}}):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(model.weight)
+            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss)
+            for _ in range(20):
+                engine.forward_backward(torch.ones(1, 1), torch.ones(1, 1))
+                assert engine.step().stepped
+                engine.zero_grad()
+            assert engine.full_state_dict()["weight"].item() == pytest.approx(expected, abs=1e-6), mode
+            assert (engine.module.weight.item() < 1) == (mode == "16-naive")

@@ -1,11 +1,12 @@
 """optimizer_state="bf16": its mean, the same bits in every layout, and checkpoints between layouts and formats."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import cases, family
+from families import cases, family, long
 from lamb import Elementwise
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, local, rank_slice, small_gpt
@@ -13,9 +14,11 @@ from torch import nn
 
 import paramp
 from paramp.base.dtensor import is_dtensor
+from paramp.base.optional_packages import find_torchao
 from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.compat.colossalai.amp.convert import convert_to_amp
+from paramp.precision.policy import PRESETS
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 BF16 = {"optimizer_state": "bf16", "seed": 7}
@@ -55,6 +58,68 @@ def test_the_second_moment_follows_the_fp32_one(options):
         assert (found[step].float().mean() - exact[step].mean()).abs() <= 3 * error
     # It stands still, because 0.001 of it is below half a unit in its last place.
     assert (nearest - exact[-1].mean()).abs() > 10 * error
+
+
+def moments(beta, steps, power):
+    """An average of normal numbers to ``power``: in fp32, rounded to nearest, and rounded stochastically.
+
+    2-dim: of 4 standard deviations, whose squares lie within a binade, 500 elements each.
+    """
+    generator = torch.Generator().manual_seed(0)
+    deviations = torch.tensor([1.0, 1.25, 1.5, 1.75]).sqrt()[:, None]
+    exact, nearest, stochastic = (torch.zeros(4, 500) for _ in range(3))
+    for _ in range(steps):
+        value = (torch.randn(4, 500, generator=generator) * deviations) ** power
+        exact.lerp_(value, 1 - beta)
+        nearest.lerp_(value, 1 - beta).copy_(nearest.bfloat16())
+        drawn = torch.randint(-(2**31), 2**31, (4, 500), generator=generator).int()
+        stochastic.lerp_(value, 1 - beta).copy_(rounded(stochastic, drawn, torch.bfloat16))
+    return exact, nearest, stochastic
+
+
+@family
+@long
+def test_what_rounding_costs_moments_of_normal_gradients():
+    """The figures of docs/precision.md."""
+
+    def noise(exact, stochastic):
+        return ((stochastic - exact).std(1) / exact.square().mean(1).sqrt()).mean()
+
+    exact, nearest, stochastic = moments(0.999, 6000, 2)
+    ratios = nearest.mean(1) / exact.mean(1)
+    assert 1.4 < ratios.min() < ratios.max() < 2.2, ratios
+    assert stochastic.mean() / exact.mean() == pytest.approx(1, abs=0.005)
+    assert noise(exact, stochastic) == pytest.approx(0.043, abs=0.004)
+    assert (exact.std(1) / exact.mean(1)).mean() == pytest.approx(0.032, abs=0.003)
+    exact, _, stochastic = moments(0.95, 200, 2)
+    assert noise(exact, stochastic) == pytest.approx(0.008, abs=0.001)
+    assert (exact.std(1) / exact.mean(1)).mean() == pytest.approx(0.23, abs=0.02)
+    exact, _, stochastic = moments(0.9, 100, 1)
+    assert noise(exact, stochastic) == pytest.approx(0.005, abs=0.001)
+
+
+WITH_BF16_STATE = [mode for mode in PRESETS if mode != "64-true"]
+IN_FLOAT8 = [mode for mode in WITH_BF16_STATE if PRESETS[mode].float8]
+
+
+@family
+@pytest.mark.parametrize(
+    "mode", cases("state modes", WITH_BF16_STATE, [mode for mode in WITH_BF16_STATE if mode not in IN_FLOAT8], 1)
+)
+def test_every_mode_but_64_true_stores_it_in_bf16(mode):
+    if mode in IN_FLOAT8 and not find_torchao().found:
+        pytest.skip(find_torchao().reason)
+    with warnings.catch_warnings(), paramp.launch_from_torch({"precision": mode} | BF16):
+        warnings.simplefilter("ignore")  # that float8 is emulated
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss)
+        for _ in range(2):
+            engine.forward_backward(torch.ones(16, 16), torch.zeros(16, 16))
+            assert engine.step().stepped
+            engine.zero_grad()
+        kinds = {value.dtype for state in optimizer.state.values() for value in state.values() if value.ndim}
+        assert kinds == {torch.bfloat16}
 
 
 # ------------------------------------------------------------------------------------------------- bits of layouts

@@ -35,6 +35,15 @@ def test_the_mean_is_exact_and_results_are_the_two_neighbours(dtype, value):
     assert len(found.unique()) <= 2
 
 
+def test_to_nearest_an_update_below_one_part_in_512_is_lost():
+    """Of each normal number of bfloat16. The smallest update that is not lost is at most twice as large."""
+    numbers = torch.arange(0x80, 0x7F80, dtype=torch.int16).view(torch.bfloat16)[:-1].double()
+    for factor, kept in ((2.0**-9 * 0.999, False), (2.0**-8 * 1.001, True)):
+        for sign in (1, -1):
+            moved = (numbers * (1 + sign * factor)).bfloat16() != numbers
+            assert moved.all() if kept else not moved.any()
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_numbers_of_the_dtype_stay(dtype):
     """All 65536: also subnormal numbers, both zeros, infinities and NaN."""
