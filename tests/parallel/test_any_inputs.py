@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from assistant import LENGTH, PLAN, Reply, assistant, dialogue
+from counting import Collectives
 from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
+from paramp.parallel.batches import Batch
 
 LAYOUTS = {
     "dp4": {"data": 4},
@@ -242,6 +244,88 @@ def test_a_sum_and_a_count_in_the_output_are_those_of_the_batch(kind):
     joined, whole = (one["loss"] if kind == "dict" else one.loss for one in (output, expected))
     assert joined[1] == whole[1] == 4
     torch.testing.assert_close(joined[0], whole[0].detach())
+
+
+class Late(Gate):
+    """Its second input is used on the last stage."""
+
+    def forward(self, x, late):
+        return self.two(torch.relu(self.one(x))) + late
+
+
+@on_ranks(2)
+def test_keyword_inputs_are_not_sent(world):
+    x, late = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}) as context:
+        for inputs, each in (((x, late), 2), ({"x": x, "late": late}, 1)):
+            engine, *_ = paramp.initialize(Late(), functools.partial(torch.optim.SGD, lr=0.1), F.mse_loss)
+            for _ in range(2):  # in the first, shapes are exchanged
+                with Collectives() as sent:
+                    engine.forward_backward(inputs, x, return_loss=False)
+                engine.zero_grad()
+            if context.is_first_stage:
+                assert sent.counts["send"] == 2 * each
+
+
+LOW = -1e9
+
+
+class Scores(nn.Linear):
+    """Attention of each position to the keys of a mask that is added to the scores."""
+
+    def forward(self, x, mask):
+        x = super().forward(x)
+        return torch.softmax((x @ x.mT + mask).float(), -1)
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "16-naive"])
+def test_a_mask_beyond_fp16_is_minus_infinity(mode):
+    """It means the same, but for a row of which all is masked: a softmax of it has no values."""
+    torch.manual_seed(3)
+    x, mask = torch.randn(2, 4, 8), torch.zeros(2, 4, 4)
+    mask[:, :, 3] = mask[0, 2, :] = LOW
+    model = Scores(8, 8)
+    expected = model(x, mask).detach()
+    with paramp.launch_from_torch({"precision": mode}):
+        engine, *_ = paramp.initialize(model, functools.partial(torch.optim.SGD, lr=0.1))
+        engine.eval()
+        found = engine(x, mask).float()
+    whole_row = torch.zeros(2, 4, dtype=torch.bool)
+    whole_row[0, 2] = True
+    torch.testing.assert_close(found[~whole_row], expected[~whole_row], atol=5e-3, rtol=0)
+    assert not found[~whole_row][:, 3].any()
+    assert found[whole_row].isnan().all()
+    assert expected[whole_row].isfinite().all()
+
+
+SIZES = {
+    "the first positional tensor": (Batch((0.5, torch.zeros(4), torch.zeros(1)), {"y": torch.zeros(6)}), 4),
+    "a nested one": (Batch(({"x": torch.zeros(4, 2)},), {}, torch.zeros(6)), 4),
+    "that of 1 too": (Batch((torch.zeros(1, 4), torch.zeros(1))), 1),
+    "the target": (Batch((torch.zeros(()),), {"y": torch.zeros(1, 6)}, [torch.zeros(4)]), 4),
+    "the first keyword of more than 1": (Batch((), {"a": torch.zeros(1, 6), "b": torch.zeros(4, 2), "c": 3}), 4),
+    "a keyword of 1 if there is no other": (Batch((), {"a": torch.zeros(1, 6), "b": torch.zeros(())}), 1),
+}
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_the_size_of_a_batch_is_that_of(what):
+    batch, size = SIZES[what]
+    assert batch.size == size
+
+
+def test_what_goes_whole_to_each_microbatch():
+    rows, given = torch.arange(4.0), {"number": 3, "text": "a", "none": None}
+    same = {"scalar": torch.tensor(2.0), "one": torch.ones(1, 3), "marked": paramp.whole(torch.ones(3, 3))}
+    parts = Batch((rows,), given | same, {"labels": rows}).split(2)
+    for index, part in enumerate(parts):
+        own = rows[2 * index : 2 * index + 2]
+        assert torch.equal(part.args[0], own)
+        assert torch.equal(part.target["labels"], own)
+        assert {name: part.kwargs[name] for name in given} == given
+        assert part.kwargs["scalar"] is same["scalar"]
+        assert part.kwargs["one"] is same["one"]
+        assert torch.equal(part.kwargs["marked"], torch.ones(3, 3))
 
 
 BAD = {
