@@ -440,6 +440,7 @@ def test_a_silent_store_is_named_with_its_host(monkeypatch):
 def test_the_defaults_are_those_of_the_page():
     config = paramp.Config()
     assert (config.hang_timeout, config.hang_end_after, failures.LONGEST_WAIT) == (300.0, 4, 30 * 60.0)
+    assert failures.SECONDS_OF_GRACE == 5.0
     assert Heartbeat(HashStore(), 0, 1, config.hang_timeout)._interval == 1.0
     assert distributed_c10d.default_pg_timeout.total_seconds() == 30 * 60.0  # gloo's
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 
@@ -304,6 +305,17 @@ def test_no_difference_is_found_with_deterministic_sums(world):
         parallel = {"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}
         with paramp.launch_from_torch({"parallel": parallel, "check_replicas_every": 1, **CONFIG}) as context:
             train(build(context), 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "zero": 1}, HSDP])
+def test_a_comparison_is_one_all_gather_of_a_few_sums(world, parallel):
+    with paramp.launch_from_torch({"precision": "16-naive", "parallel": parallel, **CONFIG}) as context:
+        engine = build(context)
+        engine.check_replicas()  # the first one exchanges which ranks hold the same
+        with Collectives() as collectives:
+            assert engine.check_replicas() == []
+        assert collectives.counts == {"allgather": 1}
 
 
 def test_a_world_of_one_compares_nothing():

@@ -121,6 +121,17 @@ def test_the_theoretical_bubble_is_that_of_torchs_order(name):
     assert checked >= 12
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_schedules_keep_the_activations_of_all_microbatches_at_once(name):
+    """On the rank that keeps the most; a backward in two halves keeps until its first what it has not computed with."""
+    microbatches = 12
+    stages = SCHEDULES[name].stages_per_rank
+    _, order = torchs_order(name, 3, stages, microbatches)
+    steps = {"F": 1, "B": -1, "I": -1, "W": 0}
+    kept = [max(itertools.accumulate(steps[kind] for _, kind, _ in actions)) for actions in order.values()]
+    assert (max(kept) == stages * microbatches) == (name in ("gpipe", "looped-bfs"))
+
+
 README_CELLS = [(schedule, mode) for schedule in SCHEDULES for mode in SCHEDULE_MODES]
 EVERYTHING = [*README_CELLS, ("interleaved-1f1b", "fp8-mixed"), ("zbv", "fp8-mixed")]
 IN_TURN = {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumerate(SCHEDULES)}
