@@ -327,7 +327,7 @@ def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tu
     # gloo's MAX drops NaN, so for maxima a table with one element per rank is summed, and the maximum taken here.
     table = part.new_zeros(size + 1)
     table[rank] = part
-    table[size] = float(failed)
+    table[size].fill_(failed)  # an assignment of a number would be a copy to a GPU that waits
     if distributed:
         dist.all_reduce(table)
     norm = table[:size].amax() if math.isinf(norm_type) else table[0].pow(1.0 / norm_type)

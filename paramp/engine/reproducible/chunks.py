@@ -71,10 +71,8 @@ class ChunkRun(Observer):
             torch.set_num_threads(1)
         self.place.step, self.place.call = sum(self._counters.read()[:2]), call
         self._num_chunks = num_chunks
-        bounds = torch.tensor([num_chunks, -num_chunks, shapes, -shapes], device=self._device)
-        if self._axis.size > 1:
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._axis.group)
-        most, minus_least, largest, minus_smallest = bounds.tolist()
+        bounds = [num_chunks, -num_chunks, shapes, -shapes]
+        most, minus_least, largest, minus_smallest = self._largest(bounds) if self._axis.size > 1 else bounds
         least = -minus_least
         self._gradients.begin_call(max(num_chunks, 1))
         if call == 0:  # the same on all ranks, which add up their losses even if one has failed
@@ -95,6 +93,13 @@ class ChunkRun(Observer):
                 "needs chunks of the same shapes: pad all samples to one length"
             )
         return None
+
+    def _largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each of ``numbers`` over data ranks. The host waits: one without chunks needs the others'."""
+        found = torch.tensor(numbers, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._axis.group)
+        largest: list[int] = found.tolist()
+        return largest
 
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:

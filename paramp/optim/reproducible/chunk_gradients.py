@@ -177,11 +177,10 @@ class ChunkGradients(FlatGradients):
             torch.zeros(param.size, device=device) if value is None else value.reshape(-1)
             for param, value in zip(params, found, strict=True)
         ]
-        present = torch.tensor([float(value is not None) for value in found], device=device)
-        flat = torch.cat([*values, present])
+        flat = torch.cat([*values, presence_of(found, device)])
         sum_over_(flat, group)
         *sums, counts = flat.split([*(param.size for param in params), len(params)])
-        return [value if count else None for value, count in zip(sums, counts.tolist(), strict=True)]
+        return without_absent(sums, found, counts)
 
     def _write(self, param: FlatParam, value: torch.Tensor | None) -> None:
         earlier = self._earlier.get(param)
@@ -261,6 +260,25 @@ class ChunkGradients(FlatGradients):
     def reduce(self) -> None:
         """Sum the gradients of tied parameters over the stages that hold a copy."""
         sum_tied_gradients(self._context, self._parameters, torch.float32, complete=True)
+
+
+def presence_of(terms: Terms, device: torch.device) -> torch.Tensor:
+    """0 for each of ``terms`` that is None, else 1; 1-dim float32 on ``device``, to which nothing is copied."""
+    present = torch.ones(len(terms), device=device)
+    for index, term in enumerate(terms):
+        if term is None:
+            present[index].zero_()
+    return present
+
+
+def without_absent(sums: Sequence[torch.Tensor], terms: Terms, counts: torch.Tensor) -> Terms:
+    """``sums`` of the ``terms`` of all ranks, None where no rank has a term.
+
+    ``counts``: the sum of what :func:`presence_of` returns; the host waits for it only if this rank lacks a term.
+    """
+    if all(term is not None for term in terms):
+        return [*sums]
+    return [value if count else None for value, count in zip(sums, counts.tolist(), strict=True)]
 
 
 def _sum(earlier: torch.Tensor | None, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from ...distributed.reproducible.tree_sum import PIECE, Terms, own_slice_of_sum, sum_over
 from ..param_buffer import FlatParam
 from ..sharded_gradients import UnitGradients
-from .chunk_gradients import ChunkGradients
+from .chunk_gradients import ChunkGradients, presence_of, without_absent
 
 
 class ShardedChunkGradients(ChunkGradients, UnitGradients):
@@ -32,14 +32,11 @@ class ShardedChunkGradients(ChunkGradients, UnitGradients):
             return found
         count, device = self._context.config.parallel.shard, self._context.device
         sizes = [*(param.reserved for param in params), len(params)]
-        present = torch.tensor([float(value is not None) for value in found], device=device)
-        shards = torch.cat([*map(self._shards, params, found), present.expand(count, -1)], dim=1)
+        present = presence_of(found, device).expand(count, -1)
+        shards = torch.cat([*map(self._shards, params, found), present], dim=1)
         own = torch.cat([self._own_shard(part) for part in shards.split(max(1, PIECE // count), dim=1)])
         *sums, counts = own.split(sizes)
-        return [
-            value[: param.size] if has else None
-            for param, value, has in zip(params, sums, counts.tolist(), strict=True)
-        ]
+        return without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)
 
     def _shards(self, param: FlatParam, value: torch.Tensor | None) -> torch.Tensor:
         """All shards of a gradient, zeros if it is None, as rows; the last ones may be short."""
