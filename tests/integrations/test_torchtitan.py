@@ -102,7 +102,7 @@ OVERFLOWS = [
 @family
 @pytest.mark.parametrize(("layout", "backend", "precision"), cases("torchtitan overflow", OVERFLOWS, OVERFLOWS[3:4], 1))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(torchtitan, layout, backend, precision):
-    titan.prepare()
+    titan.prepare("cpu")
     if not titan.has_backend(backend):
         pytest.skip(f"this torchtitan has no spmd_backend={backend!r}")
     run_on_ranks(2, __name__, "one_overflow", {"layout": layout, "backend": backend, "precision": precision})
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused(torchtitan):
 
 @pytest.mark.parametrize("kind", ["GroupedExperts", "VarlenAttention"])
 def test_modules_that_compute_in_bf16_are_refused_in_fp16(torchtitan, kind):
-    titan.prepare()
+    titan.prepare("cpu")
     if kind == "GroupedExperts":
         config = importlib.import_module("torchtitan.models.deepseek_v3.config_registry").deepseek_v3_debugmodel()
     else:
@@ -246,7 +246,7 @@ def test_the_diff_of_the_page_runs(torchtitan):
     diff = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
     assert len(diff) <= 10
     before, after = ("\n".join(line[1:] for line in diff if line[:1] in (sign, " ")) for sign in "-+")
-    titan.prepare()
+    titan.prepare("cpu")
     for source, name in ((before, "Trainer"), (after, "ParampTrainer")):
         names = {}
         exec(compile(source, "docs/from-torchtitan.md", "exec"), names)
@@ -254,7 +254,7 @@ def test_the_diff_of_the_page_runs(torchtitan):
 
 
 def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):
-    titan.prepare()
+    titan.prepare("cpu")
     from torchtitan.trainer import Trainer
 
     class Mine(Trainer):

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_programs import PROGRAMS, STEPS, tokens
+from torch._dynamo.utils import counters
 
 import paramp
 from paramp.engine.shared_failure import SharedFailure
@@ -38,7 +40,6 @@ SharedFailure.agree = _agree
 SharedFailure._peers_failed_too = lambda self: False
 
 SHAPE = {"num_layers": 2, "num_heads": 2, "width": 32, "max_seq_len": 16, "vocab_size": 64}
-STEPS = 3
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -107,64 +108,9 @@ LOOPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
-# -------------------------------------------------------------------------------------------- without the engine
-#
-# Hosts do not clip: what paramp gives their clipping is a subclass of tensors, which a fake tensor cannot become.
-
-
-def scaler(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
-    """A loop of one's own with the parts that stand alone."""
-    scaler = paramp.DistributedGradScaler()
-
-    def step(x: torch.Tensor) -> None:
-        with torch.autocast("cuda", torch.float16):
-            loss = GPT.loss(model(x), x)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        paramp.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return step
-
-
-def fabric(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
-    from lightning.fabric import Fabric
-
-    host = Fabric(accelerator="cuda", devices=1, plugins=[paramp.FabricPrecision("16-mixed")])
-    host.launch()
-    model, optimizer = host.setup(model, optimizer, move_to_device=False)
-
-    def step(x: torch.Tensor) -> None:
-        host.backward(GPT.loss(model(x), x))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def accelerate(model: torch.nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
-    from accelerate import Accelerator
-
-    from paramp.integrations.accelerate import adopt
-
-    host = adopt(Accelerator(mixed_precision="fp16", device_placement=False))
-    model, optimizer = host.prepare(model, optimizer)
-
-    def step(x: torch.Tensor) -> None:
-        host.backward(GPT.loss(model(x), x))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-PROGRAMS = {"scaler": scaler, "fabric": fabric, "accelerate": accelerate}
-
-
 def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
     """Three steps of ``cell`` on ``rank``, which leave in ``waits`` what the host waited for in the last one."""
+    counters.clear()
     config = paramp.Config(**{"clip_grad_norm": 1.0, "hang_timeout": None} | cell["config"])
     if cell.get("num_zeros"):
         config = replace(config, precision=replace(config.precision, log_num_zeros=True))
@@ -178,21 +124,20 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
             model = GPT(GPTConfig(**SHAPE | cell.get("model", {})))
         optimizer = OPTIMIZERS[cell.get("optimizer", "adamw")](model.parameters())
         if "program" in cell:
-            step = PROGRAMS[cell["program"]](model, optimizer)
-            for _ in range(STEPS):
-                x = torch.randint(0, 64, (8, 16)).cuda()
-                waits.begin_step()
-                step(x)
+            PROGRAMS[cell["program"]](model, optimizer)
             return
         engine, *_ = paramp.initialize(model, optimizer, CRITERIA[cell.get("criterion", "mean")])
         for _ in range(STEPS):
-            x = torch.randint(0, 64, (8, 16))
+            x = tokens()
             x = x.pin_memory() if cell.get("batches") == "pinned" else x.cuda()
             waits.begin_step()
             for _ in range(context.config.gradient_accumulation):
                 batch_of(engine, x)
                 engine.step()
                 engine.zero_grad()
+            waits.end_step()
+    if config.compile and not counters["stats"]["unique_graphs"] and context.tensor_axis.size == 1:
+        raise AssertionError("nothing was compiled")
 
 
 def outcome(cell: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,7 @@ def needs_torchtitan():
     )
 
 
-@functools.cache
-def prepare() -> None:
+def on_cpus() -> None:
     """Put CPU stand-ins where torchtitan expects a GPU, before anything else of it is imported."""
     device = types.ModuleType("torch.cpu with what torchtitan asks of a GPU")
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
@@ -55,6 +54,13 @@ def prepare() -> None:
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", device
+
+
+@functools.cache
+def prepare(device: str) -> None:
+    """Put in torchtitan and in torch what is missing, and import torchtitan for ``device``, ``"cpu"`` or ``"cuda"``."""
+    if device == "cpu":
+        on_cpus()
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: None
     with warnings.catch_warnings():
@@ -87,9 +93,9 @@ def step_of_microbatches(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_k
     )
 
 
-def tiny_config(folder=None, chunked=True, backend="partial_dtensor", **layout):
-    """torchtitan's configuration of its debug model, with two layers, on CPUs."""
-    prepare()
+def tiny_config(folder=None, chunked=True, backend="partial_dtensor", device="cpu", **layout):
+    """torchtitan's configuration of its debug model, with two layers."""
+    prepare(device)
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 if "torch" in sys.modules:
@@ -47,6 +49,7 @@ def _load_guard() -> None:
 
 
 _load_guard()
+os.environ["TORCHINDUCTOR_TRITON_DISABLE_DEVICE_DETECTION"] = "1"  # the device runs no kernels of Triton's
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -73,16 +76,22 @@ class Wait(NamedTuple):
 
 
 class _Waits(list[Wait]):
-    """Everything that the host has waited for since the last :meth:`begin_step`."""
+    """Everything that the host has waited for since the last :meth:`begin_step`, up to :meth:`end_step`."""
 
     step = 0
+    _counts = True
 
     def begin_step(self) -> None:
         self.step += 1
+        self._counts = True
         self.clear()
 
+    def end_step(self) -> None:
+        self._counts = False
+
     def add(self, what: str) -> None:
-        self.append(Wait(what, _lines()))
+        if self._counts:
+            self.append(Wait(what, _lines()))
 
 
 waits = _Waits()
@@ -152,6 +161,9 @@ class _Stream:
 _STREAM = _Stream()
 GENERATOR = torch.Generator()
 """The device's generator of random numbers. Kernels draw nothing; a program may draw from it."""
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=2**36, multi_processor_count=132
+)
 _STUBS = {
     "Event": _Event,
     "Stream": _Stream,
@@ -170,7 +182,8 @@ _STUBS = {
     "synchronize": lambda *_: waits.add("torch.cuda.synchronize"),
     "is_bf16_supported": lambda *_, **__: True,
     "get_device_capability": lambda *_: (9, 0),
-    "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+    "get_device_name": lambda *_: _PROPERTIES.name,
+    "get_device_properties": lambda *_: _PROPERTIES,
     "manual_seed": lambda seed: GENERATOR.manual_seed(seed + 1),  # other numbers than the CPU's generator
     "manual_seed_all": lambda seed: GENERATOR.manual_seed(seed + 1),
     "get_rng_state": lambda *_: GENERATOR.get_state(),
@@ -189,6 +202,7 @@ for _name, _value in _STUBS.items():
 
 # ------------------------------------------------------------------------------------------------------- the device
 
+_DEVICE = torch.ops.prim.device.default
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default}
 _SIZES_FROM_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
 """Operators whose output has a size that the host has to read."""
@@ -219,9 +233,11 @@ class Device(FakeTensorMode):
         return False  # else each operator goes through torch's compiler once more, which takes as long as the rest
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE:  # most calls
+            return fake_tensor._device_handler(args)
         kwargs = dict(kwargs) if kwargs else {}
         leaves = _leaves(args, kwargs)
-        fake = [leaf for leaf in leaves if type(leaf) is FakeTensor and leaf.device.type == "cuda"]
+        fake = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda"]
         if not fake and not any(type(leaf) is torch.device and leaf.type == "cuda" for leaf in leaves):
             return function(*args, **kwargs)
         if function in _READS:
@@ -259,7 +275,7 @@ class Device(FakeTensorMode):
             return
         real_args, real_kwargs = tree_map(_on_host, (tuple(args), kwargs))
         for one, values in zip(results, tree_leaves(function(*real_args, **real_kwargs)), strict=True):
-            one.host_values = values
+            one.host_values = values.zero_() if "empty" in function.name() else values
 
     def _only_check(self, function: Any, leaves: list[Any]) -> None:
         on_host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda"]
@@ -308,7 +324,7 @@ class Device(FakeTensorMode):
             elif target.device.type == "cpu" and not target.is_pinned():
                 waits.add(f"copy from cuda to memory of the host that is not pinned ({function})")
         if name == "copy_" and args[0].device.type == "cpu":
-            return args[0].copy_(args[1].host_values) if hasattr(args[1], "host_values") else args[0]
+            return args[0].copy_(args[1].host_values) if hasattr(args[1], "host_values") else args[0].zero_()
         return None
 
     def _faked(self, value: Any) -> Any:
@@ -339,6 +355,29 @@ def _on_host(value: Any) -> Any:
     return value.host_values if isinstance(value, FakeTensor) else value
 
 
+@functools.cache
+def _fake_class(kind: type[torch.Tensor]) -> type[FakeTensor]:
+    return FakeTensor if kind is torch.Tensor else type(kind.__name__, (kind, FakeTensor), {})
+
+
+def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """``tensor.as_subclass(kind)``. A fake tensor stays one, which torch's method would make a tensor on meta."""
+    if not isinstance(tensor, FakeTensor):
+        return _TORCHS_AS_SUBCLASS(tensor, kind)
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return _fake_class(kind)(tensor.fake_mode, meta, tensor.device)
+
+
+def _swap_tensors(kept: torch.Tensor, other: torch.Tensor) -> None:
+    """``torch.utils.swap_tensors``, by which ``Module.to`` moves fake parameters. Those that are there stay."""
+    if not isinstance(kept, FakeTensor) or (kept.device, kept.dtype) != (other.device, other.dtype):
+        _TORCHS_SWAP_TENSORS(kept, other)
+
+
+_TORCHS_AS_SUBCLASS, torch.Tensor.as_subclass = torch.Tensor.as_subclass, _as_subclass
+_TORCHS_SWAP_TENSORS, torch.utils.swap_tensors = torch.utils.swap_tensors, _swap_tensors
+
+
 # -------------------------------------------------------------------------------------------------------- the world
 
 
@@ -353,7 +392,7 @@ class Objects:
 
     def broadcast(self, objects: list[Any], src: Any = None, group: Any = None, group_src: int = 0) -> None:
         waits.add("exchange of objects (broadcast_object_list)")
-        line = waits[-1].lines[0]
+        line = _lines()[0]
         if dist.get_rank(group) == group_src:
             if any(one is not None for one in objects):
                 self._sent[line] = objects[:]
