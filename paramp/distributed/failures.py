@@ -177,7 +177,7 @@ class Departures:
 
     def linger(self) -> None:
         """On rank 0: give the others the time to read it."""
-        if self._rank == 0:
+        if self._rank == 0 and self._store is not None:
             linger(lambda: self._has(f"{self._key}/all"), SECONDS_TO_READ)
 
     def first(self) -> str:

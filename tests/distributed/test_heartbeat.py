@@ -339,6 +339,12 @@ def test_the_next_one_leads_when_the_leader_has_left(monkeypatch):
     assert ranks.written[0].startswith("paramp: rank 3 has been silent for ")
 
 
+def test_a_world_of_one_waits_for_nobody_when_it_ends(monkeypatch):
+    monkeypatch.setattr(failures, "linger", lambda *_: pytest.fail("it waits"))
+    with paramp.launch_from_torch():
+        pass
+
+
 def test_a_rank_that_failed_ends_the_others_quietly(monkeypatch):
     ranks = Ranks(3, monkeypatch)
     ranks.seconds(3)
