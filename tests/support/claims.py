@@ -1,17 +1,15 @@
 """The promises of README, docs and CHANGELOG, each with the test or the script that shows it: ``tests/claims.toml``.
 
 A claim is a sentence with a word of :data:`WORDS` or a number, outside of code; of a table, the whole of it, named by
-its first row. An entry says where it stands and what shows it:
+its first row. The list has a table for each page, and in it a line for each claim, with what shows it:
 
-    [[claim]]
-    page = "docs/scaler.md"
-    says = "Every rank takes the same decision."
-    shown = ["tests/optim/test_loss_scaler.py::test_every_rank_takes_one_decision"]
+    ["docs/scaler.md"]
+    "Every rank takes the same decision." = ["optim/test_loss_scaler::test_every_rank_takes_one_decision"]
 
-``shown`` has tests (``file::function``) and programs that print the figure (``benchmarks/step.py``). A sentence that
-promises nothing has ``kind`` in its place, one of :data:`KINDS`.
+That are tests (``file::function``, the file below ``tests/`` and without its ending) and programs that print the figure
+(``benchmarks/step.py``). A sentence that promises nothing has one of :data:`KINDS` in their place.
 
-    python tests/support/claims.py docs/scaler.md    # prints an entry for each claim of the page that has none
+    python tests/support/claims.py docs/scaler.md    # prints a line for each claim of the page that has none
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "claims.toml"
@@ -68,38 +65,38 @@ def _statements(page: str, text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?;])\s+(?=[A-Z`*\"(])", re.sub(r"^(?:[-*]|\d+\.) ", "", plain))
 
 
-def entries() -> list[dict[str, Any]]:
-    return tomllib.loads(LIST.read_text(encoding="utf-8"))["claim"]
+def entries() -> dict[str, dict[str, list[str] | str]]:
+    """What shows each claim, by page and sentence."""
+    return tomllib.loads(LIST.read_text(encoding="utf-8"))
 
 
-def problem(entry: dict[str, Any]) -> str | None:
-    """What is wrong with an entry; None if nothing."""
-    shown, kind = entry.get("shown", []), entry.get("kind")
-    if kind is not None and (kind not in KINDS or shown):
-        return f"kind {kind!r}: expected one of {', '.join(KINDS)}, and nothing in shown"
-    if kind is None and not shown:
+def problem(shown: list[str] | str) -> str | None:
+    """What is wrong with what an entry says; None if nothing."""
+    if isinstance(shown, str):
+        return None if shown in KINDS else f"{shown!r}: expected a list, or one of {', '.join(KINDS)}"
+    if not shown:
         return "neither a test nor a program shows it; write one, or weaken or cut the sentence"
     for name in shown:
-        path, _, function = name.partition("::")
-        if not (ROOT / path).is_file():
+        file, _, function = name.partition("::")
+        path = ROOT / "tests" / f"{file}.py" if function else ROOT / file
+        if not path.is_file():
             return f"{name}: there is no such file"
-        if path.startswith("tests/"):
-            code = (ROOT / path).read_text(encoding="utf-8")
-            if not function or not re.search(rf"^\s*(async )?def {re.escape(function)}\b", code, re.MULTILINE):
-                return f"{name}: there is no such test"
+        if function and not re.search(rf"^\s*(async )?def {function}\b", path.read_text("utf-8"), re.MULTILINE):
+            return f"{name}: there is no such test"
+        if not function and path.is_relative_to(ROOT / "tests"):
+            return f"{name}: names no test"
     return None
 
 
 def missing(page: str) -> list[str]:
-    listed = {entry["says"] for entry in entries() if entry["page"] == page}
-    return [one for one in claims(page) if one not in listed]
+    return [one for one in claims(page) if one not in entries().get(page, {})]
 
 
-def skeleton(page: str, says: str) -> str:
-    return f"[[claim]]\npage = {json.dumps(page)}\nsays = {json.dumps(says, ensure_ascii=False)}\nshown = []\n"
+def skeleton(says: str) -> str:
+    return f"{json.dumps(says, ensure_ascii=False)} = []"
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or pages():
         for one in missing(name):
-            print(skeleton(name, one))
+            print(skeleton(one))
