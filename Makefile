@@ -45,9 +45,13 @@ matrix: $(VENV)/installed
 	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py \
 		tests/models/test_huggingface_table.py --write-matrix
 
+# What the text of the tree has to be: words, sizes, which package imports which, what shows each promise.
+CHECKS := $(addprefix tests/system/test_,words.py sizes.py layers.py claims.py)
+
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(RUN)/python -m pytest -q $(CHECKS)
 
 types: $(VENV)/installed
 	$(VENV)/bin/mypy

@@ -36,6 +36,13 @@ def pytest_configure(config):
         warm.share()
 
 
+def pytest_collection_modifyitems(config, items):
+    """Tests of a GPU alone are no cases where there is none: what is listed as skipped is then worth a look."""
+    if "cuda" not in choice().devices:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+
 def pytest_collection_finish():
     """What stays for the whole run need not be gone through by every later collection, which took 0.2 s each."""
     gc.collect()

@@ -707,7 +707,7 @@ def test_under_tensor_parallelism_torchao_takes_its_place(stand_in):
 
 
 @pytest.mark.skipif(not find_transformer_engine().found, reason=find_transformer_engine().reason)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["transformer-engine", "transformer-engine-float16"])
 def test_transformer_engine_itself(name):
     device = torch.device("cuda")

@@ -5,7 +5,7 @@ once, each with ``torch.distributed`` set up, and the test fails with the traceb
 failure or a hang ends the pool's processes; the next test starts new ones.
 
 ``@on_ranks(4, cuda=True)`` runs the test a second time with the ranks on GPUs, where there are any (several ranks may
-share one, over gloo); elsewhere that case is skipped. Two variables of the environment choose otherwise:
+share one, over gloo); elsewhere there is no such case. Two variables of the environment choose otherwise:
 
 - ``PARAMP_TEST_DEVICE``: ``cpu`` leaves the GPU cases out and hides the GPUs, ``cuda`` runs only the GPU cases of tests
   that have both. Empty: both. Tests without ``cuda=True`` make CPU tensors and run on the CPU over gloo in any case.
@@ -64,7 +64,7 @@ class World:
 class Choice:
     """What the environment says the ranks are to run on."""
 
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = ("cpu",)
     """The cases that a test with ``cuda=True`` has."""
     backend: str = "gloo"
     """Of the ranks on GPUs."""
@@ -87,7 +87,8 @@ class Choice:
             raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', which moves GPU tensors only; leave one of the two out")
         if backend == "nccl" and not num_gpus:
             raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', but torch sees no GPU on this machine")
-        return Choice((device,) if device else ("cpu", "cuda"), backend or "gloo")
+        devices = (device,) if device else ("cpu", "cuda") if num_gpus else ("cpu",)
+        return Choice(devices, backend or "gloo")
 
     def backend_of(self, device: str) -> str:
         return self.backend if device == "cuda" else "gloo"
@@ -274,15 +275,9 @@ def on_ranks(size: int, cuda: bool = False):
 
 def on_each_device(test):
     """Parametrise ``device`` of ``test``: the CPU, and a GPU where there is one, or what the environment chooses."""
-    gpu = pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine"),
-        ],
-    )
-    cases = {"cpu": "cpu", "cuda": gpu}
-    return pytest.mark.parametrize("device", [cases[device] for device in choice().devices])(test)
+    marks = {"cpu": (), "cuda": pytest.mark.cuda}
+    cases = [pytest.param(device, marks=marks[device]) for device in choice().devices]
+    return pytest.mark.parametrize("device", cases)(test)
 
 
 def run_on_ranks(

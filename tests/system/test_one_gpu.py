@@ -52,7 +52,6 @@ def test_one_process_with_an_option_follows_the_run_without_it(name, device):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"])
 def test_a_gpu_follows_the_cpu(mode):
     assert_follows(train("cuda", mode, {}, {}), train("cpu", mode, {}, {}), mode)

@@ -94,7 +94,8 @@ def test_groups_that_a_body_leaves_in_cycles_do_not_keep_their_threads():
 
 
 def test_the_environment_chooses_device_and_backend():
-    assert Choice.of({}, 0) == Choice(("cpu", "cuda"), "gloo")
+    assert Choice.of({}, 0) == Choice(("cpu",), "gloo")
+    assert Choice.of({}, 1) == Choice(("cpu", "cuda"), "gloo")
     assert Choice.of({"PARAMP_TEST_DEVICE": "cpu"}, 4) == Choice(("cpu",), "gloo")
     nccl = Choice.of({"PARAMP_TEST_DEVICE": "cuda", "PARAMP_TEST_BACKEND": "nccl"}, 2)
     assert nccl == Choice(("cuda",), "nccl")

@@ -43,7 +43,6 @@ def test_a_gpt_has_the_same_bits(layout, mode):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-naive"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2 + zero1"])
 def test_ranks_on_gpus_have_the_same_bits(layout, mode):
