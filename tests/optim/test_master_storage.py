@@ -15,7 +15,7 @@ OPTIMIZERS = {
 
 
 def clamp(weight):
-    weight.data.clamp_(-0.25, 0.25)
+    weight.data.clamp_(-0.125, 0.125)
 
 
 def overwrite(weight):
@@ -39,9 +39,9 @@ def edited(config, make, edit):
     """The masters after a step, ``edit`` of the weights and another step; those expected; and the weights."""
     with paramp.launch_from_torch(config):
         torch.manual_seed(3)
-        model = nn.Linear(6, 5)
+        model = nn.Linear(28, 16)  # 448 elements and 64 for its bias: four blocks, and no padding behind them
         engine, *_ = paramp.initialize(model, make(model.parameters()), loss)
-        x, y = torch.ones(1, 6), torch.ones(1, 5)
+        x, y = torch.ones(1, 28), torch.ones(1, 16)
         engine.forward_backward(x, y)
         engine.step()
         before = {name: value.clone() for name, value in engine.full_state_dict().items()}
