@@ -270,6 +270,12 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path):
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
 
 
+def test_a_long_text_is_encoded_in_parts_that_end_at_lines(tmp_path):
+    tokenizer = Tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    assert len("the cat sat\n" * 1000) > 2 * sizes.TOKENIZED
+    assert tokenizer.encode("the cat sat\n" * 1000).tolist() == [2, 3, 4, 5] * 1000
+
+
 def test_the_end_of_text_token_is_that_of_the_tokenizers_configuration(tmp_path):
     folder = save_tokenizer(tmp_path / "tokenizer", end="<END>")
     assert Tokenizer(folder).end_of_text is None

@@ -13,11 +13,11 @@ from typing import Any
 
 VARIABLE = "PARAMP_TEST_SIZES"
 SMALL: dict[str, Any] = {
-    "STEP_BLOCK": {"cpu": 128, "cuda": 128},
+    "STEP_BLOCK": {"cpu": 192, "cuda": 192},
     "SQUARES_BLOCK": {"cpu": 96, "cuda": 96},
     "WIDEN_BLOCK": 512,
-    "BUCKET": 2**10,
-    "KEPT": 128,
+    "BUCKET": 2**11,
+    "KEPT": 192,
     "APART": 256,
     "HUGE": 2**14,
     "SWAPPED": 256,
