@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(2, str(Path(__file__).parent / "data"))
 
+import block_sizes
 import warm
 from families import SEED
 from pool import choice, close_pools
@@ -47,6 +48,12 @@ def pytest_collection_finish():
     """What stays for the whole run need not be gone through by every later collection, which took 0.2 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Set the sizes of loops over memory, before the first fixture of any scope."""
+    block_sizes.use(small=item.get_closest_marker("real_sizes") is None)
 
 
 def pytest_report_header():

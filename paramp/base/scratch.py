@@ -8,21 +8,7 @@ import sys
 
 import torch
 
-STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}
-"""Elements of a block of the optimizer's step, by device.
-
-On a CPU few enough to stay in the cache between the passes over them, and so many that some microseconds of Python for
-each pass do not count. On a GPU, where a launch costs some 5 us, mostly a whole buffer, of 2**25 elements and more: a
-pass over 2**26 fp32 elements takes an H200, with 4.8 TB/s, some 100 us, one over 2**23 only 14 us. Each fp32 temporary
-then takes 256 MiB, at a time when there are no activations. Computed, not measured.
-"""
-SQUARES_BLOCK = {"cpu": 2**16, "cuda": 2**25}
-"""Elements of a block of exact squares (:mod:`paramp.optim.reproducible.squares`), which has three fp64 temporaries.
-
-16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
-"""
-KEPT = STEP_BLOCK["cpu"]
-"""Elements. Longer temporaries are not kept."""
+from . import sizes
 
 
 class Scratch:
@@ -33,7 +19,7 @@ class Scratch:
 
     def like(self, name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the shape of ``block``, 1-dim, uninitialised; the next one of this ``name`` overwrites it."""
-        if block.numel() > KEPT:
+        if block.numel() > sizes.KEPT:
             return torch.empty_like(block, dtype=dtype)
         held = self._held.get(name)
         if held is None or held.numel() < block.numel() or held.dtype is not dtype:
@@ -42,10 +28,6 @@ class Scratch:
         return held if held.numel() == block.numel() else held[: block.numel()]
 
 
-LONG = 2**18
-"""Bytes from which tensors begin apart."""
-HUGE = 2**22
-"""Bytes from which tensors are given huge pages: two of them."""
 _PAGE = 2**12
 _MADV_HUGEPAGE = 14
 _num_long = itertools.count()
@@ -58,10 +40,10 @@ def zeros_apart(size: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     and its store queue: AdamW over 4 tensors of 100 M elements took 79 ms, and 61 ms where they begin apart (EPYC).
     The longest are in huge pages, with which a pass over memory looks up fewer addresses.
     """
-    if device.type != "cpu" or size * dtype.itemsize < LONG:
+    if device.type != "cpu" or size * dtype.itemsize < sizes.APART:
         return torch.zeros(size, dtype=dtype, device=device)
     memory = torch.empty(size + _PAGE // dtype.itemsize, dtype=dtype, device=device)
-    if memory.nbytes >= HUGE:
+    if memory.nbytes >= sizes.HUGE:
         _ask_for_huge_pages(memory)
     place = next(_num_long) * 17 % 64 * 64  # a page has 64 lines of 64 bytes
     offset = (place - memory.data_ptr()) % _PAGE // dtype.itemsize  # memory from the heap begins anywhere in a page

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..base import sizes
 from ..base.coerce import user_path
 from ..base.errors import CheckpointError
 from ..distributed.collectives import gather_objects
@@ -26,8 +27,6 @@ from .atomic_dir import HEADER, MANIFEST, Written, lock, parse_manifest, replace
 from .header import Header, parse_header
 from .safetensors_io import TensorFile
 
-READ_SIZE = 2**22
-"""Bytes that are read and hashed at once."""
 ATTEMPTS = 50
 """How often ranks retry until all have opened the same checkpoint: for 12 s, as file systems may show changes late."""
 SPARE_FILES = 64
@@ -119,7 +118,7 @@ class OpenCheckpoint:
             return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
-            while data := os.pread(descriptor, READ_SIZE, position):
+            while data := os.pread(descriptor, sizes.CHECKED_READ, position):
                 digest.update(data)
                 position += len(data)
         except OSError as error:

@@ -16,15 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base import sizes
 from ..base.coerce import user_path
 from ..base.errors import ConfigError
 from .token_sources import Tokens
 
 HELD_OUT_ONE_IN = 20
-CHUNK = 2**22
-"""The most bytes that are read or encoded at once."""
-BATCH = 2**20
-"""The most characters that a tokenizer encodes at once."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -79,7 +76,7 @@ def why_not_text(path: Path) -> str | None:
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
-            block = file.read(CHUNK)
+            block = file.read(sizes.TEXT_READ)
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -130,7 +127,7 @@ def _lines(path: Path) -> Iterator[str]:
     """The text of a file in chunks of about 4 MB that end at a line end, if they contain one."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     with path.open("rb") as file:
-        while block := file.read(CHUNK):
+        while block := file.read(sizes.TEXT_READ):
             rest += decoder.decode(block)
             partition = rest.rfind("\n") + 1 or len(rest)
             if partition:
@@ -217,7 +214,7 @@ class Tokenizer:
         self.separator: Tokens = np.array([] if self.end_of_text is None else [self.end_of_text], dtype=self.dtype)
 
     def encode(self, text: str) -> Tokens:
-        parts = _split_at_lines(text, BATCH)
+        parts = _split_at_lines(text, sizes.TOKENIZED)
         found = [np.array(self._tokenizer.encode(part, add_special_tokens=False).ids, self.dtype) for part in parts]
         return np.concatenate([np.zeros(0, self.dtype), *found])
 

@@ -13,13 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base import sizes
 from ..base.errors import DataError
 
 Tokens: TypeAlias = NDArray[np.integer[Any]]
 """1-dim, of any integer dtype."""
 
-TOKENS_AT_ONCE = 2**18
-"""The block size for reading a whole source."""
 NUM_SAMPLES = 48
 SAMPLED_TOKENS = 1024
 """The number of slices, and the tokens of each, in a sample of a source."""
@@ -39,8 +38,9 @@ class TokenSource(ABC):
     def place(self, index: int) -> str:
         """The location of token ``index``, for messages."""
 
-    def blocks(self, size: int = TOKENS_AT_ONCE) -> Iterator[Tokens]:
-        """All tokens in order, ``size`` at a time."""
+    def blocks(self, size: int | None = None) -> Iterator[Tokens]:
+        """All tokens in order, ``size`` at a time; None: as many as a whole source is read in."""
+        size = size or sizes.TOKENS_READ
         for start in range(0, len(self), size):
             yield self.read(start, min(size, len(self) - start))
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.library import Library
 
-from ..base import trees
+from ..base import sizes, trees
 from ..base.scratch import Scratch
 from ..base.torch_internals import expect
 
@@ -25,10 +25,6 @@ expect("torch._foreach_copy_", "torch.ops._c10d_functional", "torch.distributed.
 _OF_TWO: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 SWAP_TAG = 7
 """Of the messages by which two ranks sum."""
-_SMALL = 2**16
-"""Bytes up to which two ranks send each other a sum of any dtype."""
-_PIECE = 2**19
-"""Elements that they send each other at a time; bounds the memory for what arrives."""
 
 
 class _Received(threading.local):
@@ -60,7 +56,7 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
         return
     combine, rank = _OF_TWO[op], group.rank()
-    for own in tensor.view(-1).split(_PIECE):
+    for own in tensor.view(-1).split(sizes.SWAP_PIECE):
         other = _received.scratch.like(str(own.dtype), own, own.dtype)
         _swap(own, other, group)
         combine(*((own, other) if rank == 0 else (other, own)), out=own)  # NaNs have the bits of the first
@@ -74,7 +70,7 @@ def _is_faster_swapped(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """
     if group.size() != 2 or tensor.device.type != "cpu" or dist.get_backend(group) != "gloo":
         return False
-    return tensor.nbytes <= _SMALL or tensor.dtype is torch.float16
+    return tensor.nbytes <= sizes.SWAPPED or tensor.dtype is torch.float16
 
 
 def _swap(own: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> None:

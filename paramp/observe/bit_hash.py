@@ -10,14 +10,13 @@ import functools
 import torch
 import torch.nn.functional as F
 
-CHUNK_WORDS = {"cpu": 2**18, "cuda": 2**22}
-"""Words hashed at once, by device type. Each needs 16 bytes of temporary memory."""
+from ..base import sizes
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A hash of the bits of ``tensor`` (any dims and dtype): 0-dim int64 on its device, without synchronisation."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    multipliers = _multipliers(tensor.device)
+    multipliers = _multipliers(tensor.device, sizes.HASHED_WORDS[tensor.device.type])
     for number, words in enumerate(_words(tensor).split(len(multipliers))):
         # chunks share the multipliers; the odd factor makes the hash depend on the index of the chunk
         total += (words * multipliers[: len(words)]).sum() * (2 * number + 1)
@@ -35,8 +34,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _multipliers(device: torch.device) -> torch.Tensor:
+def _multipliers(device: torch.device, count: int) -> torch.Tensor:
     """Odd multipliers for a chunk, 1-dim int64, equal on every rank."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS[device.type],), generator=generator)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
     return numbers.bitwise_or_(1).to(device)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base import sizes
 from ..base.coerce import user_path
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
@@ -29,8 +30,6 @@ LOWEST, HIGHEST = -1074, 1023
 """The exponents of the smallest subnormal and of the largest float64."""
 ZEROS, NON_FINITE = HIGHEST - LOWEST + 1, HIGHEST - LOWEST + 2
 """Indices of these counts in the table, after the exponents."""
-CHUNK = 2**22
-"""Elements converted to float64 at once, to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64)."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    for chunk in gradient.split(CHUNK):
+    for chunk in gradient.split(sizes.COUNTED):
         values = chunk.double()  # fp32 and half subnormals are normal in float64, so frexp is exact
         indices = values.frexp().exponent.long() - 1 - LOWEST
         indices = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), indices, NON_FINITE))

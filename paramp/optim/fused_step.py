@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from ..base import sizes
 from ..base.errors import ConfigError
-from ..base.scratch import STEP_BLOCK, Scratch, zeros_apart
+from ..base.scratch import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_params import NO_GROUP, OptimizerWeights
@@ -209,7 +210,7 @@ class FusedStep:
             options = self._optimizer.param_groups[step_range.group]
             names = self._kernel.states(options)
             update = self._kernel.bind(options, self._step_of[step_range.params[0]])
-            for block in self._in_blocks(step_range, STEP_BLOCK[device]):
+            for block in self._in_blocks(step_range, sizes.STEP_BLOCK[device]):
                 # Read, step and write a block, while it is in the cache. Half-precision weights without masters are
                 # stepped in fp32 and rounded once. torch's fused SGD for the CPU computes wrong momenta in half
                 # precision. State in half precision is widened and rounded likewise.
@@ -373,7 +374,7 @@ class PlainStep:
 
     def _follow_changes(self) -> None:
         """Update the masters of weights that were changed in place, block by block."""
-        size, scratch = STEP_BLOCK[self._weights.device.type], Scratch()
+        size, scratch = sizes.STEP_BLOCK[self._weights.device.type], Scratch()
         for buffer in self._weights.buffers:
             for start in range(0, buffer.own_size, size):
                 buffer.masters.read(slice(start, start + size), scratch)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base import sizes
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
@@ -262,8 +263,6 @@ FAR = 2**23
 """Elements from which on a CPU tensor does not fit into the cache."""
 REGIONS = 4
 """Parts in which such a tensor is read at the same time: a core fetches several streams of memory faster than one."""
-WIDEN_BLOCK = 2**20
-"""Elements of a half-precision CPU tensor that are widened at once: few enough to stay in the cache."""
 LONG = 2**16
 """Elements from which :data:`Sums` are used: a call has its cost, and compiling takes seconds."""
 
@@ -285,7 +284,8 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float, sums: Sums | None =
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        scratch, chunks = torch.empty(min(WIDEN_BLOCK, flat.numel()), dtype=wide), flat.split(WIDEN_BLOCK)
+        size = sizes.WIDEN_BLOCK
+        scratch, chunks = torch.empty(min(size, flat.numel()), dtype=wide), flat.split(size)
         norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):
         return norms.double().amax()

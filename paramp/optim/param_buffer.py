@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..base import sizes
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.scratch import zeros_apart
 from ..base.torch_internals import take
@@ -20,9 +21,6 @@ from .master_storage import MASTER_STORAGE, StochasticWeights
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
-BUCKET = 2**25
-"""Elements; a buffer of this size or more takes no further parameter. One collective reduces one buffer over data
-ranks. It also limits the memory that exists twice while parameters are copied into their buffers."""
 
 
 @dataclass(eq=False)
@@ -180,7 +178,7 @@ def in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     first = size = 0
     for index, param in enumerate(params):
         size += param.size
-        if size >= BUCKET or index == len(params) - 1:
+        if size >= sizes.BUCKET or index == len(params) - 1:
             yield list(params[first : index + 1])
             first, size = index + 1, 0
 

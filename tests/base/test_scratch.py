@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramp.base.scratch import HUGE, zeros_apart
+from paramp.base import sizes
+from paramp.base.scratch import zeros_apart
 
 CPU = torch.device("cpu")
 has_huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
@@ -26,6 +27,7 @@ def flags_at(address):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16, torch.float64])
+@pytest.mark.real_sizes
 @pytest.mark.parametrize("size", [0, 1, 2**16 + 3, 2**22 + 5])
 def test_they_are_zeros_that_can_be_written(size, dtype):
     first, second = (zeros_apart(size, dtype, CPU) for _ in range(2))
@@ -40,6 +42,7 @@ def test_they_are_zeros_that_can_be_written(size, dtype):
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not has_huge_pages, reason="this system has no transparent huge pages")
+@pytest.mark.real_sizes
 def test_the_longest_ask_for_huge_pages():
-    values = zeros_apart(8 * HUGE, torch.float32, CPU)
+    values = zeros_apart(8 * sizes.HUGE, torch.float32, CPU)
     assert "hg" in flags_at(values[len(values) // 2].data_ptr())

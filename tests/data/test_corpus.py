@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paramp import ConfigError, DataError
+from paramp.base import sizes
 from paramp.data.corpus import Corpus, bigram_loss, load_corpus, standard_library
 from paramp.data.sampling import held_out_windows, sample_offsets, training_windows
 from paramp.data.text_corpus import TextFile, Tokenizer, find_text, read_chunks
@@ -161,14 +162,12 @@ def test_with_few_files_the_end_of_the_text_is_held_out(tmp_path):
 
 
 def test_concatenated_chunks_equal_the_text(tmp_path, monkeypatch):
-    import paramp.data.text_corpus
-
     path = tmp_path / "t.txt"
     content = "äöü€𝄞" * 30 + "\nkurz\n" + "lang" * 20
     path.write_text(content)
     file = TextFile("t.txt", path, path.stat().st_size)
     for size in (1, 2, 3, 7, 64, 10**6):
-        monkeypatch.setattr(paramp.data.text_corpus, "CHUNK", size)
+        monkeypatch.setattr(sizes, "TEXT_READ", size)
         for split in (False, True):
             chunks = list(read_chunks([file], split=split))
             assert "".join(chunk.text for chunk in chunks) == content
@@ -269,6 +268,12 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path):
     assert (corpus.vocab_size, corpus.unit) == (6, "token")
     np.zeros(100, "<u2").tofile(tmp_path / "t.bin")
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
+
+
+def test_a_long_text_is_encoded_in_parts_that_end_at_lines(tmp_path):
+    tokenizer = Tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    assert len("the cat sat\n" * 1000) > 2 * sizes.TOKENIZED
+    assert tokenizer.encode("the cat sat\n" * 1000).tolist() == [2, 3, 4, 5] * 1000
 
 
 def test_the_end_of_text_token_is_that_of_the_tokenizers_configuration(tmp_path):

@@ -380,6 +380,7 @@ COLLECTIVES = {
 """Layout -> the all-reduces of a step, of which there is no other collective."""
 
 
+@pytest.mark.real_sizes  # the number of buffers
 @on_ranks(4)
 def test_the_collectives_of_a_step_are_few(world):
     """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""

@@ -8,7 +8,8 @@ from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
 
 import paramp
-from paramp.observe.bit_hash import CHUNK_WORDS, _multipliers, hash_bits
+from paramp.base import sizes
+from paramp.observe.bit_hash import _multipliers, hash_bits
 
 CONFIG = {"clip_grad_norm": 1.0}
 
@@ -71,18 +72,14 @@ def test_a_hash_changes_with_every_single_bit(dtype):
 
 def test_a_hash_equals_the_formula_of_its_docstring(monkeypatch):
     """In chunks as in one, in Python's integers."""
-    monkeypatch.setitem(CHUNK_WORDS, "cpu", 4)
-    _multipliers.cache_clear()
-    try:
-        values = torch.randn(10, generator=torch.Generator().manual_seed(1))
-        odd = _multipliers(values.device).tolist()
-        assert len(odd) == 4
-        assert all(number % 2 == 1 for number in odd)
-        words = values.view(torch.int32).tolist()
-        expected = sum(word * odd[place % 4] * (2 * (place // 4) + 1) for place, word in enumerate(words))
-        assert int(hash_bits(values)) % 2**64 == expected % 2**64
-    finally:
-        _multipliers.cache_clear()
+    monkeypatch.setitem(sizes.HASHED_WORDS, "cpu", 4)
+    values = torch.randn(10, generator=torch.Generator().manual_seed(1))
+    odd = _multipliers(values.device, 4).tolist()
+    assert len(odd) == 4
+    assert all(number % 2 == 1 for number in odd)
+    words = values.view(torch.int32).tolist()
+    expected = sum(word * odd[place % 4] * (2 * (place // 4) + 1) for place, word in enumerate(words))
+    assert int(hash_bits(values)) % 2**64 == expected % 2**64
 
 
 def test_tensors_of_any_strides_are_hashed():

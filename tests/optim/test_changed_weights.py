@@ -8,9 +8,10 @@ from pool import on_ranks
 from torch import nn
 
 import paramp
+from paramp.base import sizes
 from paramp.base.dtensor import local
 from paramp.optim import master_storage
-from paramp.optim.changes.in_place import RUN, ChangedWeights
+from paramp.optim.changes.in_place import ChangedWeights
 from paramp.optim.matrices.step import MatrixStep
 from paramp.optim.param_buffer import ALIGNMENT
 
@@ -123,6 +124,7 @@ def test_an_announced_change_of_one_element_is_followed_without_a_warning(make):
         assert_followed(engine, engine.module.weight, UNSEEN, 0.375)
 
 
+@pytest.mark.real_sizes
 def test_a_change_that_is_neither_counted_nor_announced_nor_sampled_is_overwritten():
     """What docs/masters.md warns of: the master is rounded to the weight again."""
     with paramp.launch_from_torch(HALF):
@@ -167,8 +169,9 @@ def test_the_sample_goes_round_a_parameter(element):
         assert_followed(engine, engine.module.weight, element, 0.375)
 
 
+@pytest.mark.real_sizes
 def test_every_row_of_every_parameter_is_in_the_samples_of_a_turn():
-    assert (ALIGNMENT, RUN) == (64, 256)
+    assert (ALIGNMENT, sizes.SAMPLED_RUN) == (64, 256)
     with paramp.launch_from_torch(HALF):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200), nn.Linear(200, 1))
@@ -178,7 +181,7 @@ def test_every_row_of_every_parameter_is_in_the_samples_of_a_turn():
             for element in {0, param.size // 2, param.size - 1, *range(0, param.size, 64 * 97)}:
                 before = buffer.masters.stepped.clone()
                 buffer.masters.stepped[param.start + element] += 1
-                seen = [step for step in range(RUN) if sample.changed_rows(step).any()]
+                seen = [step for step in range(256) if sample.changed_rows(step).any()]
                 assert sample.name_of(sample.changed_rows(seen[0])) == param.name
                 assert seen[0] < -(-param.size // ALIGNMENT)
                 buffer.masters.stepped.copy_(before)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paramp.base.scratch import SQUARES_BLOCK
+from paramp.base import sizes
 from paramp.optim.reproducible.squares import largest, squares, total
 
 CPU = torch.device("cpu")
@@ -156,9 +156,8 @@ def test_the_size_of_the_blocks_changes_no_bit(dtype, monkeypatch):
     torch.manual_seed(3)
     values = spread(150_001, dtype)
     expected = sum_of([values])
-    assert len(values) > SQUARES_BLOCK["cpu"]
-    for size in (1000, 2**14, 2**25):
-        monkeypatch.setitem(SQUARES_BLOCK, "cpu", size)
+    for size in (1000, 2**14, 2**16, 2**25):
+        monkeypatch.setitem(sizes.SQUARES_BLOCK, "cpu", size)
         assert sum_of([values]).equal(expected)
 
 
@@ -172,15 +171,16 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.real_sizes
 def test_a_gpu_launches_few_kernels():
     with FakeTensorMode():
         values = torch.empty(2**27, dtype=torch.float16)
         largest = torch.empty((), dtype=torch.float64)
         counts = []
-        for size in (2**16, SQUARES_BLOCK["cuda"]):
-            with mock.patch.dict(SQUARES_BLOCK, cpu=size), Operators() as operators:
+        for size in (2**16, sizes.SQUARES_BLOCK["cuda"]):
+            with mock.patch.dict(sizes.SQUARES_BLOCK, cpu=size), Operators() as operators:
                 squares([values], [1.0], largest)
             counts.append(operators.count)
     assert counts[0] > 2**27 / 2**16 * 10
     assert counts[1] < 100
-    assert SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries
+    assert sizes.SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
-from paramp.optim import param_buffer
+from paramp.base import sizes
 from paramp.optim.fused_step import FusedStep, PlainStep, why_not_fused
 from paramp.precision.policy import PRESETS
 
@@ -186,8 +186,7 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
 
 
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):
-    assert param_buffer.BUCKET == 2**25
-    monkeypatch.setattr(param_buffer, "BUCKET", 16)
+    monkeypatch.setattr(sizes, "BUCKET", 16)
     with paramp.launch_from_torch({"precision": "O2"}):  # batch norms are in fp32
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
         first, *others = model
@@ -243,6 +242,7 @@ BYTES = {
 """The table of docs/masters.md: with state in full, and in bfloat16."""
 
 
+@pytest.mark.real_sizes
 @pytest.mark.parametrize("mode", BYTES)
 def test_bytes_a_parameter(mode):
     for state, expected in zip(("full", "bf16"), BYTES[mode], strict=True):
@@ -252,6 +252,7 @@ def test_bytes_a_parameter(mode):
             assert found == pytest.approx(expected - 2, abs=0.1)
 
 
+@pytest.mark.real_sizes
 @on_ranks(2)
 def test_bytes_a_parameter_of_shards(world):
     for mode in ("32-true", "16-mixed", "bf16-naive"):

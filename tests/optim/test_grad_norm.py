@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import paramp
 from paramp import clip_grad_norm_
+from paramp.base import sizes
 from paramp.distributed.context import TiedParameter
 from paramp.optim import grad_norm
 from paramp.optim.grad_norm import unscale_and_check_
@@ -300,6 +301,18 @@ def test_large_gradients_are_added_up_exactly(order):
     weight.grad = torch.randn(10_000_019, generator=generator) * 1e-3
     expected = torch.linalg.vector_norm(weight.grad, order, dtype=torch.float64).item()
     assert abs(clip_grad_norm_([weight], 1e9, order).item() - expected) <= 1e-6 * expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_part_of_a_half_gradient_counts(order, dtype):
+    """It is widened in parts; the largest element is in the last one."""
+    size = 3 * sizes.WIDEN_BLOCK + 100
+    weight = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+    weight.grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight.grad[-1] = 8.0
+    expected = torch.linalg.vector_norm(weight.grad.double(), order).item()
+    assert clip_grad_norm_([weight], 1e9, order).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_half_gradients_whose_squares_overflow():

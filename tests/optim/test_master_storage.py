@@ -6,6 +6,7 @@ from pool import on_ranks
 from torch import nn
 
 import paramp
+from paramp.base import sizes
 from paramp.compat.apex import amp
 
 OPTIMIZERS = {
@@ -15,7 +16,7 @@ OPTIMIZERS = {
 
 
 def clamp(weight):
-    weight.data.clamp_(-0.25, 0.25)
+    weight.data.clamp_(-0.125, 0.125)
 
 
 def overwrite(weight):
@@ -39,9 +40,9 @@ def edited(config, make, edit):
     """The masters after a step, ``edit`` of the weights and another step; those expected; and the weights."""
     with paramp.launch_from_torch(config):
         torch.manual_seed(3)
-        model = nn.Linear(6, 5)
+        model = nn.Linear(28, 16)  # 448 elements and 64 for its bias: three blocks, and no padding behind them
         engine, *_ = paramp.initialize(model, make(model.parameters()), loss)
-        x, y = torch.ones(1, 6), torch.ones(1, 5)
+        x, y = torch.ones(1, 28), torch.ones(1, 16)
         engine.forward_backward(x, y)
         engine.step()
         before = {name: value.clone() for name, value in engine.full_state_dict().items()}
@@ -79,6 +80,28 @@ def test_a_weight_changed_in_place_is_stepped_from_there(mode, masters):
     precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
     makes = [OPTIMIZERS["fused"]] if masters == "remainder" else OPTIMIZERS.values()
     check_edits({"precision": precision, "masters": masters}, makes)
+
+
+@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_follows_every_element_of_every_buffer(make, mode, monkeypatch):
+    """Of two, each of three blocks without padding behind them."""
+    monkeypatch.setattr(sizes, "BUCKET", 512)
+    precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
+    with paramp.launch_from_torch({"precision": precision}):
+        model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False))
+        engine, *_ = paramp.initialize(model, OPTIMIZERS[make](model.parameters()), loss)
+        assert [buffer.own_size for buffer in engine._weights.buffers] == [512, 512]
+        for _ in range(2):
+            for weight in engine.parameters():
+                overwrite(weight)
+            engine.forward_backward(torch.ones(1, 32), torch.ones(1, 32))
+            scale = engine.scaler.get_scale()
+            expected = {name: 0.4375 - 2.0**-12 * one.grad.float() / scale for name, one in engine.named_parameters()}
+            assert engine.step().stepped
+            engine.zero_grad()
+            for name, master in engine.full_state_dict().items():
+                torch.testing.assert_close(master, expected[name], atol=1e-7, rtol=0, msg=name)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paramp
 import paramp.optim.flat_params
+from paramp.base import sizes
 
 
 def run(zero, precision, *, steps=20, clip=None, optimizer=None, masters=None, accumulation=1, layout=None):
@@ -46,12 +47,12 @@ NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
 @pytest.mark.parametrize(("precision", "masters"), [("32-true", None), (NAIVE, "full"), (NAIVE, "remainder")])
 @on_ranks(2)
 def test_weights_are_bit_equal_to_those_without(world, precision, masters, bucket):
-    paramp.optim.param_buffer.BUCKET, whole = bucket, paramp.optim.param_buffer.BUCKET
+    sizes.BUCKET, whole = bucket, sizes.BUCKET
     try:
         expected, _ = run(0, precision, masters=masters)
         actual, _ = run(1, precision, masters=masters)
     finally:
-        paramp.optim.param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
@@ -65,12 +66,12 @@ SPLIT = {
 @on_ranks(4)
 def test_with_pipelines_and_tensor_parallelism(world, layout):
     """In small buckets: some are reduced in the backward; in the step those with tied or mismatched gradients."""
-    paramp.optim.param_buffer.BUCKET, whole = 2**10, paramp.optim.param_buffer.BUCKET
+    sizes.BUCKET, whole = 2**10, sizes.BUCKET
     try:
         expected, norms = run(0, NAIVE, steps=4, clip=1.0, layout=SPLIT[layout])
         actual, found = run(1, NAIVE, steps=4, clip=1.0, layout=SPLIT[layout])
     finally:
-        paramp.optim.param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
     assert all(result.stepped for result in norms)
     assert [result.grad_norm for result in found] == pytest.approx([result.grad_norm for result in norms], rel=1e-5)
     for name, value in actual.items():
@@ -116,7 +117,7 @@ class Branches(nn.Module):
 @on_ranks(2)
 def test_data_ranks_that_use_different_parameters(world):
     """One rank's bucket becomes complete in the backward, the other's never does."""
-    paramp.optim.param_buffer.BUCKET, whole = 64, paramp.optim.param_buffer.BUCKET
+    sizes.BUCKET, whole = 64, sizes.BUCKET
     states = []
     try:
         for zero in (0, 1):
@@ -134,7 +135,7 @@ def test_data_ranks_that_use_different_parameters(world):
                     engine.zero_grad()
                 states.append(engine.full_state_dict())
     finally:
-        paramp.optim.param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
     for name, value in states[1].items():
         torch.testing.assert_close(value, states[0][name], atol=1e-7, rtol=1e-6)
         assert name.startswith("never") == torch.equal(value, Branches().state_dict()[name])
@@ -155,6 +156,7 @@ def test_an_overflow_put_in_by_hand_after_the_reduction_skips_everywhere(world):
             assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 
+@pytest.mark.real_sizes
 @on_ranks(2)
 def test_bytes_a_parameter(world):
     from test_flat_params import bytes_a_parameter
@@ -171,7 +173,7 @@ def test_bytes_a_parameter(world):
 @on_ranks(2)
 def test_the_collectives_of_a_step(world, bucket):
     """One control all-reduce; a reduce-scatter and an all-gather for each bucket, and nothing else."""
-    paramp.optim.param_buffer.BUCKET, whole = bucket, paramp.optim.param_buffer.BUCKET
+    sizes.BUCKET, whole = bucket, sizes.BUCKET
     try:
         with paramp.launch_from_torch({"parallel": {"zero": 1}}):
             model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))  # each fills a small bucket
@@ -183,7 +185,7 @@ def test_the_collectives_of_a_step(world, bucket):
                     result = engine.step()
                 engine.zero_grad()
     finally:
-        paramp.optim.param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
     assert result.loss > 0
     num_buckets = 3 if bucket == 64 else 1
     assert before.counts == {"reduce_scatter": num_buckets}

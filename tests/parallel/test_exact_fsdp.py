@@ -8,7 +8,7 @@ from pool import on_ranks, run_on_ranks
 from torch import nn
 
 import paramp
-from paramp.optim.reproducible import sharded_chunks
+from paramp.base import sizes
 
 MODES = ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"]
 STEPS = number(4, 12)
@@ -28,11 +28,11 @@ def test_a_gpt_has_the_same_bits(layout, mode):
 
 def train_in_pieces(world, **given):
     """As :func:`train`, with gradients that are summed over data ranks a few elements at a time."""
-    before, sharded_chunks.PIECE = sharded_chunks.PIECE, 100
+    before, sizes.SUM_PIECE = sizes.SUM_PIECE, 100
     try:
         return train(world, **given)
     finally:
-        sharded_chunks.PIECE = before
+        sizes.SUM_PIECE = before
 
 
 @family

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import paramp
-from paramp.optim import param_buffer
+from paramp.base import sizes
 from paramp.parallel.materialize import materialize, outline
 from paramp.parallel.tensor.linear import PackedRowwise
 from paramp.precision.policy import ALIASES, PRESETS
@@ -147,11 +147,11 @@ def stack():
 @on_ranks(4)
 def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
     """A bucket of weights, or of masters, is there twice while it moves in; here it is one shard of one layer."""
-    param_buffer.BUCKET, whole = WIDTH * WIDTH // 2, param_buffer.BUCKET
+    sizes.BUCKET, whole = WIDTH * WIDTH // 2, sizes.BUCKET
     try:
         check_what_a_rank_holds(precision, most)
     finally:
-        param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
 @on_ranks(4)
 def test_a_rank_holds_its_shards_over_data_ranks_and_one_bucket_at_most(world, parallel, shards):
     """The shards are the masters, and there is no copy beside them."""
-    param_buffer.BUCKET, whole = WIDTH * WIDTH // 4, param_buffer.BUCKET
+    sizes.BUCKET, whole = WIDTH * WIDTH // 4, sizes.BUCKET
     try:
         check_what_a_rank_holds("16-naive", shards + LAYER, **parallel)
     finally:
-        param_buffer.BUCKET = whole
+        sizes.BUCKET = whole
 
 
 def check_what_a_rank_holds(precision, most, **parallel):

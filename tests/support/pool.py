@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import block_sizes
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,7 +122,7 @@ class RankPool:
             self.close()
             self._start()
         for connection in self._connections:
-            connection.send((module, name, kwargs))
+            connection.send((module, name, kwargs, block_sizes.are_small()))
         replies: dict[int, tuple[str, Any]] = {}
         order: list[int] = []
         deadline = time.monotonic() + timeout
@@ -219,10 +220,11 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
     world = World(rank, size, device)
     while True:
         try:
-            module, name, kwargs = connection.recv()
+            module, name, kwargs, small = connection.recv()
         except EOFError:
             return
         try:
+            block_sizes.use(small)
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
             connection.send(("done", (body(world, **kwargs), _num_threads())))

@@ -38,6 +38,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import block_sizes
+
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
 SERVERS = 2
@@ -297,6 +299,7 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if words[0] == "-u":
         words = words[1:]
+    block_sizes.use(environment.get(block_sizes.VARIABLE) == "small")
     importlib.import_module("numpy").random.seed()  # Python's own does so by itself
     first = {"-c": "", "-m": cwd}.get(words[0], os.path.dirname(os.path.realpath(words[0])))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *base]

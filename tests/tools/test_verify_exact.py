@@ -13,6 +13,7 @@ from families import cases, family, long
 from pool import run_on_ranks
 from verified import gpt
 
+from paramp.base import sizes
 from paramp.config.reproducible import Reproducible
 from paramp.tools.cli import main
 from paramp.tools.verify import launch
@@ -308,7 +309,7 @@ def test_state_that_only_one_run_has_and_another_dtype_are_differences():
 
 
 def test_a_trace_goes_over_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "FILE_BYTES", 2 * WHOLE.nbytes)
+    monkeypatch.setattr(sizes, "TRACE_FILE", 2 * WHOLE.nbytes)
     writer = TraceWriter(tmp_path / "single-0")
     keys = [Key(step=1, kind="forward", name="up", microbatch=index) for index in range(5)]
     for index, key in enumerate(keys):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ...base import sizes
 from ...base.torch_internals import expect
 from ..collectives import all_gather_shards, all_reduce_
 
@@ -23,8 +24,6 @@ expect("torch._foreach_add_")
 
 Terms = list[torch.Tensor | None]
 """Tensors that are added one by one to those of the same index; None counts as nothing, not as zero."""
-PIECE = 2**19
-"""Elements that are summed at a time: the slices that are sent, and those received, exist besides."""
 
 
 def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -107,9 +106,10 @@ def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group.size() == 2:
         all_reduce_(own, group)  # one addition an element, in any algorithm, and it commutes
         return
-    assert PIECE % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
+    piece = sizes.SUM_PIECE
+    assert piece % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
     rest = own.numel() % group.size()
-    for part in own[: own.numel() - rest].split(PIECE):
+    for part in own[: own.numel() - rest].split(piece):
         all_gather_shards(part, own_slice_of_sum(part, group, 0), group)
     if rest:
         own[-rest:].copy_(sum_over(own[-rest:], group))

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ...base.scratch import STEP_BLOCK, Scratch
+from ...base import sizes
+from ...base.scratch import Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
 from ...optim.param_buffer import Buffer, FlatParam
@@ -104,7 +105,7 @@ class WeightAverages:
 
     def _blocks(self) -> Iterator[tuple[Buffer, slice, torch.Tensor]]:
         """(buffer, range, averages in it), in blocks that stay in the cache."""
-        size = STEP_BLOCK[self._weights.device.type]
+        size = sizes.STEP_BLOCK[self._weights.device.type]
         for buffer in self._weights.buffers:
             assert buffer.average is not None
             for start in range(0, buffer.own_size, size):

@@ -22,11 +22,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from ...base import sizes
 from ...base.dtensor import is_dtensor
 from ..param_buffer import ALIGNMENT, Buffer, FlatParam
-
-RUN = 256
-"""Rows of :data:`ALIGNMENT` elements, of which each step looks at one."""
 
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")
@@ -162,5 +160,5 @@ def _runs(buffer: Buffer, param: FlatParam) -> Iterator[tuple[int, int]]:
     own = buffer.own_range(param)
     if own.start < own.stop:
         first, stop = own.start // ALIGNMENT, -(-own.stop // ALIGNMENT)
-        for row in range(first, stop, RUN):
-            yield row, min(RUN, stop - row)
+        for row in range(first, stop, sizes.SAMPLED_RUN):
+            yield row, min(sizes.SAMPLED_RUN, stop - row)

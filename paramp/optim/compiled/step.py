@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...base.scratch import STEP_BLOCK
+from ...base import sizes
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..flat_params import OptimizerWeights
@@ -28,8 +28,6 @@ from .kernels import (
 
 is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 
-BLOCK = STEP_BLOCK["cpu"]
-"""Elements of a block with remainders on a CPU. A call costs some 35 us; its results are copied."""
 TRIED = 2**16
 """Elements of the step with which each kernel is compared with its uncompiled function. Inductor decides by this first
 call whether a kernel uses several threads: only if each has at least 512 elements."""
@@ -53,7 +51,7 @@ class CompiledStep(FusedStep):
     The loop compares each weight with its master, for nothing on a CPU: memory that is written is read first anyway.
 
     On a CPU a range with remainders runs in blocks, whose weights and remainders are copied while they are in the cache
-    (:mod:`paramp.optim.compiled.kernels`).
+    (:mod:`paramp.optim.compiled.kernels`). A call costs some 35 us for each block.
 
     Args:
         settings: options for Inductor.
@@ -91,7 +89,8 @@ class CompiledStep(FusedStep):
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)
             in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, ResidualMasters)
-            for block in self._in_blocks(step_range, BLOCK if in_blocks else step_range.length):
+            size = sizes.STEP_BLOCK["cpu"] if in_blocks else step_range.length
+            for block in self._in_blocks(step_range, size):
                 self._compiled_block(kernel, block, names, row, skip)
 
     def _compiled_block(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...distributed.reproducible.tree_sum import PIECE, Terms, own_slice_of_sum, sum_over
+from ...base import sizes
+from ...distributed.reproducible.tree_sum import Terms, own_slice_of_sum, sum_over
 from ..param_buffer import FlatParam
 from ..sharded_gradients import UnitGradients
 from .chunk_gradients import ChunkGradients, presence_of, without_absent
@@ -31,11 +32,11 @@ class ShardedChunkGradients(ChunkGradients, UnitGradients):
         if not params:
             return found
         count, device = self._context.config.parallel.shard, self._context.device
-        sizes = [*(param.reserved for param in params), len(params)]
+        lengths = [*(param.reserved for param in params), len(params)]
         present = presence_of(found, device).expand(count, -1)
         shards = torch.cat([*map(self._shards, params, found), present], dim=1)
-        own = torch.cat([self._own_shard(part) for part in shards.split(max(1, PIECE // count), dim=1)])
-        *sums, counts = own.split(sizes)
+        own = torch.cat([self._own_shard(part) for part in shards.split(max(1, sizes.SUM_PIECE // count), dim=1)])
+        *sums, counts = own.split(lengths)
         return without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)
 
     def _shards(self, param: FlatParam, value: torch.Tensor | None) -> torch.Tensor:

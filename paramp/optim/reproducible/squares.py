@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...base.scratch import SQUARES_BLOCK
+from ...base import sizes
 
 _BITS = 20
 """Of a bin."""
@@ -114,7 +114,7 @@ def _bins(flat: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     """
     shifts = (units * (1.5 * 2**52)).unbind()
     sums = []
-    for block in flat.split(SQUARES_BLOCK[flat.device.type]):
+    for block in flat.split(sizes.SQUARES_BLOCK[flat.device.type]):
         rest = block.double().square_()
         for shift in shifts:
             multiples = (rest + shift).sub_(shift)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ....base import sizes
+
 KINDS = (
     *("forward", "loss", "backward", "weight gradient", "gradient", "norm", "decision"),
     *("master", "optimizer state", "weight"),
@@ -17,8 +19,6 @@ call; the gradient of a module's output; the gradient of a weight by one microba
 whether the step is skipped, and the loss scale; then what the step changes."""
 OF_MODULES = ("forward", "backward")
 """The kinds whose names are modules'."""
-FILE_BYTES = 2**28
-"""The tensors that a rank holds before it writes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class TraceWriter:
         place = None if offsets is None else tuple(offsets)
         self._held.append({"key": asdict(key), "values": copied, "offsets": place, "partial": partial})
         self._bytes += copied.nbytes
-        if self._bytes >= FILE_BYTES:
+        if self._bytes >= sizes.TRACE_FILE:
             self.close()
 
     def close(self) -> None:

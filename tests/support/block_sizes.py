@@ -1,0 +1,52 @@
+"""Small sizes of the loops over memory (``paramp.base.sizes``): the tests' small models take several turns of each, and
+a mistake in a later one than the first shows.
+
+Every test runs with :data:`SMALL`, on the pool's ranks too, but for those marked ``real_sizes``. Processes that a test
+starts take them from :data:`VARIABLE` (``tests/support/warm.py``); those that start from cold have the real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+VARIABLE = "PARAMP_TEST_SIZES"
+SMALL: dict[str, Any] = {
+    "STEP_BLOCK": {"cpu": 192, "cuda": 192},
+    "SQUARES_BLOCK": {"cpu": 96, "cuda": 96},
+    "WIDEN_BLOCK": 512,
+    "BUCKET": 2**11,
+    "KEPT": 192,
+    "APART": 256,
+    "HUGE": 2**14,
+    "SWAPPED": 256,
+    "SWAP_PIECE": 100,
+    "SUM_PIECE": 128,
+    "SAMPLED_RUN": 4,
+    "HASHED_WORDS": {"cpu": 100, "cuda": 100},
+    "COUNTED": 100,
+    "TRACE_FILE": 2**14,
+    "CHECKED_READ": 1000,
+    "TEXT_READ": 2**14,
+    "TOKENIZED": 2**12,
+    "TOKENS_READ": 1000,
+}
+"""By name in ``paramp.base.sizes``."""
+_real: dict[str, Any] = {}
+
+
+def use(small: bool) -> None:
+    """Give this process, and those that it starts, the small sizes or the real ones."""
+    from paramp.base import sizes
+
+    if not _real:
+        _real.update({name: getattr(sizes, name) for name in SMALL})
+    for name, value in (SMALL if small else _real).items():
+        setattr(sizes, name, copy.copy(value))
+    os.environ[VARIABLE] = "small" if small else "real"
+
+
+def are_small() -> bool:
+    """Whether this process has the small sizes."""
+    return os.environ.get(VARIABLE) == "small"
