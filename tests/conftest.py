@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(2, str(Path(__file__).parent / "data"))
 
+import covered
 import warm
 from families import SEED
 from pool import choice, close_pools
@@ -26,6 +27,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not HAS_TIMEOUT:
         config.addinivalue_line("markers", "timeout(seconds): without pytest-timeout it has no effect")
+    if covered.RECORDING and "PYTEST_CURRENT_TEST" not in os.environ:  # not in a pytest that a test runs
+        config.pluginmanager.register(covered)
     try:
         devices = choice().devices
     except ValueError as error:

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import covered
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,7 +121,7 @@ class RankPool:
             self.close()
             self._start()
         for connection in self._connections:
-            connection.send((module, name, kwargs))
+            connection.send((module, name, kwargs, os.environ.get("PYTEST_CURRENT_TEST", "")))
         replies: dict[int, tuple[str, Any]] = {}
         order: list[int] = []
         deadline = time.monotonic() + timeout
@@ -218,13 +219,15 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
     world = World(rank, size, device)
     while True:
         try:
-            module, name, kwargs = connection.recv()
+            module, name, kwargs, test = connection.recv()
         except EOFError:
             return
         try:
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
-            connection.send(("done", (body(world, **kwargs), _num_threads())))
+            with covered.by(test):
+                value = body(world, **kwargs)
+            connection.send(("done", (value, _num_threads())))
         except BaseException:
             connection.send(("failed", (time.time(), traceback.format_exc())))
         finally:
