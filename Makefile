@@ -37,7 +37,7 @@ test-all: $(VENV)/installed
 chaos: $(VENV)/installed
 	$(RUN)/python tests/support/parts.py chaos fuzz
 
-# Small mistakes in the modules that the file lists, one at a time, each of which a test has to find. ARGS="--num 300 --seed 2": others.
+# Small mistakes in the package, one at a time, each of which a test has to find. ARGS="--num 600 --seed 2": more, others.
 mutants: $(VENV)/installed
 	$(RUN)/python tests/support/mutants.py $(ARGS)
 

@@ -1,411 +1,320 @@
-"""``make mutants``: small mistakes are made in modules of :data:`AREAS`, one at a time, and tests that should fail run.
+"""``make mutants``: small mistakes are made in the package, one at a time, and the tests that run those lines run.
 
-A mutant is one place in a module changed by one of five operators: a comparison or a test of membership or identity
-swapped; an operator of arithmetic swapped; a constant changed; a condition negated, or ``and`` and ``or`` swapped; a
-statement deleted. They are drawn by a seed, as many from each area of :data:`AREAS`. Each is written into a copy of the
-tree, where the area's tests run until the first fails; a run that does not end in time counts as failed too.
+The mistakes (``mutations.py``) are drawn by a seed from all modules, in proportion to the places for them. First every
+test file runs once without a mistake, while the lines that its tests run are recorded (``covered.py``). A mutant is
+written into a copy of the tree, and the test functions that run its lines run there, the shortest first, until one
+fails. Those of ``tests/system`` and long ones run if no other fails. Of a mutant whose lines run when files are
+collected, or in a fixture that several tests use, the whole files run.
 
-A mutant is named by its module, function, operator and number there. Results are kept in ``.mutants`` with a hash of
-the module and its tests, so that a second call runs only what has changed. The mutants that live are listed, and fail
-the call if they are more than 3 % of those that ``tests/mutants.toml`` does not argue to be equivalent.
+A mutant is killed if a test fails that passes without it. One with which tests do not end in time, and none fails, has
+timed out. One that no test runs lives, as does one that the first ten minutes of its tests (``--most``) do not find.
+Lines and results are kept in ``.mutants`` with hashes of what they depend on, so that a second call runs only what is
+missing or has changed. The call fails if fewer than 97 % are killed of those that ``tests/mutants.toml`` does not argue
+to be equivalent.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import copy
-import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import os
-import random
+import queue
+import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-import time
+import threading
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import covered
+import mutations
 import warm
+from mutations import ROOT, Mutant
+from trees import Tree
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / ".mutants" / "results.json"
+KEPT = ROOT / ".mutants"
 ARGUED = ROOT / "tests" / "mutants.toml"
 LEAST_KILLED = 0.97
 FACTOR, LEAST_SECONDS = 3, 40
-"""A run may take as many times as long as one without a mistake, and at least so many seconds."""
-
-SEQUENCES = "tests/system/test_sequences.py"
-ENGINE = "tests/engine/test_engine.py"
-AREAS: dict[str, tuple[list[str], list[str]]] = {
-    "scaler": (
-        ["optim/loss_scaler.py"],
-        [
-            *("tests/optim/test_loss_scaler.py", SEQUENCES, "tests/observe/test_replica_check.py", ENGINE),
-            "tests/observe/test_overflow_trace.py",
-        ],
-    ),
-    "norm": (
-        ["optim/grad_norm.py"],
-        [
-            *("tests/optim/test_grad_norm.py", SEQUENCES, "tests/optim/test_flat_params.py", ENGINE),
-            "tests/compat/test_colossalai_amp.py",
-        ],
-    ),
-    "step": (
-        ["optim/fused_step.py", "engine/step_decision.py", "engine/step_result.py", "engine/loss_window.py"],
-        [
-            *(SEQUENCES, ENGINE, "tests/optim/test_flat_params.py", "tests/engine/test_loss_window.py"),
-            "tests/precision/test_float8.py",
-        ],
-    ),
-    "matrices": (
-        ["optim/matrices/exchange.py", "optim/matrices/step.py", "optim/matrices/trial.py"],
-        ["tests/optim/test_matrices.py"],
-    ),
-    "flat buffers": (
-        [
-            *("optim/flat_params.py", "optim/flat_gradients.py", "optim/param_buffer.py", "optim/master_weights.py"),
-            *("optim/master_storage.py", "precision/master_residuals.py", "optim/changes/in_place.py"),
-        ],
-        [
-            *(SEQUENCES, "tests/precision/test_master_residuals.py", "tests/optim/test_flat_params.py", ENGINE),
-            *("tests/optim/test_replaced_parameters.py", "tests/compat/test_colossalai_amp.py"),
-            *("tests/optim/test_changed_weights.py", "tests/optim/test_master_storage.py"),
-            *("tests/optim/test_zero.py", "tests/observe/test_grad_histogram.py"),
-        ],
-    ),
-    "zero": (
-        ["optim/zero.py"],
-        [SEQUENCES, "tests/optim/test_zero.py"],
-    ),
-    "tensor styles": (
-        [f"parallel/tensor/{name}.py" for name in ("styles", "plan", "linear", "exchange")],
-        [
-            *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
-            *("tests/engine/test_model_setup.py", "tests/parallel/test_huggingface.py", ENGINE),
-            *("tests/parallel/test_local_layers.py", "tests/precision/test_float8.py", "tests/parallel/test_lora.py"),
-            *("tests/parallel/test_moe_loss.py", "tests/parallel/test_activation_checkpointing.py"),
-        ],
-    ),
-    "ties": (
-        ["optim/grad_reduce.py", "parallel/stage.py", "distributed/axes.py"],
-        [
-            *(SEQUENCES, "tests/optim/test_grad_norm.py", "tests/optim/test_loss_scaler.py"),
-            *("tests/parallel/test_pipeline.py", "tests/parallel/test_tensor_plan.py", ENGINE),
-        ],
-    ),
-    "checkpoint state": (
-        [
-            *("engine/train_state.py", "engine/state/model_tensors.py", "engine/state/optimizer_state.py"),
-            *("engine/state/random_streams.py", "engine/state/full_state.py"),
-        ],
-        [
-            *(SEQUENCES, "tests/engine/test_train_state.py", "tests/checkpoint/test_resume.py"),
-            *("tests/checkpoint/test_dcp_storage.py", ENGINE),
-        ],
-    ),
-    "schedule": (
-        ["engine/lr_scheduler.py"],
-        ["tests/engine/test_lr_scheduler.py", SEQUENCES, ENGINE],
-    ),
-}
-"""By name: modules of the package, and the test files that should fail, first those that fail soonest."""
+"""A run may take as many times as long as without a mistake, and so many seconds more."""
+LONG = 20.0
+"""Tests that take longer, in seconds, run after all others."""
+BATCHES = (8.0, 30.0, 120.0)
+"""The seconds of tests in the first run of pytest for a mutant, in the second, and in all others."""
+MOST_TIMEOUTS = 2
+TIMED_OUT = re.compile("from pytest-timeout|did not answer within")
+"""What a test says that a limit of its own has ended."""
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[\w/]+\.py(?:::\w+)*)", re.MULTILINE)
 
 
-# ----------------------------------------------------------------------------------------------------- the operators
+class Timed(NamedTuple):
+    """A test function or file, and the seconds that it takes."""
 
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-ARITHMETIC = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
-
-
-def _comparison(node: ast.AST) -> None:
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        node.ops[0] = COMPARISONS[type(node.ops[0])]()
-
-
-def _arithmetic(node: ast.AST) -> None:
-    if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in ARITHMETIC:
-        node.op = ARITHMETIC[type(node.op)]()
-
-
-def _constant(node: ast.AST) -> None:
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, bool):
-            node.value = not node.value
-        elif isinstance(node.value, int):
-            node.value += 1
-        elif isinstance(node.value, float):
-            node.value = node.value * 2 + 1
-
-
-def _condition(node: ast.AST) -> None:
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.comprehension) and node.ifs:
-        node.ifs[0] = ast.UnaryOp(ast.Not(), node.ifs[0])
-    elif isinstance(node, ast.BoolOp):
-        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-
-
-def _deleted(node: ast.AST) -> bool:
-    """Whether ``node`` is a statement that may be left out and leaves a program that can be run."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Call)
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Subscript) for target in node.targets)
-    return isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break))
-
-
-OPERATORS: dict[str, Callable[[ast.AST], None]] = {
-    "comparison": _comparison,
-    "arithmetic": _arithmetic,
-    "constant": _constant,
-    "condition": _condition,
-}
-"""All but the deletion: each changes a node in place where it applies."""
-CHANGED = (ast.Compare, ast.BinOp, ast.BoolOp, ast.AugAssign, ast.Constant)
-CHANGED += (ast.If, ast.IfExp, ast.While, ast.comprehension)
-"""The nodes that an operator may change."""
-
-
-# ----------------------------------------------------------------------------------------------------------- the sites
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """One mistake: ``text`` in the place of the characters from ``start`` to ``end`` of a module."""
-
-    area: str
-    module: str
     name: str
-    line: int
-    start: int
-    end: int
-    text: str
+    seconds: float
 
-    def apply(self, source: bytes) -> bytes:
-        """The module with the mistake."""
-        return source[: self.start] + self.text.encode() + source[self.end :]
-
-    def show(self, source: bytes) -> str:
-        before = " ".join(source[self.start : self.end].decode().split())
-        return f"{self.module}:{self.line}: {before[:90]!r} -> {self.text[:90]!r}"
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
 
 
-def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes directly in ``node`` where a mistake can be made, each with the name of the function it begins."""
-    skipped: list[ast.AST | None] = []
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        skipped = [node.returns, *node.decorator_list]
-    elif isinstance(node, (ast.AnnAssign, ast.arg)):
-        skipped = [node.annotation]
-    elif isinstance(node, ast.Raise):  # its message
-        skipped = [node.exc, node.cause]
-    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    for child in ast.iter_child_nodes(node):
-        if not any(child is one for one in skipped):
-            named = isinstance(child, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
-            yield child, child.name if named and child.name != "__repr__" else ""  # type: ignore[attr-defined]
-
-
-def _walk(node: ast.AST, function: str) -> Iterator[tuple[ast.AST, str]]:
-    for child, name in _children(node):
-        inner = f"{function}.{name}".strip(".") if name else function
-        yield child, inner
-        yield from _walk(child, inner)
-
-
-def sites(area: str, module: str) -> list[Mutant]:
-    """Every mutant of ``module``, a path in the package."""
-    source = (ROOT / "paramp" / module).read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    counts: Counter[tuple[str, str]] = Counter()
-    found = []
-
-    def add(function: str, operator: str, node: ast.AST, text: str) -> None:
-        counts[function, operator] += 1
-        start, end = (
-            starts[getattr(node, f"{name}lineno") - 1] + getattr(node, f"{name}col_offset") for name in ("", "end_")
-        )
-        name = f"{module}:{function or 'module'}:{operator}:{counts[function, operator]}"
-        found.append(Mutant(area, module, name, node.lineno, start, end, text))  # type: ignore[attr-defined]
-
-    for node, function in _walk(ast.parse(source), ""):
-        if _deleted(node):
-            add(function, "deletion", node, "pass")
-        for operator, change in OPERATORS.items() if isinstance(node, CHANGED) else ():
-            changed = copy.deepcopy(node)
-            change(changed)
-            if ast.dump(changed) == ast.dump(node):
-                continue
-            part, new = _smallest(node, changed)
-            add(function, operator, part, f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new))
-    return found
-
-
-def _smallest(node: ast.AST, changed: ast.AST) -> tuple[ast.AST, ast.AST]:
-    """The part of ``node`` that has a place in the source of its own and holds the whole change, and the new one."""
-    if isinstance(node, ast.comprehension):
-        return node.ifs[0], changed.ifs[0]  # type: ignore[attr-defined]
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        return node.test, changed.test  # type: ignore[attr-defined]
-    return node, changed
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def sites_by_area() -> dict[str, list[Mutant]]:
-    """Every mutant of every area."""
-    return {area: [one for module in modules for one in sites(area, module)] for area, (modules, _) in AREAS.items()}
+def _text(path: str) -> str:
+    return (ROOT / path).read_text() if (ROOT / path).exists() else ""
 
 
-def drawn(num: int, seed: str) -> list[Mutant]:
-    """``num`` mutants of all areas in turn."""
-    piles = {area: random.Random(f"{seed} {area}").sample(found, len(found)) for area, found in sites_by_area().items()}
-    chosen: list[Mutant] = []
-    while len(chosen) < num and any(piles.values()):
-        chosen += [pile.pop() for pile in piles.values() if pile]
-    return chosen[:num]
+def _write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".new").write_text(json.dumps(value))
+    path.with_suffix(".new").replace(path)
+
+
+# ------------------------------------------------------------------------------------------------- what the tests run
+
+
+class Lines:
+    """What the test ``files`` run of the package, as far as it is recorded."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files = files
+        self.records = {file: record for file in files if (record := self._kept(file))}
+
+    def _place(self, file: str) -> Path:
+        return KEPT / "lines" / f"{file.replace('/', '.')}.json"
+
+    def _kept(self, file: str) -> dict[str, Any] | None:
+        record = json.loads(self._place(file).read_text()) if self._place(file).exists() else {}
+        if not record or record["hash"] != self._hash(file, record["lines"]):
+            return None
+        record["lines"] = {
+            module: {test: int(lines, 16) for test, lines in tests.items()} for module, tests in record["lines"].items()
+        }
+        return record
+
+    def _hash(self, file: str, modules: Sequence[str]) -> str:
+        return _hash(_text(file), *(_text(f"paramp/{module}") for module in sorted(modules)))
+
+    def missing(self) -> list[str]:
+        return [file for file in self.files if file not in self.records]
+
+    def record(self, file: str, tree: Tree) -> str:
+        """Run ``file`` and keep what it runs. Returns how it went."""
+        folder = tree.folder / "lines"
+        result, seconds = tree.run([file], 1800, **covered.configure(folder, tree.package))
+        how = f"{result} in {seconds:.0f} s"
+        if (folder / "tests.json").exists():
+            found, tests = covered.read(folder, tree.package)
+            inside = {module: mutations.lines_in_functions(module) for module in found}
+            lines = {
+                module: {test: hex(line & inside[module]) for test, line in by.items() if line & inside[module]}
+                for module, by in found.items()
+            }
+            lines = {module: by for module, by in lines.items() if by}
+            record = {"hash": self._hash(file, list(lines)), "seconds": seconds, "tests": tests, "lines": lines}
+            _write(self._place(file), record | {"imports": sorted(found)})
+            self.records[file] = self._kept(file) or {}
+            failed = [name for name, test in tests.items() if test["failed"]]
+            how += f"; left out, as they fail without a mistake: {' '.join(failed)}" if failed else ""
+        else:
+            how += f"\n{tree.log.read_text()[-2000:]}"
+        shutil.rmtree(folder)
+        return how
+
+    def tests(self, mutant: Mutant) -> tuple[list[Timed], set[str]]:
+        """What runs ``mutant``, in the order in which it is to run, and tests that fail without a mistake."""
+        mask = sum(1 << line for line in mutant.lines)
+        first, rest, failing = [], [], set()
+        for file, record in self.records.items():
+            by = {test: lines for test, lines in record["lines"].get(mutant.module, {}).items() if lines & (mask or -1)}
+            tests = record["tests"]
+            failing |= {name for name, test in tests.items() if test["failed"]}
+            first += [Timed(name, tests[name]["seconds"]) for name in by if name in tests and name not in failing]
+            if "" in by or (not mask and mutant.module in record["imports"]):
+                whole = Timed(file, record["seconds"])
+                (first if by else rest).append(whole)
+
+        def key(one: Timed) -> tuple[bool, float]:
+            return one.file.startswith("tests/system/") or one.seconds > LONG, one.seconds
+
+        return sorted(first, key=key) + sorted(rest, key=key), failing
+
+
+def test_files(under: Sequence[str]) -> list[str]:
+    """Paths of the test files in ``under``, folders or files."""
+    found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+    return [file for file in found if any(f"{file}/".startswith(f"{one.rstrip('/')}/") for one in under)]
+
+
+def batches(tests: Sequence[Timed]) -> Iterator[list[Timed]]:
+    """Those of each run of pytest: the first is short, as most mutants fail in it."""
+    batch: list[Timed] = []
+    number = 0
+    for one in tests:
+        most = BATCHES[min(number, len(BATCHES) - 1)]
+        if batch and sum(other.seconds for other in batch) + one.seconds > most:
+            yield batch
+            batch, number = [], number + 1
+        batch.append(one)
+    if batch:
+        yield batch
 
 
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-class Tree:
-    """A copy of the tree, in which the tests of an area are run."""
+class Results:
+    """What became of each mutant: ``killed``, ``lived``, ``timed out`` or ``not covered``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
-        )
-        for name in listed.stdout.splitlines():
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, folder / name)
-        self._clock = time.time() - 10**6
-        for path in folder.rglob("*.py"):
-            os.utime(path, (self._clock, self._clock))
+    def __init__(self, lines: Lines, most: float) -> None:
+        self._lines = lines
+        self._most = most
+        self._path = KEPT / "results.json"
+        self._kept: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._lock = threading.Lock()
+        self._killers: dict[str, Counter[str]] = {}
+        self._passing: dict[str, bool] = {}
 
-    def run(self, tests: Iterable[str], seconds: float) -> tuple[str, float]:
-        """``passed``, ``failed`` or ``timeout``, and the seconds that it took."""
-        command = [warm.python(), "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        environment |= {"PARAMP_TEST_SHRINK": "0", "PARAMP_TEST_DEVICE": "cpu"}
-        start = time.monotonic()
-        with open(self.folder / "mutant.log", "wb") as log:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+    def _hash(self, mutant: Mutant, killer: str) -> str:
+        """Of what the result depends on: the test that has found the mistake, or else all that run."""
+        names = [killer] if killer else sorted(one.name for one in self._tests(mutant)[0])
+        files = sorted({name.partition("::")[0] for name in names})
+        return _hash(_text(f"paramp/{mutant.module}"), mutant.text, *names, *(_text(file) for file in files))
+
+    def _tests(self, mutant: Mutant) -> tuple[list[Timed], set[str]]:
+        """What is run for ``mutant``: the first of what runs its lines, as long as may be."""
+        tests, failing = self._lines.tests(mutant)
+        ends = itertools.accumulate(one.seconds for one in tests)
+        return [one for one, end in zip(tests, ends, strict=True) if end - one.seconds < self._most], failing
+
+    def how(self, mutant: Mutant) -> str:
+        """What became of ``mutant``, or "" if that is not known."""
+        kept = self._kept.get(mutant.name, {})
+        return kept["how"] if "by" in kept and kept["hash"] == self._hash(mutant, kept["by"]) else ""
+
+    def _passes(self, test: str, tree: Tree) -> bool:
+        """Whether ``test`` passes without a mistake. Each that has found one is asked once."""
+        if test not in self._passing:
+            self._passing[test] = tree.run([test], LONG * FACTOR + LEAST_SECONDS)[0] == "passed"
+            if not self._passing[test]:
+                print(f"{test}: fails without a mistake, which does not count", flush=True)
+        return self._passing[test]
+
+    def run(self, mutant: Mutant, tree: Tree) -> str:
+        """Run the tests of ``mutant``. Returns how it went."""
+        tests, failing = self._tests(mutant)
+        killers = self._killers.setdefault(mutant.module, Counter())
+        known = [one for one in tests if killers[one.name] and one.seconds <= LONG]
+        tests = list(dict.fromkeys(sorted(known, key=lambda one: -killers[one.name])[:3] + tests))
+        how, killer, spent, timeouts = "lived" if tests else "not covered", "", 0.0, 0
+        source = mutant.apply(_text(f"paramp/{mutant.module}").encode())
+        for batch in batches(tests):
+            files = dict.fromkeys(one.file for one in batch)
+            names = [one.name for file in files for one in batch if one.file == file]
+            left_out = [f"--deselect={name}" for name in failing if name.partition("::")[0] in names]
+            limit = LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch)
+            with tree.changed(mutant.module, source):
+                result, seconds = tree.run(["-x", "-rfE", *left_out, *names], limit)
+            spent += seconds
+            log = tree.log.read_text(errors="replace")
+            if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
+                timeouts += 1
+            elif result == "failed":
+                failed = FAILED.search(log)
+                killer = failed[1] if failed else names[0]
+                if self._passes(killer, tree):
+                    how = "killed"
+                    break
+                killer = ""
+            if timeouts:
+                how = "timed out"
+                if timeouts == MOST_TIMEOUTS:
+                    break
+        with self._lock:
+            killers[killer] += bool(killer)
+            self._kept[mutant.name] = {"hash": self._hash(mutant, killer), "how": how, "by": killer, "seconds": spent}
+            _write(self._path, self._kept)
+        return f"{how} in {spent:.0f} s: {mutant.name} {killer}"
+
+
+def in_trees(function: Callable[[Any, Tree], str], work: Sequence[Any], jobs: int) -> None:
+    """Call ``function`` with each of ``work`` and a tree, as many at a time as ``jobs``; print what it returns."""
+    if not work:
+        return
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        python = warm.bare()
+        trees = [Tree(Path(folder) / str(number), python) for number in range(min(jobs, len(work)))]
+        free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        for tree in trees:
+            free.put(tree)
+
+        def one(item: Any) -> str:
+            tree = free.get()
             try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()  # and so the processes that it has started, by the server that started them
-                process.wait()
-                return "timeout", time.monotonic() - start
-        return {0: "passed"}.get(code, "failed"), time.monotonic() - start
+                return function(item, tree)
+            finally:
+                free.put(tree)
 
-    @contextlib.contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[None]:
-        """Inside, the tree has the mistake."""
-        path = self.folder / "paramp" / mutant.module
-        source = path.read_bytes()
-        self._write(path, mutant.apply(source))
-        try:
-            yield
-        finally:
-            self._write(path, source)
-
-    def _write(self, path: Path, source: bytes) -> None:
-        path.write_bytes(source)
-        self._clock += 2  # so that compiled files of another version are not taken for this one's
-        os.utime(path, (self._clock, self._clock))
+        with ThreadPoolExecutor(len(trees)) as threads:
+            try:
+                for number, done in enumerate(as_completed([threads.submit(one, item) for item in work]), 1):
+                    print(f"{number}/{len(work)} {done.result()}", flush=True)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for tree in trees:
+                    tree.stopped = True
+                    tree.end_processes()
+                raise
 
 
-def _hash(mutant: Mutant) -> str:
-    paths = [f"paramp/{mutant.module}", *AREAS[mutant.area][1]]
-    text = b"\0".join((ROOT / path).read_bytes() for path in paths)
-    return hashlib.sha256(text + mutant.text.encode()).hexdigest()[:16]
-
-
-def run_all(mutants: list[Mutant]) -> dict[str, dict[str, object]]:
-    """The result of each of ``mutants``, by its name; those that are known already are not run."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    todo = [mutant for mutant in mutants if results.get(mutant.name, {}).get("hash") != _hash(mutant)]
-    warm.start()
-    with tempfile.TemporaryDirectory(prefix="paramp-mutants-") as folder:
-        tree = Tree(Path(folder)) if todo else None
-        limits: dict[str, float] = {}
-        for number, mutant in enumerate(todo, 1):
-            assert tree is not None
-            tests = AREAS[mutant.area][1]
-            if mutant.area not in limits:
-                result, seconds = tree.run(tests, 600)
-                if result != "passed":
-                    sys.exit(
-                        f"{' '.join(tests)}: {result} without a mistake\n{(tree.folder / 'mutant.log').read_text()}"
-                    )
-                limits[mutant.area] = max(LEAST_SECONDS, FACTOR * seconds)
-                print(f"{mutant.area}: {seconds:.0f} s without a mistake", flush=True)
-            with tree.changed(mutant):
-                result, seconds = tree.run(tests, limits[mutant.area])
-            results[mutant.name] = {"hash": _hash(mutant), "killed": result != "passed", "how": result}
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1))
-            print(f"{number}/{len(todo)} {result} in {seconds:.0f} s: {mutant.name}", flush=True)
-    return {mutant.name: results[mutant.name] for mutant in mutants}
-
-
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=150, help="how many are drawn")
+    parser.add_argument("--num", type=int, default=150, help="how many are drawn; 0: the lines are recorded only")
     parser.add_argument("--seed", default="1", help="by which they are drawn")
-    parser.add_argument("--only", default="", help="a part of the names of those that are run")
-    arguments = parser.parse_args()
-    mutants = [one for one in drawn(arguments.num, arguments.seed) if arguments.only in one.name]
-    results = run_all(mutants)
-    argued = {one["mutant"]: one["reason"] for one in tomllib.loads(ARGUED.read_text()).get("equivalent", [])}
-    living = [mutant for mutant in mutants if not results[mutant.name]["killed"] and mutant.name not in argued]
-    counted = [mutant for mutant in mutants if mutant.name not in argued or results[mutant.name]["killed"]]
-    for mutant in living:
-        print(f"lives: {mutant.name}\n    {mutant.show((ROOT / 'paramp' / mutant.module).read_bytes())}")
-    wrong = [mutant.name for mutant in mutants if mutant.name in argued and results[mutant.name]["killed"]]
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of those that are drawn")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of tests: no others are run")
+    parser.add_argument("--most", type=float, default=600, help="seconds of tests that are run for a mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
+    given = parser.parse_args(words)
+    lines = Lines(test_files(given.tests))
+    in_trees(lambda file, tree: f"{file}: {lines.record(file, tree)}", lines.missing(), given.jobs)
+    results = Results(lines, given.most)
+    mutants = mutations.drawn(given.num, given.seed, given.only)
+    in_trees(results.run, [mutant for mutant in mutants if not results.how(mutant)], given.jobs)
+    how = {mutant: results.how(mutant) for mutant in mutants}
+    argued = {one["mutant"] for one in tomllib.loads(ARGUED.read_text()).get("equivalent", [])}
+    counted = [mutant for mutant in mutants if how[mutant] == "killed" or mutant.name not in argued]
+    for mutant in counted:
+        if how[mutant] != "killed":
+            print(f"{how[mutant]}: {mutant.name}\n    {mutant.show(_text(f'paramp/{mutant.module}').encode())}")
+    wrong = [mutant.name for mutant in counted if mutant.name in argued]
     for name in wrong:
         print(f"{ARGUED.name}: {name} is argued to be equivalent, but a test fails")
-    killed = 1 - len(living) / max(1, len(counted))
-    print(f"{len(counted) - len(living)} of {len(counted)} killed ({killed:.1%}), {len(mutants) - len(counted)} argued")
-    return int(killed < LEAST_KILLED or bool(wrong))
+    counts = Counter(how[mutant] for mutant in counted)
+    killed = counts["killed"] / max(1, len(counted))
+    print(
+        f"{len(mutants)} mutants: {counts['killed']} killed ({killed:.1%} of those not argued about), "
+        f"{counts['lived'] + counts['not covered']} lived ({counts['not covered']} on lines that no test runs), "
+        f"{counts['timed out']} timed out, {len(mutants) - len(counted)} argued to be equivalent"
+    )
+    for file in lines.missing():
+        print(f"{file}: does not run without a mistake")
+    return int((bool(counted) and killed < LEAST_KILLED) or bool(wrong) or bool(lines.missing()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

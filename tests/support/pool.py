@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import block_sizes
+import covered
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,7 +123,8 @@ class RankPool:
             self.close()
             self._start()
         for connection in self._connections:
-            connection.send((module, name, kwargs, block_sizes.are_small()))
+            test = os.environ.get("PYTEST_CURRENT_TEST", "")
+            connection.send((module, name, kwargs, block_sizes.are_small(), test))
         replies: dict[int, tuple[str, Any]] = {}
         order: list[int] = []
         deadline = time.monotonic() + timeout
@@ -220,14 +222,16 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
     world = World(rank, size, device)
     while True:
         try:
-            module, name, kwargs, small = connection.recv()
+            module, name, kwargs, small, test = connection.recv()
         except EOFError:
             return
         try:
             block_sizes.use(small)
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
-            connection.send(("done", (body(world, **kwargs), _num_threads())))
+            with covered.by(test):
+                value = body(world, **kwargs)
+            connection.send(("done", (value, _num_threads())))
         except BaseException:
             connection.send(("failed", (time.time(), traceback.format_exc())))
         finally:

@@ -10,7 +10,8 @@ they do in processes that were started one by one. Command lines with options of
 ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an
 ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
-The workers of pytest-xdist use the servers of the process that started them (:func:`share`).
+The workers of pytest-xdist use the servers of the process that started them (:func:`share`). :func:`bare` is for trees
+whose package is another one each time: its servers have not imported any, and those of the tests are forked from it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ import block_sizes
 
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
+BARE = "PARAMP_TEST_BARE"
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = (
@@ -79,7 +81,7 @@ def folders(path):
 known = map(folders, [{libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES", "")])
 if os.environ.get("PARAMP_TEST_COLD") or folders(os.environ.get("LD_LIBRARY_PATH", "")) not in known:
     cold()
-for tree in [".", *os.environ.get("PYTHONPATH", "").split(":")]:
+for tree in [".", *os.environ.get("PYTHONPATH", "").split(":")] if {package!r} else []:
     if os.path.isdir(f"{{tree}}/paramp") and not os.path.samefile(f"{{tree}}/paramp", {package!r}):
         cold()
 rank = os.environ.get("RANK", "")
@@ -145,32 +147,47 @@ def start() -> None:
     if python() == sys.executable or _is_shared():
         return
     (folder() / "root").symlink_to(ROOT)
+    _start(folder(), python(), str(ROOT / "paramp"))
+
+
+def bare() -> str:
+    """A program that starts Python with all imported but the package. :func:`start` makes servers with it if the
+    environment names it as ``PARAMP_TEST_BARE``."""
+    place = Path(tempfile.mkdtemp(prefix="paramp-python-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    _start(place, sys.executable, "")
+    return str(place / "python")
+
+
+def _start(place: Path, executable: str, package: str) -> None:
+    """Servers of processes with ``package`` imported, whose ``sys.executable`` is ``executable``."""
     listeners = []
     for number in range(SERVERS):
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(folder() / str(number)))
+        listener.bind(str(place / str(number)))
         listener.listen(128)
         listeners.append(listener)
-    for listener in listeners:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COVERAGE_PROCESS_START")}
+    for number, listener in enumerate(listeners):
         process = subprocess.Popen(
-            [sys.executable, __file__, str(listener.fileno()), python()],
+            [os.environ.get(BARE, sys.executable), __file__, str(listener.fileno()), executable, package],
             stdin=subprocess.PIPE,  # whose end tells the server that the tests are over
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+            env=kept | {"OMP_NUM_THREADS": "1"} | ({"RANK": str(number)} if BARE in os.environ else {}),
             start_new_session=True,
         )
         listener.close()
         atexit.register(_stop, process)
     libraries = os.environ.get("LD_LIBRARY_PATH", "")
-    names = {"python": sys.executable, "folder": str(folder()), "servers": SERVERS, "libraries": libraries}
-    names["package"] = str(ROOT / "paramp")
+    names = {"python": sys.executable, "folder": str(place), "servers": SERVERS, "libraries": libraries}
+    names["package"] = package
     for name, text in {
         "python": CLIENT.format(**names),
-        "torchrun": f'#!/bin/sh\nexec "{python()}" -m torch.distributed.run "$@"\n',
+        "torchrun": f'#!/bin/sh\nexec "{place / "python"}" -m torch.distributed.run "$@"\n',
     }.items():
-        (folder() / name).write_text(text)
-        (folder() / name).chmod(0o755)
+        (place / name).write_text(text)
+        (place / name).chmod(0o755)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -292,6 +309,8 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if "COVERAGE_PROCESS_START" in environment:  # which a new interpreter does by itself
+        importlib.import_module("coverage").process_startup()
     os.getppid = lambda: parent  # type: ignore[assignment]
     sys.executable = executable
     sys.orig_argv = [executable, *words]
@@ -341,7 +360,7 @@ def end_with(function: Callable[..., object], *arguments: object) -> None:
     os._exit(code & 0xFF)
 
 
-def preload() -> None:
+def preload(package: bool) -> None:
     """Import :data:`PRELOADED`, what there is of :data:`OPTIONAL`, and this tree's package."""
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
@@ -353,14 +372,15 @@ def preload() -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     logging.disable(logging.NOTSET)
-    for module in pkgutil.walk_packages(importlib.import_module("paramp").__path__, "paramp."):
-        if not module.name.endswith(".__main__"):
-            importlib.import_module(module.name)
+    if package:
+        for module in pkgutil.walk_packages(importlib.import_module("paramp").__path__, "paramp."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
     del sys.path[0]
 
 
 if __name__ == "__main__":
-    preload()
+    preload(package=bool(sys.argv[3]))
     gc.collect()
     gc.freeze()
     base_path, this = sys.path[1:], sys.modules["__main__"]
