@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from beside_plain import engine_of, randn, seeded
 from exact_training import LAYOUTS, Part, assert_same_bits, reference, train, trained
 from families import cases, family, number
 from pool import on_ranks, run_on_ranks
@@ -86,13 +87,12 @@ class Failing:
 @on_ranks(2)
 def test_what_a_failed_batch_left_is_not_in_the_next(world):
     """It fails in its second chunk, so that the first has left gradients."""
-    x, y = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(world.rank))
+    x, y = randn(2, 3, 4, 8, seed=world.rank)
     found = []
     for fails in (False, True):
         with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}, "reproducible": True}):
-            torch.manual_seed(0)
-            model, criterion = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), Failing()
-            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), criterion)
+            model, criterion = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))), Failing()
+            engine = engine_of(model, criterion, torch.optim.AdamW)
             engine.forward_backward(x[0], y[0])
             engine.step()
             if fails:
