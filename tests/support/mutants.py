@@ -91,7 +91,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             *(SEQUENCES, "tests/parallel/test_materialize.py", "tests/parallel/test_tensor_plan.py"),
             *("tests/engine/test_model_setup.py", "tests/parallel/test_huggingface.py", ENGINE),
             *("tests/parallel/test_local_layers.py", "tests/precision/test_float8.py", "tests/parallel/test_lora.py"),
-            *("tests/parallel/test_moe_loss.py", "tests/parallel/test_activation_checkpointing.py"),
+            "tests/parallel/test_activation_checkpointing.py",
         ],
     ),
     "ties": (
