@@ -36,9 +36,7 @@ NVIDIAS = ("apex/__init__.py", "apex/normalization/__init__.py", "apex/optimizer
 def test_missing_packages_are_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     status = find_apex()
-    assert status.kind == "none"
-    assert status.version is None
-    assert not status.fused_norms
+    assert (status.kind, status.version, status.fused_norms) == ("none", None, False)
 
 
 def test_pypis_apex_is_recognised_and_not_imported(site):
@@ -49,39 +47,27 @@ def test_pypis_apex_is_recognised_and_not_imported(site):
     assert (status.kind, status.version) == ("wrong", "0.9.10.dev0")
     assert str(site) in status.reason
     assert "not NVIDIA's" in status.reason
-    assert not status.fused_norms
-    assert not status.fused_optimizers
+    assert (status.fused_norms, status.fused_optimizers) == (False, False)
     assert "apex" not in sys.modules
 
 
-def test_nvidias_apex_without_kernels_is_recognised(site):
-    put(site, *NVIDIAS)
-    metadata(site, "0.1")
-    status = find_apex()
-    assert (status.kind, status.version) == ("real", "0.1")
-    assert "without the kernels of its norms and optimizers" in status.reason
-    assert not status.fused_norms
-
-
-def test_nvidias_apex_with_kernels_is_recognised(site, monkeypatch):
-    put(site, *NVIDIAS, *(f"{name}.py" for name in KERNELS))
-    for name in KERNELS:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_nvidias_apex_is_recognised_with_and_without_kernels(site, monkeypatch, kernels):
+    put(site, *NVIDIAS, *(f"{name}.py" for name in KERNELS if kernels))
+    for name in KERNELS if kernels else ():
         monkeypatch.delitem(sys.modules, name)
+    if not kernels:
+        metadata(site, "0.1")
     status = find_apex()
-    assert (status.kind, status.version) == ("real", None)
-    assert status.fused_norms
-    assert status.fused_optimizers
-    assert "without" not in status.reason
-    assert not any(name in sys.modules for name in ("apex", *KERNELS))
+    assert (status.kind, status.version) == ("real", None if kernels else "0.1")
+    assert (status.fused_norms, status.fused_optimizers) == (kernels, kernels)
+    assert ("without the kernels of its norms and optimizers" in status.reason) == (not kernels)
+    assert not any(name in sys.modules for name in ("apex", *(KERNELS if kernels else ())))
 
 
-def test_a_clone_of_apex_in_the_current_folder_is_not_a_package(site):
-    put(site, *(f"apex/{path}" for path in NVIDIAS), "apex/setup.py")
-    assert find_apex().kind == "wrong"
-
-
-def test_other_modules_named_apex_are_not_used(site, monkeypatch):
-    put(site, "apex.py")
+@pytest.mark.parametrize("paths", [[*(f"apex/{path}" for path in NVIDIAS), "apex/setup.py"], ["apex.py"]])
+def test_a_clone_of_apex_in_the_current_folder_and_a_module_are_no_package(site, monkeypatch, paths):
+    put(site, *paths)
     assert find_apex().kind == "wrong"
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     assert find_apex().kind == "wrong"

@@ -1,15 +1,13 @@
-"""Models as torch's own wrappers leave them: compiled ones are compiled by blocks, distributed ones are refused."""
-
-import warnings
+"""Models as torch's own wrappers leave them: compiled ones are compiled by blocks."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from beside_plain import engine_of, randn
+from beside_plain import launch_with_compiler as launch
 from pool import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import paramp
+from paramp.base.wrapped_models import without_compilation
 
 
 class Block(nn.Module):
@@ -21,13 +19,9 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Doubled(nn.Linear):
-    pass
-
-
 def build():
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), Doubled(8, 8))
+    model = nn.Sequential(Block(), Block(), type("Doubled", (nn.Linear,), {})(8, 8))
     model[2].forward = lambda x: 2.0 * x  # an attribute of the module only
     return model
 
@@ -40,17 +34,13 @@ def counting(graph, inputs):
     return graph.forward
 
 
-def compiled(thing):
-    return torch.compile(thing, backend=counting)
-
-
 def whole(model):
-    return compiled(model)
+    return torch.compile(model, backend=counting)
 
 
 def blocks(model):
     for index in (0, 1):
-        model[index] = compiled(model[index])
+        model[index] = whole(model[index])
     return model
 
 
@@ -62,25 +52,19 @@ def in_place(model):
 
 def forwards(model):
     for module in model:
-        module.forward = compiled(module.forward)
+        module.forward = whole(module.forward)
     return model
 
 
 def twice(model):
-    return compiled(nn.Sequential(compiled(model[0]), model[1], model[2]))
+    return whole(nn.Sequential(whole(model[0]), model[1], model[2]))
 
 
 def train(parallel, change=lambda model: model):
     """The losses of two steps, and the model's weights."""
-    with warnings.catch_warnings(), paramp.launch_from_torch({"parallel": parallel}):
-        # torch hides these, but not if they are errors
-        warnings.filterwarnings("ignore", "The .grad attribute")
-        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
-        model = change(build())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = {"*.up": "colwise", "*.down": "rowwise"}
-        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss, plan=plan)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with launch({"parallel": parallel}):
+        engine = engine_of(change(build()), plan={"*.up": "colwise", "*.down": "rowwise"})
+        x = randn(4, 8)
         losses = []
         for _ in range(2):
             losses.append(engine.forward_backward(x, x.flip(0)).item())
@@ -107,18 +91,13 @@ def test_a_compiled_model_is_compiled_by_blocks():
 
 
 def test_its_options_are_kept_and_those_of_the_configuration_win():
-    from paramp.base.wrapped_models import without_compilation
-
     _, options = without_compilation(torch.compile(build(), backend="eager", dynamic=False, fullgraph=True))
     assert options.pop("backend").compiler_name == "eager"
     assert options == {"dynamic": False, "fullgraph": True}
     assert without_compilation(build())[1] is None
     graphs.clear()
-    with warnings.catch_warnings(), paramp.launch_from_torch({"compile": {"backend": "eager"}}):
-        warnings.filterwarnings("ignore", "The .grad attribute")
-        model = whole(build())
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
+    with launch({"compile": {"backend": "eager"}}):
+        engine_of(whole(build())).forward_backward(torch.ones(4, 8), torch.ones(4, 8))
         assert not graphs
 
 
@@ -126,43 +105,6 @@ def test_its_options_are_kept_and_those_of_the_configuration_win():
 @on_ranks(2)
 def test_a_compiled_model_is_sharded_and_partitioned(world, axis):
     assert_trains_as_plain({axis: 2}, [blocks, in_place])
-
-
-@on_ranks(2)
-def test_models_that_are_distributed_already_are_refused(world):
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import distribute_module
-
-    def in_ddp(model, mesh):
-        return nn.parallel.DistributedDataParallel(model)
-
-    def in_fsdp(model, mesh):
-        with warnings.catch_warnings(action="ignore"):
-            return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-    def fsdp2(model, mesh):
-        fully_shard(model[1], mesh=mesh)
-        return model
-
-    def dtensors(model, mesh):
-        return distribute_module(model, mesh)
-
-    def compiled_ddp(model, mesh):
-        return compiled(in_ddp(model, mesh))
-
-    expected = {
-        in_ddp: r"it is a DistributedDataParallel, expected the plain model; remove DistributedDataParallel\(",
-        compiled_ddp: "it is a DistributedDataParallel",
-        in_fsdp: r"it is a FullyShardedDataParallel, .*parallel\.data\.shard shards",
-        fsdp2: r"'1' is sharded by fully_shard, .*remove fully_shard.*data\.shard does.*DistributedGradScaler",
-        dtensors: r"'0.up.weight' is a DTensor already, .*build a new model .*or remove parallelize_module",
-    }
-    for wrap, message in expected.items():
-        with paramp.launch_from_torch({"parallel": {"data": 2}}):
-            model = wrap(build(), init_device_mesh("cpu", (2,)))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(paramp.ConfigError, match=f"^model: {message}"):
-                paramp.initialize(model, optimizer, F.mse_loss)
 
 
 def part_disabled(model):
@@ -174,10 +116,8 @@ def part_disabled(model):
 @pytest.mark.parametrize("compile", [False, {"backend": counting}])
 def test_a_disabled_module_stays_so_and_asks_for_no_compilation(compile):
     graphs.clear()
-    with warnings.catch_warnings(), paramp.launch_from_torch({"compile": compile}):
-        warnings.filterwarnings("ignore", "compile: the graph of .* breaks|The .grad attribute")
-        model = part_disabled(build())
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    with launch({"compile": compile}, "compile: the graph of .* breaks"):
+        engine = engine_of(part_disabled(build()))
         engine.forward_backward(torch.ones(2, 8), torch.ones(2, 8))
     assert [*dict(engine.module.named_parameters())] == [*dict(build().named_parameters())]
     assert bool(graphs) == bool(compile)

@@ -3,23 +3,29 @@
 import functools
 import re
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from beside_plain import engine_of, seeded
+from beside_plain import launch_with_compiler as launch
 from compiler import needs_compiler
 from families import cases as chosen
 from families import family, long
 from matrix import LAYOUTS, MODES, from_small_scale
 from pool import on_ranks, run_on_ranks
-from reference import allowed_units, assert_losses_follow, small_gpt, train_engine, units_apart
+from reference import allowed_units, assert_losses_follow, batches, small_gpt, train_engine, units_apart
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
-from paramp.models import GPT, GPTConfig
+from paramp.config.files import load
+from paramp.engine.model_setup import plain
+from paramp.models import GPT
 
 NUM_BLOCKS = 2
+COUNTED = {"compile": {"backend": "counting"}}
 
 
 def counting():
@@ -44,39 +50,22 @@ def counting():
     return counts
 
 
-COUNTED = {"backend": "counting"}
-
-
-@contextmanager
-def launch(config):
-    """A context in which warnings that torch hides elsewhere, of its own compiler, are no errors."""
-    with warnings.catch_warnings(), paramp.launch_from_torch(config) as context:
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
-        yield context
-
-
 def gpt(dropout=0.0):
-    torch.manual_seed(0)
-    shape = {"num_layers": NUM_BLOCKS, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 128}
-    return GPT(GPTConfig(**shape, dropout=dropout))
+    return small_gpt(num_layers=NUM_BLOCKS, dropout=dropout)
 
 
-def initialize(model=None, criterion=GPT.loss, **options):
-    return paramp.initialize(model or gpt(), functools.partial(torch.optim.SGD, lr=0.1), criterion, **options)[0]
+def gpt_engine(model=None, criterion=GPT.loss):
+    return engine_of(model or gpt(), criterion)
 
 
 def batch(seed=0):
-    tokens = torch.randint(128, (4, 17), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1], tokens[:, 1:].contiguous()
+    return next(batches(1, size=4, seed=seed))
 
 
 def train(counts, dropout=0.0, steps=4, **config):
     """The losses and norms of some steps, of which each is of two batches, and of an evaluation."""
-    compiled = {"compile": COUNTED if counts else False, "gradient_accumulation": 2}
-    with launch({**compiled, **config}) as context:
-        engine = initialize(gpt(dropout))
+    with launch({**(COUNTED if counts else {}), "gradient_accumulation": 2, **config}) as context:
+        engine = gpt_engine(gpt(dropout))
         results = []
         for step in range(steps):
             for part in range(2):
@@ -90,53 +79,62 @@ def train(counts, dropout=0.0, steps=4, **config):
         return results
 
 
-TWO_RANKS = {
+def assert_trains_as_eagerly(rel, **config):
+    """And returns the counts."""
+    counts = counting()
+    assert train(counts, **config) == pytest.approx(train(None, **config), rel=rel)
+    return counts
+
+
+CALLS = NUM_BLOCKS * (4 * 2 + 1)
+PP2 = {"pipeline": {"size": 2, "microbatches": 2}}
+FSDP2 = {"data": {"shard": 2}}
+OF_RANKS = {
     "tp2": {"parallel": {"tensor": 2}},
     "tp2 + sp": {"parallel": {"tensor": 2, "sequence_parallel": True}, "precision": "bf16-mixed"},
-    "pp2": {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "precision": "bf16-naive"},
+    "pp2": {"parallel": PP2, "precision": "bf16-naive"},
     "zero1": {"parallel": {"data": 2, "zero": 1}, "precision": "bf16-naive"},
-    "fsdp2": {"parallel": {"data": {"shard": 2}}, "precision": "bf16-naive", "activation_checkpointing": "full"},
-    "fsdp2, selective": {"parallel": {"data": {"shard": 2}}, "activation_checkpointing": "selective"},
+    "fsdp2": {"parallel": FSDP2, "precision": "bf16-naive", "activation_checkpointing": "full"},
+    "fsdp2, selective": {"parallel": FSDP2, "activation_checkpointing": "selective"},
     "tp2, selective": {"parallel": {"tensor": 2}, "activation_checkpointing": "selective"},
+    "fsdp2·tp2": {"parallel": FSDP2 | {"tensor": 2}},
+    "fsdp2·pp2": {"parallel": FSDP2 | PP2},
 }
 
 
 @family
-@pytest.mark.parametrize("layout", chosen("compiled layouts", list(TWO_RANKS), ["tp2 + sp", "fsdp2"], 1))
-@on_ranks(2)
-def test_layouts_train_as_eagerly(world, layout):
-    counts = counting()
-    losses = train(counts, **TWO_RANKS[layout])
-    assert losses == pytest.approx(train(None, **TWO_RANKS[layout]), rel=1e-4)
-    assert counts.calls >= NUM_BLOCKS * (4 * 2 + 1)  # a pipeline has half of the blocks, two microbatches
+@pytest.mark.parametrize("layout", chosen("compiled layouts", list(OF_RANKS), ["tp2 + sp", "fsdp2"], 1))
+def test_layouts_train_as_eagerly(layout):
+    run_on_ranks(4 if "·" in layout else 2, __name__, "train_layout", {"layout": layout})
+
+
+def train_layout(world, layout):
+    counts = assert_trains_as_eagerly(1e-4, **OF_RANKS[layout])
+    assert counts.calls >= CALLS  # a pipeline has half of the blocks, two microbatches
     assert counts.graphs <= 3  # in training, in evaluation, and when a pipeline looks for its shapes
 
 
-SHARDED = {
-    "fsdp2·tp2": {"parallel": {"data": {"shard": 2}, "tensor": 2}},
-    "fsdp2·pp2": {"parallel": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}},
-}
+ALONE = [
+    *({"activation_checkpointing": how, "dropout": 0.1} for how in ("none", "full", 2, "selective")),
+    *({"precision": mode} for mode in ("fp8-mixed", "64-true", "bf16-true")),
+]
 
 
 @family
-@long
-@pytest.mark.parametrize("layout", SHARDED)
-@on_ranks(4)
-def test_sharded_blocks_train_as_eagerly(world, layout):
-    counts = counting()
-    losses = train(counts, **SHARDED[layout])
-    assert losses == pytest.approx(train(None, **SHARDED[layout]), rel=1e-5)
-    assert counts.calls >= NUM_BLOCKS * (4 * 2 + 1)
-    assert counts.graphs <= 3
+@pytest.mark.parametrize("config", chosen("compiled alone", ALONE, ALONE[-1:], 2))
+def test_one_process_trains_as_eagerly(config, capsys):
+    assert assert_trains_as_eagerly(1e-4, **config).calls == CALLS
 
 
-@family
-@pytest.mark.parametrize("how", chosen("compiled dropout", ["none", "full", 2, "selective"], [], 1))
-def test_dropout_and_checkpointing_in_one_process(how):
-    config = {"activation_checkpointing": how, "dropout": 0.1}
-    counts = counting()
-    assert train(counts, **config) == pytest.approx(train(None, **config), rel=1e-5)
-    assert counts.calls == NUM_BLOCKS * (4 * 2 + 1)
+def warned_of(text, rank, rel, **config):
+    """The calls of compiled blocks in a training with dropout on two tensor ranks, and warnings, of the first rank."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        counts = assert_trains_as_eagerly(rel, parallel={"tensor": 2}, dropout=0.1, **config)
+    said = [str(one.message) for one in found if text in str(one.message)]
+    assert len(said) == len(set(said))
+    assert bool(said) == (rank == 0)
+    return counts.calls, said
 
 
 @family
@@ -144,39 +142,16 @@ def test_dropout_and_checkpointing_in_one_process(how):
 @on_ranks(2)
 def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     """Its random numbers differ between ranks inside attention, and are equal outside."""
-    config = {"parallel": {"tensor": 2}, "dropout": 0.1}
-    counts = counting()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        results = train(counts, **config)
-    assert results == pytest.approx(train(None, **config), rel=1e-5)
-    assert counts.calls > 0
-    said = [str(one.message) for one in found if str(one.message).startswith("compile: ")]
-    assert len(said) == len(set(said))
-    assert bool(said) == (world.rank == 0)
+    calls, said = warned_of("compile: ", world.rank, 1e-5)
+    assert calls > 0
     assert all(re.match(r"compile: the graph of 'blocks\.0', a Block, breaks at .*\.py:\d+, in ", one) for one in said)
 
 
 @on_ranks(2)
 def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_says_so(world):
-    config = {"parallel": {"tensor": 2}, "dropout": 0.1, "steps": 3, "activation_checkpointing": "selective"}
-    counts = counting()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        results = train(counts, **config)
-    assert counts.calls == 0
-    assert results == train(None, **config)
-    said = [str(one.message) for one in found if "runs eagerly, because" in str(one.message)]
-    assert bool(said) == (world.rank == 0)
+    calls, said = warned_of("runs eagerly, because", world.rank, 0, steps=3, activation_checkpointing="selective")
+    assert calls == 0
     assert all("a Dropout, in it draws differently on tensor ranks" in one for one in said)
-
-
-@family
-@pytest.mark.parametrize("mode", chosen("compiled modes", ["fp8-mixed", "64-true", "bf16-true"], ["bf16-true"], 1))
-def test_other_modes_train_as_eagerly(mode, capsys):
-    counts = counting()
-    assert train(counts, precision=mode) == pytest.approx(train(None, precision=mode), rel=1e-4)
-    assert counts.calls == NUM_BLOCKS * (4 * 2 + 1)
 
 
 @family
@@ -184,8 +159,8 @@ def test_other_modes_train_as_eagerly(mode, capsys):
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
     counting()
-    with launch({"precision": "fp8-mixed", "compile": COUNTED}):
-        engine = initialize(criterion=lambda output, _: output.sum())
+    with launch({"precision": "fp8-mixed", **COUNTED}):
+        engine = gpt_engine(criterion=lambda output, _: output.sum())
         for factor, overflow in ((1.0, False), (float("inf"), True), (1.0, False)):
             hook = engine.module.norm.register_full_backward_hook(lambda *_, by=factor: (_[1][0] * by,))
             engine.forward_backward(*batch())
@@ -194,9 +169,9 @@ def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
 
 
 def test_hooks_that_come_later_run_and_the_block_eagerly():
-    counts = counting()
-    with launch({"compile": COUNTED}):
-        engine, seen = initialize(), []
+    counts, seen = counting(), []
+    with launch(COUNTED):
+        engine = gpt_engine()
         engine.forward_backward(*batch())
         assert counts.calls == NUM_BLOCKS
         for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
@@ -208,15 +183,18 @@ def test_hooks_that_come_later_run_and_the_block_eagerly():
         assert (len(seen), counts.calls) == (3, NUM_BLOCKS + 3 * (NUM_BLOCKS - 1) + NUM_BLOCKS)
 
 
-@family
-@long
-def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("blocks.0.mlp", "while 'mlp', a MLP, in it has hooks"), ("blocks.0", r"while it, a \w+, has hooks")],
+)
+def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed(name, said):
+    """It is named once."""
     model, seen = gpt(), []
-    handle = model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    handle = model.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
     counts = counting()
-    with launch({"compile": COUNTED}):
-        with pytest.warns(UserWarning, match=r"^compile: 'blocks\.0' runs eagerly while 'mlp', a MLP, in it has hooks"):
-            engine = initialize(model)
+    with launch(COUNTED):
+        with pytest.warns(UserWarning, match=rf"^compile: 'blocks\.0' runs eagerly {said}"):
+            engine = gpt_engine(model)
         engine.forward_backward(*batch())
         assert (len(seen), counts.calls) == (1, NUM_BLOCKS - 1)
         handle.remove()
@@ -224,24 +202,14 @@ def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
         assert (len(seen), counts.calls) == (1, 2 * NUM_BLOCKS - 1)
 
 
-def test_a_block_with_a_hook_of_its_own_is_named_once():
-    model = gpt()
-    model.blocks[1].register_forward_hook(lambda *_: None)
-    with (
-        launch({"compile": COUNTED}),
-        pytest.warns(UserWarning, match=r"^compile: 'blocks\.1' runs eagerly while it, a \w+, has hooks"),
-    ):
-        initialize(model)
-
-
 @on_ranks(2)
 def test_the_diagnosis_of_an_overflow_runs_eagerly_and_says_so(world):
     counts = counting()
-    with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
+    with launch({"parallel": {"tensor": 2}, **COUNTED}):
         model = gpt()
         with torch.no_grad():
             model.blocks[1].mlp.down.bias[0] = torch.inf
-        engine = initialize(model)
+        engine = gpt_engine(model)
         engine.forward_backward(*batch())
         assert engine.step().overflow
         calls = counts.calls
@@ -263,42 +231,52 @@ class Branching(nn.Module):
         return x + self.down(hidden)
 
 
+def branches():
+    return nn.Sequential(Branching(), Branching())
+
+
+X = torch.ones(4, 8)
+
+
 def test_a_break_in_the_graph_is_reported_once_by_name():
     counting()
-    with launch({"compile": COUNTED}):
-        engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss)
-        x = torch.randn(4, 8)
+    with launch(COUNTED):
+        engine = engine_of(branches())
         with pytest.warns(UserWarning, match=r"^compile: the graph of '0', a Branching, breaks at .*:\d+, in forward"):
-            engine.forward_backward(x, x)
-        engine.forward_backward(x, x)  # a second warning would be an error
+            engine.forward_backward(X, X)
+        engine.forward_backward(X, X)  # a second warning would be an error
 
 
 @on_ranks(2)
 def test_layers_on_dtensors_run_eagerly_and_say_so(world):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
     counts = counting()
-    with launch({"parallel": {"tensor": 2}, "compile": COUNTED}):
-        torch.manual_seed(0)
+    with launch({"parallel": {"tensor": 2}, **COUNTED}):
         message = "^compile: '0' runs eagerly, because 'up', a Linear, in it computes on DTensors"
         with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
-            engine = initialize(nn.Sequential(Branching(), Branching()), nn.functional.mse_loss, plan=plan)
-        engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
+            engine = engine_of(seeded(branches), plan=plan)
+        engine.forward_backward(X, X)
         assert counts.calls == 0
 
 
-def test_what_runs_eagerly_says_so():
+@pytest.mark.parametrize(
+    ("config", "model", "given", "message"),
+    [
+        ({}, lambda: nn.Sequential(nn.Linear(8, 8)), (X, X), "Sequential has no repeated blocks"),
+        (
+            {"precision": "16-mixed", "emulate_fp16": True},
+            gpt,
+            batch(),
+            "'16-mixed' computes fp16 products in fp32 on this CPU",
+        ),
+    ],
+)
+def test_what_runs_eagerly_says_so(config, model, given, message):
     counts = counting()
-    with launch({"compile": COUNTED}):
-        with pytest.warns(UserWarning, match="^compile: Sequential has no repeated blocks"):
-            engine = initialize(nn.Sequential(nn.Linear(8, 8)), nn.functional.mse_loss)
-        engine.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
-    emulated = {"precision": "16-mixed", "emulate_fp16": True, "compile": COUNTED}
-    with launch(emulated):
-        with pytest.warns(UserWarning, match="^compile: '16-mixed' computes fp16 products in fp32 on this CPU"):
-            engine = initialize()
-        engine.forward_backward(*batch())
+    with launch(COUNTED | config):
+        with pytest.warns(UserWarning, match=f"^compile: {message}"):
+            engine = engine_of(model(), GPT.loss if config else nn.functional.mse_loss)
+        engine.forward_backward(*given)
     assert counts.graphs == 0
 
 
@@ -306,11 +284,9 @@ def test_what_runs_eagerly_says_so():
 def test_without_a_compiler_initialize_names_the_fix(precision, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     fix = r'on rank 0 no C\+\+ compiler no-such-compiler .*; install it, or choose .*: compile={"backend": "aot_eager"}'
-    with (
-        launch({"compile": True, "precision": precision}),
-        pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}"),
-    ):
-        initialize()
+    refused = pytest.raises(paramp.ConfigError, match=f"^compile: .*{fix}")
+    with launch({"compile": True, "precision": precision}), refused:
+        gpt_engine()
 
 
 @on_ranks(2)
@@ -318,40 +294,15 @@ def test_a_model_compiled_on_one_rank_without_a_compiler_is_an_error_on_every_ra
     with pytest.MonkeyPatch.context() as patch, launch({"hang_timeout": 20}):
         patch.setenv("CXX", "no-such-compiler")
         with pytest.raises(paramp.ConfigError, match=r"^compile: on rank 1 no C\+\+ compiler"):
-            initialize(torch.compile(gpt()) if world.rank else gpt())
+            gpt_engine(torch.compile(gpt()) if world.rank else gpt())
 
 
 def test_a_compiled_model_is_refused_by_schedules_that_split_backwards():
     split = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}
-    from paramp.config.files import load
-    from paramp.engine.model_setup import plain
-
     with launch({}) as context:
         context.config = load({"parallel": split})
         with pytest.raises(paramp.ConfigError, match=r"^compile: got True, expected False, because the schedule 'zbv'"):
             plain(torch.compile(gpt(), backend="eager"), context)
-
-
-@family
-@long
-@needs_compiler
-def test_the_default_backend():
-    from torch._dynamo.utils import counters
-
-    before = counters["inductor"].total()
-    mode = {"precision": "bf16-mixed"}
-    with launch({"compile": True, **mode}):
-        engine = initialize()
-        losses = []
-        for step in range(4):
-            losses.append(engine.forward_backward(*batch(step)).item())
-            engine.step()
-    assert counters["inductor"].total() > before
-    with launch(mode):
-        engine = initialize()
-        for step, loss in enumerate(losses):
-            assert engine.forward_backward(*batch(step)).item() == pytest.approx(loss, rel=2**-9)
-            engine.step()
 
 
 COMPILED = [(layout, mode) for layout in ("1", "tp2") for mode in MODES] + [
@@ -361,13 +312,15 @@ COMPILED = [(layout, mode) for layout in ("1", "tp2") for mode in MODES] + [
 
 def train_both(world, parallel, mode):
     """The cell compiled by torch's default backend, and eager."""
-    results = []
+    from torch._dynamo.utils import counters
+
+    results, before = [], counters["inductor"].total()
     for compiled in (True, False):
         config = {"parallel": parallel, "precision": from_small_scale(mode), "compile": compiled, "clip_grad_norm": 1.0}
-        with launch(config) as context, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "compile: .* eagerly")
+        with launch(config, "compile: .* eagerly") as context:
             build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
             results.append(train_engine(context, build, GPT.loss, 6, lr=1.0, length=8, overflow_at=3))
+        assert counters["inductor"].total() > before
     return results
 
 

@@ -2,13 +2,13 @@
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from paramp.base.errors import ConfigError
 from paramp.distributed import rng
@@ -19,29 +19,21 @@ from paramp.parallel.reproducible.functions import ExactFunctions, unwatched
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 DTYPES = [*INTEGERS]
 SIZES = [2, 4, 8]
+of_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-class Ranks:
-    """Stands in for a process group."""
+class Calls(nn.Module):
+    """Calls a function inside a module."""
 
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def size(self):
-        return self._size
-
-    def rank(self):
-        return self._rank
+    def forward(self, function, *inputs):
+        return function(*inputs)
 
 
-def place_of(rank=0, size=1, **options):
-    return Place(**({"seed": 1, "chunk": 2, "slices": 8, "tensor_group": Ranks(rank, size)} | options))
-
-
-def mode_for(rank=0, size=1, model=None, **options):
-    mode = ExactFunctions(
-        place_of(rank, size, **options), {} if model is None else {one: name for name, one in model.named_modules()}
-    )
+def mode_for(rank=0, size=1, model=None, divided=(), **options):
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    place = Place(**({"seed": 1, "chunk": 2, "slices": 8, "tensor_group": group} | options))
+    names = {} if model is None else {one: name for name, one in model.named_modules()}
+    mode = ExactFunctions(place, names, divided=divided)
     if model is not None:
         mode.watch(model)
     return mode
@@ -63,41 +55,52 @@ def run(mode, function, inputs, gradient):
     return [output.detach(), *[one.grad for one in inputs if one.is_floating_point()]]
 
 
+def part_of(tensor, dim, rank, size):
+    return tensor.chunk(size, dim)[rank]
+
+
+def assert_parts_have_the_bits(function, inputs, gradient, dims, sizes=SIZES):
+    """Each rank computes its part of the whole, and of the gradients; the output is sharded over dim 1."""
+
+    def run_on(rank, size):
+        model = Calls()
+        own = [part_of(one, dim, rank, size) for one, dim in zip(inputs, dims, strict=True)]
+        mode = mode_for(rank, size, model, sharded_features=True)
+        return run(mode, lambda *values: model(function, *values), own, part_of(gradient, 1, rank, size))
+
+    whole = run_on(0, 1)
+    of_results = [1, *(dim for one, dim in zip(inputs, dims, strict=True) if one.is_floating_point())]
+    for size in sizes:
+        for rank in range(size):
+            expected = [part_of(one, dim, rank, size) for one, dim in zip(whole, of_results, strict=True)]
+            assert all(map(same, run_on(rank, size), expected)), (size, rank)
+    return whole
+
+
 def positive(x):
     return x.abs() + 0.1
 
 
-IMPORTANT = {
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "gelu": F.gelu,
+def by_name(*functions):
+    return {function.__name__: function for function in functions}
+
+
+IMPORTANT = by_name(F.silu, torch.sigmoid, F.gelu, torch.Tensor.tanh) | {
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "rsqrt": lambda x: torch.rsqrt(positive(x)),
-    "tanh": torch.Tensor.tanh,
     "silu_": lambda x: F.silu(x * 1, inplace=True),
 }
-ELEMENTWISE = IMPORTANT | {
-    "mish": F.mish,
-    "softplus": F.softplus,
+ELEMENTWISE = {
+    **IMPORTANT,
+    **by_name(F.mish, F.softplus, F.softsign, F.tanhshrink, F.selu, F.elu, F.celu, F.hardswish, F.logsigmoid),
+    **by_name(torch.special.erf, torch.special.expit, torch.sin, torch.cos, torch.sqrt),  # NaN has the same bits, too
     "exp_": lambda x: (x * 1).exp_(),
     "log": lambda x: torch.log(positive(x)),
-    "erf": torch.special.erf,
     "square": lambda x: x**2,
     "power": lambda x: positive(x) ** 1.7,
     "powers": lambda x: positive(x).pow(x),
     "exponent": lambda x: 2**x,
     "reciprocal": lambda x: 1 / x,
-    "sqrt": torch.sqrt,  # NaN, too, has the same bits
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "softsign": F.softsign,
-    "tanhshrink": F.tanhshrink,
-    "selu": F.selu,
-    "elu": F.elu,
-    "celu": F.celu,
-    "hardswish": F.hardswish,
-    "logsigmoid": F.logsigmoid,
-    "expit": torch.special.expit,
     "addcmul": lambda x: torch.addcmul(x, x, x, value=0.3),
     "alpha": lambda x: x.add(x * 3, alpha=0.3),
     "lerp": lambda x: torch.lerp(x, x * 2, 0.3),
@@ -107,7 +110,7 @@ ELEMENTWISE = IMPORTANT | {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@of_each_dtype
 @pytest.mark.parametrize(
     ("names", "step"), [([*IMPORTANT], 1), ([*set(ELEMENTWISE) - set(IMPORTANT)], 13)], ids=["1", "13"]
 )
@@ -126,18 +129,6 @@ def test_an_elements_bits_do_not_depend_on_its_position(names, step, dtype):
                 assert same(output, expected[part]), (name, size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_elementwise_functions_have_torchs_values(dtype):
-    torch.manual_seed(0)
-    x, gradient = torch.randn(2, 5, 7, 9).to(dtype)
-    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3 if dtype.itemsize < 4 else 1e-5, "equal_nan": True}
-    for name, function in ELEMENTWISE.items():
-        for output, expected in zip(
-            run(mode_for(), function, [x], gradient), run(nullcontext(), function, [x], gradient), strict=True
-        ):
-            torch.testing.assert_close(output, expected, msg=lambda text, name=name: f"{name}: {text}", **close)
-
-
 def test_operands_are_broadcast_and_promoted_as_by_torch():
     row, scalar, whole = torch.rand(1, 5), torch.tensor(2.0), torch.rand(3, 5, dtype=torch.bfloat16)
     row.requires_grad_(), scalar.requires_grad_()
@@ -148,17 +139,31 @@ def test_operands_are_broadcast_and_promoted_as_by_torch():
             assert torch.pow(whole, scalar.detach()).dtype is torch.pow(whole, scalar).dtype is torch.bfloat16
             empty = torch.exp(torch.empty(0, 3))
         assert output.dtype is torch.float32
-        assert output.shape == (3, 5)
-        assert empty.shape == (0, 3)
+        assert (output.shape, empty.shape) == ((3, 5), (0, 3))
         gradients.append([output.detach(), *torch.autograd.grad(output.sum(), [row, scalar])])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=2e-2, atol=1e-3)
 
 
-def test_glu_is_a_gated_half():
-    x = torch.randn(4, 6, 10)
-    expected = F.glu(x, 1)
-    with mode_for():
-        torch.testing.assert_close(F.glu(x, 1), expected)
+def one_head(*heads):
+    return F.scaled_dot_product_attention(*heads, is_causal=True)
+
+
+VALUES = [
+    *((function, [(5, 7, 9)], dtype) for function in ELEMENTWISE.values() for dtype in DTYPES),
+    (lambda x: F.glu(x, 1), [(4, 6, 10)], torch.float32),
+    (torch.matmul, [(2, 4, 5, 7), (1, 7, 3)], torch.float32),  # the second is broadcast
+    (one_head, [(2, 5, 6)] * 3, torch.float32),  # without the dim of heads
+]
+
+
+def test_functions_have_torchs_values():
+    torch.manual_seed(0)
+    for function, shapes, dtype in VALUES:
+        inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+        gradient = torch.randn(function(*inputs).shape).to(dtype)
+        close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3 if dtype.itemsize < 4 else 1e-5, "equal_nan": True}
+        found, expected = (run(mode, function, inputs, gradient) for mode in (mode_for(), nullcontext()))
+        torch.testing.assert_close(found, expected, msg=lambda text, one=function: f"{one}: {text}", **close)
 
 
 def test_a_function_in_place_changes_its_argument():
@@ -218,64 +223,32 @@ MASKS = {
 
 
 def attend(kind, mask, dropout, groups):
-    def function(query, key, value):
+    def function(query, key, value, own=None):
+        given = mask if own is None else own
+        if given is not None and given.is_floating_point():
+            given = given.to(query.dtype)
+        options = {"is_causal": kind == "causal", "scale": 0.3, "enable_gqa": groups != 8}
         with sharded_random():
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                None if mask is None else mask if mask.dtype is torch.bool else mask.to(query.dtype),
-                dropout,
-                is_causal=kind == "causal",
-                scale=0.3,
-                enable_gqa=groups != 8,
-            )
+            return F.scaled_dot_product_attention(query, key, value, given, dropout, **options)
 
     return function
-
-
-class Calls(nn.Module):
-    """Calls a function inside a module."""
-
-    def forward(self, function, *inputs):
-        return function(*inputs)
-
-
-def run_in_module(rank, size, function, inputs, gradient, **options):
-    model = Calls()
-    mode = mode_for(rank, size, model, **options)
-    return run(mode, lambda *values: model(function, *values), inputs, gradient)
-
-
-def part_of(tensor, dim, rank, size):
-    return tensor.chunk(size, dim)[rank]
 
 
 CASES = [
     *itertools.product(DTYPES, MASKS, [8], [0.0]),
     *itertools.product(DTYPES, ["none", "heads", "causal"], [8], [0.4]),
-    (torch.bfloat16, "heads", 8, 0.4),
+    (torch.float32, "causal", 4, 0.0),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "kind", "groups", "dropout"), [*CASES, (torch.float32, "causal", 4, 0.0)])
+@pytest.mark.parametrize(("dtype", "kind", "groups", "dropout"), CASES)
 def test_attention_has_the_same_bits_however_heads_are_sharded(dtype, kind, groups, dropout):
     torch.manual_seed(0)
     inputs, gradient = attention_inputs(dtype, groups)
     mask = MASKS[kind]()
-    whole = run_in_module(0, 1, attend(kind, mask, dropout, groups), inputs, gradient, sharded_features=True)
-    for size in SIZES if groups == 8 else [2, 4]:
-        for rank in range(size):
-            own = part_of(mask, 1, rank, size) if kind == "heads" else mask
-            parts = run_in_module(
-                rank,
-                size,
-                attend(kind, own, dropout, groups),
-                [part_of(one, 1, rank, size) for one in inputs],
-                part_of(gradient, 1, rank, size),
-                sharded_features=True,
-            )
-            assert all(map(same, parts, [part_of(one, 1, rank, size) for one in whole])), (size, rank)
+    function = attend(kind, mask, dropout, groups)
+    inputs = [*inputs, mask] if kind == "heads" else inputs
+    assert_parts_have_the_bits(function, inputs, gradient, [1] * len(inputs), SIZES if groups == 8 else [2, 4])
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
@@ -286,99 +259,62 @@ def test_attention_has_torchs_values(kind, groups, cast):
     if kind == "heads" and cast is None:
         inputs = [one.double() for one in inputs]
         gradient = gradient.double()
+    gradient = gradient.to(cast)
     mask = MASKS[kind]()
     if kind == "heads":
         mask[0, 3, 2] = False  # a query without keys
-    results = []
+    model = Calls()
     with torch.autocast("cpu", cast, enabled=cast is not None):
-        plain = run(nullcontext(), attend(kind, mask, 0.0, groups), inputs, gradient.to(cast))
+        plain = run(nullcontext(), attend(kind, mask, 0.0, groups), inputs, gradient)
         for dropout in (0.0, 1e-12):  # makes its own mask, which keeps everything
-            results.append(run_in_module(0, 1, attend(kind, mask, dropout, groups), inputs, gradient.to(cast)))
-    for result in results:
-        torch.testing.assert_close(result, plain, rtol=3e-2 if cast else 1e-5, atol=3e-2 if cast else 1e-5)
+            function = attend(kind, mask, dropout, groups)
+            found = run(mode_for(model=model), lambda *values: model(function, *values), inputs, gradient)  # noqa: B023
+            torch.testing.assert_close(found, plain, rtol=3e-2 if cast else 1e-5, atol=3e-2 if cast else 1e-5)
 
 
-def test_attention_of_one_head_without_its_dim():
-    query, key, value = torch.randn(3, 2, 5, 6)
-    with mode_for():
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        with pytest.raises(ConfigError, match="expected 4 dims"):
-            F.scaled_dot_product_attention(query[None, None], key[None, None], value[None, None])
-    torch.testing.assert_close(output, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+HEADS, LEFT, RIGHT, PRODUCT = (2, 8, 3, 5), (2, 8, 5, 7), (2, 8, 3, 7), (2, 8, 5, 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_batches_have_the_same_bits_however_heads_are_sharded(dtype):
+def scaled_sum(one, other):
+    sums = torch.baddbmm(one.new_ones(1, 3), one.flatten(0, 1), other.flatten(0, 1).mT, beta=0.5, alpha=2)
+    return sums.unflatten(0, one.shape[:2])
+
+
+OF_HEADS = {
+    "@": (lambda one, other: one @ other.mT, {LEFT: 1, RIGHT: 1}, PRODUCT),
+    "matmul": (lambda one, other: torch.matmul(one, other=other.mT), {LEFT: 1, RIGHT: 1}, PRODUCT),
+    "bmm": (
+        lambda one, other: torch.bmm(one.flatten(0, 1), other.flatten(0, 1).mT).unflatten(0, one.shape[:2]),
+        {LEFT: 1, RIGHT: 1},
+        PRODUCT,
+    ),
+    "baddbmm": (scaled_sum, {LEFT: 1, RIGHT: 1}, PRODUCT),
+    "repeated": (
+        lambda heads, scale: (heads * scale)[:, :, None].expand(-1, -1, 7, -1, -1),
+        {HEADS: 1, (8, 1, 1): 0},
+        (2, 8, 7, 3, 5),
+    ),
+    "copied": (lambda heads: heads.repeat_interleave(7, 1), {HEADS: 1}, (2, 56, 3, 5)),
+    "softmax of rows": (lambda x: x.softmax(-1), {(2, 8, 5, 37): 1}, (2, 8, 5, 37)),
+    "softmax": (lambda x: F.softmax(x, dim=3), {(2, 8, 5, 37): 1}, (2, 8, 5, 37)),
+}
+"""The function; the shapes of its inputs, and the dim of the heads of each; the shape of its output."""
+
+
+@of_each_dtype
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_functions_of_heads_have_the_same_bits_however_heads_are_sharded(name, dtype):
     torch.manual_seed(0)
-    left, right = torch.randn(2, 8, 5, 7).to(dtype), torch.randn(2, 8, 3, 7).to(dtype).transpose(2, 3)
-    gradient = torch.randn(2, 8, 5, 3).to(dtype)
-    functions = {
-        "@": lambda one, other: one @ other,
-        "matmul": lambda one, other: torch.matmul(one, other=other),
-        "bmm": lambda one, other: torch.bmm(one.flatten(0, 1), other.flatten(0, 1)).unflatten(0, one.shape[:2]),
-        "baddbmm": lambda one, other: torch.baddbmm(
-            other[:1, 0, :3].new_ones(1, 3), one.flatten(0, 1), other.flatten(0, 1), beta=0.5, alpha=2
-        ).unflatten(0, one.shape[:2]),
-    }
-    for name, function in functions.items():
-        whole = run(mode_for(), function, [left, right], gradient)
-        torch.testing.assert_close(whole, run(nullcontext(), function, [left, right], gradient))
-        for size in SIZES:
-            own = [part_of(one, 1, size - 1, size) for one in (left, right, gradient)]
-            parts = run(mode_for(size - 1, size, sharded_features=True), function, own[:2], own[2])
-            assert all(map(same, parts, [part_of(one, 1, size - 1, size) for one in whole])), (name, size)
+    function, shapes, output = OF_HEADS[name]
+    inputs, gradient = [torch.randn(shape).to(dtype) for shape in shapes], torch.randn(output).to(dtype)
+    whole = assert_parts_have_the_bits(function, inputs, gradient, [*shapes.values()])
+    exact = run(nullcontext(), function, [one.double() for one in inputs], gradient.double())
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    torch.testing.assert_close(whole, [one.to(dtype) for one in exact], **close)
 
 
-def test_a_broadcast_operand_of_a_product_gets_torchs_gradient():
-    torch.manual_seed(0)
-    left, right, gradient = torch.randn(2, 4, 5, 7), torch.randn(1, 7, 3), torch.randn(2, 4, 5, 3)
-    result = run(mode_for(), torch.matmul, [left, right], gradient)
-    torch.testing.assert_close(result, run(nullcontext(), torch.matmul, [left, right], gradient))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_repeated_heads_have_the_same_bits_however_they_are_sharded(dtype):
-    torch.manual_seed(0)
-    heads, scale = torch.randn(2, 8, 3, 5).to(dtype), torch.randn(8, 1, 1).to(dtype)
-    gradient = torch.randn(2, 8, 7, 3, 5).to(dtype)
-
-    def function(heads, scale):
-        return (heads * scale)[:, :, None].expand(-1, -1, 7, -1, -1)
-
-    whole = run(mode_for(sharded_features=True), function, [heads, scale], gradient)
-    plain = run(nullcontext(), function, [heads.float(), scale.float()], gradient.float())
-    torch.testing.assert_close(whole, [one.to(dtype) for one in plain], rtol=5e-2, atol=5e-2)
-    for size in SIZES:
-        for rank in range(size):
-            own = [part_of(heads, 1, rank, size), part_of(scale, 0, rank, size)]
-            parts = run(mode_for(rank, size, sharded_features=True), function, own, part_of(gradient, 1, rank, size))
-            expected = [part_of(one, dim, rank, size) for one, dim in zip(whole, (1, 1, 0), strict=True)]
-            assert all(map(same, parts, expected)), (size, rank)
-
-
-def test_gradients_of_copied_heads_have_the_same_bits_however_they_are_sharded():
-    torch.manual_seed(0)
-    for dtype in DTYPES:
-        heads, gradient = torch.randn(2, 8, 3, 5).to(dtype), torch.randn(2, 56, 3, 5).to(dtype)
-        whole = run(mode_for(sharded_features=True), lambda one: one.repeat_interleave(7, 1), [heads], gradient)
-        for size in SIZES:
-            for rank in range(size):
-                own = [part_of(heads, 1, rank, size)], part_of(gradient, 1, rank, size)
-                parts = run(mode_for(rank, size, sharded_features=True), lambda one: one.repeat_interleave(7, 1), *own)
-                assert all(map(same, parts, [part_of(one, 1, rank, size) for one in whole])), (dtype, size, rank)
-
-
-def test_softmax_of_rows_has_the_same_bits_however_heads_are_sharded():
-    torch.manual_seed(0)
-    for dtype in DTYPES:
-        scores, gradient = torch.randn(2, 2, 8, 5, 37).to(dtype)
-        whole = run(mode_for(), lambda x: x.softmax(-1), [scores], gradient)
-        for size in SIZES:
-            own = [part_of(one, 1, 1, size) for one in (scores, gradient)]
-            parts = run(mode_for(1, size, sharded_features=True), lambda x: F.softmax(x, dim=3), own[:1], own[1])
-            assert all(map(same, parts, [part_of(one, 1, 1, size) for one in whole]))
-
-
+GATE, GATE_OF_HEADS = (torch.ones(2, *[1] * dims, requires_grad=True) for dims in (2, 3))
+GAMMA = nn.Parameter(torch.ones(4))
 REFUSED_WHEN_SHARDED = {
     "sum": lambda x: x.sum(),
     "mean": lambda x: x.mean(-1),
@@ -390,14 +326,25 @@ REFUSED_WHEN_SHARDED = {
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "conv1d": lambda x: F.conv1d(x, torch.ones(1, 3, 1)),
     "max": lambda x: x.max(),
+    # A parameter of its own, or a trained operand that is broadcast over the features.
+    "gamma": lambda x: x * GAMMA,
+    "gamma first": lambda x: torch.mul(GAMMA, x),
+    "gamma in a view": lambda x: x + GAMMA[None],
+    "gamma alone": lambda x: F.silu(GAMMA),
+    "gate": lambda x: x * GATE,
+    "gate of heads": lambda x: torch.ones(2, 3, 4, 8) * GATE_OF_HEADS,
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_WHEN_SHARDED)
 def test_what_depends_on_the_layout_is_refused_between_sharded_layers(name):
     x, function, model = torch.ones(2, 3, 4), REFUSED_WHEN_SHARDED[name], nn.Sequential(Calls())
+    is_parameter = name.startswith(("gamma", "gate"))
+    message = (
+        "its gradient would be a part" if is_parameter else f"{name} in '0' got activations that are sharded over 2"
+    )
     mode = mode_for(0, 2, model, sharded_features=True)
-    with mode, pytest.raises(ConfigError, match=f"{name} in '0' got activations that are sharded over 2"):
+    with mode, pytest.raises(ConfigError, match=message):
         model[0](function, x)
     with mode, unwatched():
         expected = function(x)
@@ -406,77 +353,44 @@ def test_what_depends_on_the_layout_is_refused_between_sharded_layers(name):
             torch.testing.assert_close(function(x), expected)
 
 
-def test_a_parameter_of_its_own_is_refused_between_sharded_layers():
-    gamma, x = nn.Parameter(torch.ones(8)), torch.ones(2, 4, 8)
-    for call in (lambda: x * gamma, lambda: torch.mul(gamma, x), lambda: x + gamma[None], lambda: F.silu(gamma)):
-        with mode_for(0, 2, sharded_features=True), pytest.raises(ConfigError, match="its gradient would be a part"):
-            call()
-        for size, sharded in ((1, True), (2, False)):
-            with mode_for(0, size, sharded_features=sharded):
-                call()
-    frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-    with mode_for(0, 2, sharded_features=True):
-        assert torch.equal(x * frozen, x)
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 8), (2, 3, 4, 8)])
-def test_a_trained_operand_broadcast_over_sharded_features_is_refused(shape):
-    gate = torch.ones(2, *[1] * (len(shape) - 1), requires_grad=True)
-    for size in (1, 2):
-        refused = pytest.raises(ConfigError, match="its gradient would be a part") if size > 1 else nullcontext()
-        with mode_for(0, size, sharded_features=True), refused:
-            torch.ones(shape) * gate
-        with mode_for(0, size, sharded_features=True):
-            torch.ones(shape) * gate.detach()
-
-
-def test_shapes_casts_and_exact_arithmetic_run_between_sharded_layers():
+def test_what_is_exact_runs_between_sharded_layers():
+    """Shapes, casts, exact arithmetic, and operands that are not trained."""
     x = torch.randn(2, 3, 4)
+    untrained = [GAMMA.detach(), GATE.detach(), nn.Parameter(torch.ones(4), requires_grad=False)]
     with mode_for(1, 2, sharded_features=True):
         heads = x.view(2, 3, 2, -1).transpose(1, 2)
         rotated = torch.cat([-heads[..., 1:], heads[..., :1]], -1) * 2 + heads.float()
         masked = rotated.masked_fill(rotated > 0, 0.5).to(torch.bfloat16)
-        output = (
-            torch.where(masked.isnan(), masked, F.relu(masked))
-            .flatten(2)
-            .unflatten(-1, (-1, 2))
-            .repeat_interleave(2, 0)
-        )
-        assert output.shape == (4, 2, 3, 2)
+        flat = torch.where(masked.isnan(), masked, F.relu(masked)).flatten(2)
+        assert flat.unflatten(-1, (-1, 2)).repeat_interleave(2, 0).shape == (4, 2, 3, 2)
         assert x.mT.shape == (2, 4, 3)
-        assert len([*output]) == 4
+        assert len([*flat]) == 2
         F.linear(x, torch.ones(5, 4))
         torch.max(x, x)
+        for operand in untrained:
+            assert torch.equal(x * operand, x)
 
 
-RANDOM = {
+ATTENTION = nn.MultiheadAttention(8, 2)
+RANDOM = by_name(torch.rand_like, torch.bernoulli, torch.Tensor.uniform_, nn.init.normal_) | {
     "rand": lambda x: torch.rand(3),
-    "rand_like": lambda x: torch.rand_like(x),
     "randn": lambda x: torch.randn(3),
     "randint": lambda x: torch.randint(3, (3,)),
     "randperm": lambda x: torch.randperm(3),
-    "bernoulli": lambda x: torch.bernoulli(x),
     "multinomial": lambda x: torch.multinomial(x, 1),
-    "normal_": lambda x: nn.init.normal_(x),
-    "uniform_": lambda x: x.uniform_(),
-    "exponential_": lambda x: F.gumbel_softmax(x),
+    "exponential_": F.gumbel_softmax,
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.1, training=True),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.1, training=True),
-    "rrelu": lambda x: nn.RReLU()(x),
-    "multi_head_attention_forward": lambda x: nn.MultiheadAttention(8, 2)(x, x, x),
+    "rrelu": nn.RReLU(),
+    "multi_head_attention_forward": lambda x: ATTENTION(x, x, x),
 }
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_of_torchs_generator_are_refused(name):
     model = nn.Sequential(Calls())
-    mode = mode_for(model=model)
-    x = torch.ones(3, 8)
-    if name.startswith("multi_"):
-        attention = nn.MultiheadAttention(8, 2)
-        RANDOM[name] = lambda x: attention(x, x, x)
-    with mode, pytest.raises(ConfigError, match=f"reproducible: {name} in '0' .*use F."):
-        model[0](RANDOM[name], x)
+    with mode_for(model=model), pytest.raises(ConfigError, match=f"reproducible: {name} in '0' .*use F."):
+        model[0](RANDOM[name], torch.ones(3, 8))
 
 
 def test_functions_that_are_random_in_training_only_run_in_evaluation():
@@ -487,30 +401,16 @@ def test_functions_that_are_random_in_training_only_run_in_evaluation():
         torch.testing.assert_close(F.rrelu(x), F.leaky_relu(x, (1 / 8 + 1 / 3) / 2))
 
 
-def test_replaced_functions_are_called_instead():
-    mode = ExactFunctions(place_of(), {}, {F.cross_entropy: lambda *args, **kwargs: (args, kwargs)})
-    with mode:
-        args, kwargs = F.cross_entropy(1, 2, reduction="sum")
-    assert args == (1, 2)
-    assert kwargs["reduction"] == "sum"
-
-
 def test_arguments_that_cannot_be_exact_are_refused():
-    x = torch.ones(3)
-    with mode_for(), pytest.raises(ConfigError, match=r"exp in .* got out="):
-        torch.exp(x, out=x)
+    x, (query, key, value) = torch.ones(3), torch.randn(3, 1, 1, 2, 5, 6)
+    with mode_for():
+        with pytest.raises(ConfigError, match=r"exp in .* got out="):
+            torch.exp(x, out=x)
+        with pytest.raises(ConfigError, match="expected 4 dims"):
+            F.scaled_dot_product_attention(query, key, value)
     mask = torch.zeros(5, 5, requires_grad=True)
     with mode_for(0, 2, sharded_features=True), pytest.raises(ConfigError, match="requires gradients"):
-        F.scaled_dot_product_attention(*torch.ones(3, 2, 2, 5, 4), attn_mask=mask)
-
-
-def test_a_forward_that_is_checkpointed_runs_the_same_functions():
-    torch.manual_seed(0)
-    x, gradient = torch.randn(2, 3, 40)
-    block = nn.Sequential(nn.SiLU(), nn.GELU())
-    plain = run(mode_for(), block, [x], gradient)
-    again = run(mode_for(), lambda x: checkpoint(block, x, use_reentrant=False), [x], gradient)
-    assert all(map(same, plain, again))
+        F.scaled_dot_product_attention(query[0], key[0], value[0], attn_mask=mask)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -553,7 +453,6 @@ def test_features_are_divided_into_the_parts_of_the_layer_only(name):
         refused = nullcontext() if allowed else pytest.raises(ConfigError, match="divides or reorders features")
         with mode_for(0, 2, sharded_features=True, parts=own), refused:
             call()
-    with mode_for(0, 2):
-        call()
-    with mode_for(0, 1, sharded_features=True):
-        call()
+    for mode in (mode_for(0, 2), mode_for(0, 1, sharded_features=True)):
+        with mode:
+            call()

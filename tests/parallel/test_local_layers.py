@@ -1,25 +1,28 @@
-"""Tensor-parallel layers compute on local tensors, against torch's layers in one process, and exchanges by hand."""
+"""Tensor-parallel layers, and a batch's graph, on local tensors: values, gradients and exchanges of one process."""
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import (
+    CountDTensors,
+    assert_gradients,
+    copy_weights,
+    engine_of,
+    full,
+    launch_with_compiler,
+    randn,
+    seeded,
+)
 from pool import on_ranks
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
+from paramp.models import GPT, GPTConfig
 from paramp.parallel.tensor import exchange
 from paramp.parallel.tensor.plan import apply_plan, resolve_plan
-
-
-def whole_and_parts(rank):
-    """(ranks, 4, 6): what each rank has; and this rank's, which requires a gradient."""
-    every = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    return every, every[rank].clone().requires_grad_()
 
 
 def of_a_copy(function, group, extra, x):
@@ -30,11 +33,10 @@ def of_a_copy(function, group, extra, x):
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @on_ranks(2)
 def test_exchanges_and_their_duals(world, dim, backend):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context, warnings.catch_warnings():
-        # torch hides it, but not if it is an error
-        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+    with launch_with_compiler({"parallel": {"tensor": 2}}) as context:
         group, rank = context.tp.group, context.tp.rank
-        every, own = whole_and_parts(rank)
+        every = randn(2, 4, 6, dtype=torch.float64)  # what each rank has
+        own = every[rank]
         total, joined = every.sum(0), torch.cat(list(every), dim)
 
         def mine(tensor):
@@ -50,16 +52,16 @@ def test_exchanges_and_their_duals(world, dim, backend):
             "on_first_rank": (own * (rank == 0), own * (rank == 0)),
         }
         for name, (expected, gradient) in cases.items():
-            x = own.detach().clone().requires_grad_()
+            x = own.clone().requires_grad_()
             extra = () if name in ("enter", "sum_over_ranks", "on_first_rank") else (dim,)
             call = functools.partial(of_a_copy, getattr(exchange, name), group, extra)
             if backend is not None:
                 torch.compiler.reset()  # it counts compilations of one code
                 call = torch.compile(call, backend=backend, fullgraph=True)
             output = call(x)
-            torch.testing.assert_close(output.detach(), expected.detach(), msg=name)
+            torch.testing.assert_close(output.detach(), expected, msg=name)
             output.backward(output.detach().clone())
-            torch.testing.assert_close(x.grad, gradient.detach(), msg=name)
+            torch.testing.assert_close(x.grad, gradient, msg=name)
 
 
 class Model(nn.Module):
@@ -84,22 +86,6 @@ def sharded(context, model, plan):
     return model
 
 
-class CountDTensors(TorchDispatchMode):
-    """Counts operators that get DTensors, but views and detach, which only wrap."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        from torch.distributed.tensor import DTensor
-
-        if DTensor in types:
-            self.found.append(str(func))
-            return NotImplemented
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(2)
 def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
     tokens = torch.tensor([[0, 3, 5, 7], [7, 1, 4, 5]])
@@ -113,12 +99,9 @@ def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
         with CountDTensors() as count:
             found = model(tokens)
             found.backward()
-        assert not [name for name in count.found if "add_" not in name and "detach" not in name], count.found
+        assert not [name for name in count.found if "add_" not in name], count.found
         torch.testing.assert_close(found.detach(), loss.detach())
-        for name, parameter in plain.named_parameters():
-            gradient = model.get_parameter(name).grad
-            gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            torch.testing.assert_close(gradient, parameter.grad, msg=name)
+        assert_gradients(model, plain, atol=1e-12)
         with pytest.raises(IndexError, match="token 8, expected one of 0 to 7"):
             model(tokens + 1)
 
@@ -131,8 +114,7 @@ class Doubled(nn.Linear):
 @on_ranks(2)
 def test_a_layer_with_a_forward_of_its_own_sees_the_whole_output(world):
     """A softmax over this rank's outputs alone would be another one, so such layers run on DTensors."""
-    torch.manual_seed(6)
-    plain, x = Doubled(4, 8).double(), torch.randn(3, 4, dtype=torch.float64)
+    plain, x = seeded(Doubled, 4, 8).double(), randn(3, 4, dtype=torch.float64)
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
         model = sharded(context, nn.ModuleDict({"own": copy.deepcopy(plain)}), {"own": "colwise_gather"})
         torch.testing.assert_close(model["own"](x).detach(), plain(x).detach())
@@ -142,20 +124,18 @@ def test_a_layer_with_a_forward_of_its_own_sees_the_whole_output(world):
 def test_a_container_in_a_slice_of_the_sequence_has_partial_gradients_in_all_its_layers(world):
     torch.manual_seed(7)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))).double()
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    x = randn(2, 6, 4, dtype=torch.float64)
     plain(x).square().sum().backward()
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
         model = sharded(context, nn.ModuleDict({"part": copy.deepcopy(plain)}), {"part": "sequence"})
         model["part"](x.chunk(2, 1)[context.tp.rank]).square().sum().backward()
-        for name, parameter in plain.named_parameters():
-            gradient = model["part"].get_parameter(name).grad.full_tensor()
-            torch.testing.assert_close(gradient, parameter.grad, msg=name)
+        assert_gradients(model["part"], plain, atol=1e-12)
 
 
 @on_ranks(2)
 def test_between_scatter_and_gather_each_rank_has_its_slice_of_the_sequence(world):
-    torch.manual_seed(8)
-    x, factor = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 6, 4, dtype=torch.float64)
+    x, factor = randn(2, 2, 6, 4, dtype=torch.float64)
+    x.requires_grad_()
     expected = x.tanh()
     (expected * factor).sum().backward()
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
@@ -168,3 +148,128 @@ def test_between_scatter_and_gather_each_rank_has_its_slice_of_the_sequence(worl
         torch.testing.assert_close(output.detach(), expected.detach())
         (output * factor).sum().backward()
         torch.testing.assert_close(own.grad, x.grad)
+
+
+# ------------------------------------------------------- leaves that stand for parameters in the graph of a batch
+
+SHAPE = GPTConfig(num_layers=2, num_heads=2, width=8, max_seq_len=8, vocab_size=100, tied=False, init_std=0.5)
+DOUBLED, ZEROED = "blocks.0.mlp.up.weight", "blocks.1.attention.out.weight"
+BALANCED = "blocks.0.mlp.down.weight"
+TP2 = {"parallel": {"tensor": 2}, "precision": "64-true"}
+assert_same_gradients = functools.partial(assert_gradients, atol=1e-13, rtol=1e-9)
+
+
+def zero_gradient(parameter):
+    parameter.grad.zero_()
+
+
+def gpt(hooked=False):
+    model = seeded(GPT, SHAPE, seed=3).double()
+    if hooked:
+        model.get_parameter(DOUBLED).register_hook(lambda gradient: gradient * 2)
+        model.get_parameter(ZEROED).register_post_accumulate_grad_hook(zero_gradient)
+    return model
+
+
+def batches():
+    tokens = torch.randint(100, (3, 4, 9), generator=torch.Generator().manual_seed(4))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
+
+
+def after_a_step(engine, plain, given):
+    """Which finds gradients with other placements; the plain model gets the weights."""
+    for x, y in given:
+        engine.forward_backward(x, y)
+        engine.step()
+        engine.flush()
+        engine.zero_grad()
+    copy_weights(engine, plain)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@on_ranks(2)
+def test_gradients_of_a_second_window_are_those_of_one_process(world, hooked):
+    with paramp.launch_from_torch(TP2 | {"gradient_accumulation": 2}):
+        plain, engine = gpt(hooked), engine_of(gpt(hooked), GPT.loss)
+        first, *others = batches()
+        after_a_step(engine, plain, [first])
+        for batch in others:
+            with CountDTensors() as count:
+                engine.forward_backward(*batch, return_loss=False)
+            assert hooked or not count.found, count.found
+            (GPT.loss(plain(batch[0]), batch[1]) / 2).backward()
+        assert_same_gradients(engine, plain)
+
+
+@on_ranks(2)
+def test_a_criterion_may_ask_for_gradients_of_parameters_and_logits(world):
+    """As where losses are balanced by the norms of their gradients."""
+
+    def balanced(parameter, logits, target):
+        loss = GPT.loss(logits, target)
+        other = F.cross_entropy(logits.view(-1, logits.shape[-1]), target.reshape(-1), label_smoothing=0.3)
+        norms = [
+            sum(
+                full(one).square().sum() for one in torch.autograd.grad(value, [parameter(), logits], retain_graph=True)
+            )
+            for value in (loss, other)
+        ]
+        return loss * (norms[1] / norms[0]).sqrt() + other
+
+    (x, y), *_ = batches()
+    with paramp.launch_from_torch(TP2):
+        plain = gpt()
+        engine = engine_of(gpt(), functools.partial(balanced, lambda: engine.module.get_parameter(BALANCED)))
+        after_a_step(engine, plain, [(x, y)])
+        engine.forward_backward(x, y)
+        balanced(lambda: plain.get_parameter(BALANCED), plain(x), y).backward()
+        assert_same_gradients(engine, plain)
+
+
+@on_ranks(2)
+def test_autograd_grad_goes_through_an_engine_s_forward(world):
+    (x, y), *_ = batches()
+    with paramp.launch_from_torch(TP2):
+        plain, engine = gpt(), engine_of(gpt(), GPT.loss)
+        after_a_step(engine, plain, batches())
+        parameters = dict(plain.named_parameters())
+        loss = engine.criterion(engine(x), y)
+        found = torch.autograd.grad(loss, [engine.module.get_parameter(name) for name in parameters])
+        expected = torch.autograd.grad(GPT.loss(plain(x), y), list(parameters.values()))
+        for name, one, other in zip(parameters, found, expected, strict=True):
+            torch.testing.assert_close(full(one), other, atol=1e-13, rtol=1e-9, msg=name)
+
+
+def doubled_late(logits, target):
+    loss = GPT.loss(logits, target)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return loss
+
+
+def changed_under_a_view(logits, target):
+    rows = logits.view(-1, logits.shape[-1])
+    logits.div_(2)
+    return F.cross_entropy(rows, target.reshape(-1))
+
+
+def changed_through_a_view(logits, target):
+    logits.flatten(0, 1).mul_(2)
+    return F.cross_entropy(logits.transpose(1, 2), target)
+
+
+@pytest.mark.parametrize("criterion", [doubled_late, changed_under_a_view, changed_through_a_view])
+@on_ranks(2)
+def test_a_criterion_that_changes_logits_after_they_were_used(world, criterion):
+    """Gradients are those of one process, or there is an error."""
+    (x, y), *_ = batches()
+    with paramp.launch_from_torch(TP2):
+        plain, engine = gpt(), engine_of(gpt(), criterion)
+        if criterion is not doubled_late:
+            with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
+                engine.forward_backward(x, y)
+            return
+        engine.forward_backward(x, y)
+        engine.zero_grad()
+        engine.forward_backward(x, y)
+        criterion(plain(x), y).backward()
+        assert_same_gradients(engine, plain)

@@ -5,13 +5,17 @@ import warnings
 
 import pytest
 import torch
+from beside_plain import engine_of, train_both
 from families import family, long
-from pool import on_ranks, run_on_ranks
-from reference import assert_follows, batches, train_mode
+from pool import on_ranks
+from reference import batches
 from test_huggingface import build, loss_of
 from torch import nn
 
 import paramp
+from paramp.parallel.adapters import adapter_for
+from paramp.parallel.huggingface.lora import extend_to_adapters
+from paramp.parallel.tensor.plan import resolve_plan
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -44,9 +48,8 @@ class Block(nn.Module):
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(120, 8)
+        self.embedding, self.head = nn.Embedding(120, 8), nn.Linear(8, 120)
         self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(8, 120)
 
     def forward(self, x):
         x = self.embedding(x)
@@ -61,7 +64,7 @@ def own_loss(output, targets):
 
 def base(name):
     torch.manual_seed(1)
-    return Own() if name == "own" else build(name)
+    return Own() if name == "own" else build(name.removesuffix("-embedding"))
 
 
 def adapted(name, **changes):
@@ -78,37 +81,28 @@ def adapted(name, **changes):
     return model.train()
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+
+
+def loss_for(name):
+    return own_loss if name == "own" else loss_of
 
 
 def initialize(name, model):
-    is_split = name == "own" and paramp.get_context().tp.size > 1
-    loss = own_loss if name == "own" else loss_of
-    return paramp.initialize(model, adamw, loss, **({"plan": OWN_PLAN} if is_split else {}))[0]
+    plan = OWN_PLAN if name == "own" and paramp.get_context().tp.size > 1 else None
+    return engine_of(model, loss_for(name), adamw, plan=plan)
 
 
 def follows(name, layout):
-    """Five steps; the engine's model has the weights of the plain one, of which the base is as before."""
+    """The engine's model has the weights of the plain one, of which the base is as before."""
     plain = adapted(name)
-    optimizer, loss = adamw(plain.parameters()), own_loss if name == "own" else loss_of
     start = {key: value.clone() for key, value in plain.state_dict().items()}
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        loss(plain(x), y).backward()
-        optimizer.step()
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = initialize(name, adapted(name))
-        for batch in batches(5):
-            engine.forward_backward(*(one.chunk(context.dp.size)[context.dp.rank] for one in batch))
-            assert engine.step().stepped
-            engine.zero_grad()
-        actual = engine.full_state_dict()
-    trained = {key for key, parameter in plain.named_parameters() if parameter.requires_grad}
-    assert actual.keys() == start.keys()
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(actual[key], value, atol=2e-5, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
-        assert torch.equal(actual[key], start[key]) == (key not in trained), key
+        train_both(context, engine, plain, batches(5), loss_for(name), adamw, atol=2e-5)
+        trained = {key for key, parameter in plain.named_parameters() if parameter.requires_grad}
+        for key, value in engine.full_state_dict().items():
+            assert torch.equal(value, start[key]) == (key not in trained), key
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
@@ -124,27 +118,6 @@ def test_fp32_follows_plain_torch(world, layout):
 def test_fp32_follows_plain_torch_on_tensor_and_pipeline_ranks(world):
     follows("llama", "pp2-tp2")
     follows("own", "pp2-tp2")
-
-
-def train_half(parallel):
-    """Losses, and how far the adapters have gone; the rest stays where it was."""
-    build_model = functools.partial(adapted, "llama", modules_to_save=None)
-    losses, ways = train_mode(build_model, loss_of, 5, "16-mixed", parallel)
-    assert {key for key, way in ways.items() if way.any()} == {key for key in ways if "lora" in key}
-    return losses, {key: way for key, way in ways.items() if "lora" in key}
-
-
-@on_ranks(2)
-def half(world, layout, expected):
-    assert_follows(train_half(LAYOUTS[layout]), expected, "16-mixed")
-
-
-@family
-@long
-def test_half_precision_follows_its_single_process_run():
-    expected = train_half({})
-    for layout in ("tp2", "pp2"):
-        run_on_ranks(2, __name__, "half", {"layout": layout, "expected": expected})
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
@@ -167,34 +140,22 @@ def test_adapters_are_saved_as_peft_reads_them(world, layout, tmp_path):
 
 
 def styles_of(model, plan):
-    from paramp.parallel.huggingface.lora import extend_to_adapters
-    from paramp.parallel.tensor.plan import resolve_plan
-
     return extend_to_adapters(model, resolve_plan(plan, [key for key, _ in model.named_modules()]))
 
 
-def test_what_cannot_be_sharded_is_an_error():
+def test_what_cannot_be_sharded_or_filled_is_an_error():
     with pytest.raises(paramp.ConfigError, match=r"up' is a peft.*Linear with DoraLinearVariant.*use_dora"):
         styles_of(adapted("own", use_dora=True), {"base_model.model.layers.*.up": "colwise"})
-
-
-def test_adapters_without_values_are_an_error():
-    from paramp.parallel.adapters import adapter_for
-
-    model = adapted("own").to("meta")
     with pytest.raises(paramp.ConfigError, match=r"layers\.0\.up\.lora_A\.default\.weight' is on the meta device"):
-        adapter_for(model).filler()
+        adapter_for(adapted("own").to("meta")).filler()
 
 
 def test_entries_of_slices_of_the_sequence():
     """Each rank applies one half to its slice, so that half's gradient is partial."""
     model = adapted("own", lora_dropout=0.1)
-    plan = {"base_model.model.layers.0.up": "sequence_colwise", "base_model.model.layers.0.down": "sequence_rowwise"}
-    found = {
-        name.removeprefix("base_model.model.layers.0."): type(style).__name__
-        for name, style in styles_of(model, plan).items()
-    }
-    assert found == {
+    layer = "base_model.model.layers.0."
+    styles = styles_of(model, {f"{layer}up": "sequence_colwise", f"{layer}down": "sequence_rowwise"})
+    assert {name.removeprefix(layer): type(style).__name__ for name, style in styles.items()} == {
         "up.base_layer": "Colwise",
         "up.lora_A.default": "PartialGradient",
         "up.lora_B.default": "Colwise",

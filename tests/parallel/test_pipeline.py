@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
-from pool import on_ranks
+import torch.distributed as dist
+from beside_plain import engine_of, randn, seeded, train_both
+from pool import on_ranks, run_on_ranks
 from reference import small_gpt
 from torch import nn
+from torch.distributed.pipelining import stage as torchs_stage
 from traceable import awkward_model
 
 import paramp
@@ -18,22 +21,24 @@ def chain(*widths):
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
 
 
-def test_units_open_nested_sequences_only():
+def stages_of(model, *args):
+    return plan_stages(list(units(model)), *args)
+
+
+class Own(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def test_sequences_are_opened_and_one_with_its_own_forward_is_none():
     assert [name for name, _ in units(small_gpt(num_layers=2))] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
-
-
-def test_a_sequence_with_its_own_forward_is_no_sequence():
-    class Own(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) + x
-
     assert is_sequential(nn.Sequential())
     assert not is_sequential(Own(nn.Linear(2, 2)))
     assert not is_sequential(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("widths", "stages", "expected"),
+    ("widths", "num_stages", "expected"),
     [
         ((8, 8, 8, 8, 8), 2, [["0", "1"], ["2", "3"]]),
         ((8, 64, 8, 8, 8), 2, [["0"], ["1", "2", "3"]]),
@@ -41,75 +46,72 @@ def test_a_sequence_with_its_own_forward_is_no_sequence():
         ((8, 8, 8, 8), 3, [["0"], ["1"], ["2"]]),
     ],
 )
-def test_the_heaviest_stage_is_as_light_as_can_be(widths, stages, expected):
+def test_the_heaviest_stage_is_as_light_as_can_be(widths, num_stages, expected):
     model = chain(*widths)
-    plan = plan_stages(list(units(model)), stages)
-    assert [name for stage in plan for name in stage] == [str(i) for i in range(len(widths) - 1)]
+    plan = stages_of(model, num_stages)
+    assert [name for stage in plan for name in stage] == [str(index) for index in range(len(widths) - 1)]
     assert all(plan)
-    weight = {str(i): layer.weight.numel() + 1 for i, layer in enumerate(model)}
-
-    def heaviest(stages):
-        return max(sum(weight[name] for name in stage) for stage in stages)
-
-    assert heaviest(plan) == heaviest(expected)
+    weight = {str(index): layer.weight.numel() + 1 for index, layer in enumerate(model)}
+    found, least = (max(sum(weight[name] for name in stage) for stage in stages) for stages in (plan, expected))
+    assert found == least
 
 
 def test_looking_up_an_embedding_costs_nothing():
     model = nn.Sequential(nn.Embedding(10_000, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    assert [len(stage) for stage in plan_stages(list(units(model)), 3)] == [2, 1, 1]
+    assert [len(stage) for stage in stages_of(model, 3)] == [2, 1, 1]
 
 
 def test_names_choose_the_stages():
-    found = list(units(small_gpt(num_layers=3)))
-    assert plan_stages(found, 2, ["blocks.2"]) == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "norm", "head"]]
-    assert plan_stages(found, 2, ["blocks"])[0] == ["embedding"]
+    model = small_gpt(num_layers=3)
+    assert stages_of(model, 2, ["blocks.2"]) == [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "norm", "head"]]
+    assert stages_of(model, 2, ["blocks"])[0] == ["embedding"]
 
 
 @pytest.mark.parametrize(
-    ("split", "message"),
+    ("count", "split", "message"),
     [
-        (["blocks.9"], r"split: got 'blocks\.9', expected one of embedding, blocks\.0.*did you mean 'blocks\.2'"),
-        (["embedding"], "leaves the stage before it empty"),
+        (2, ["blocks.9"], r"split: got 'blocks\.9', expected one of embedding, blocks\.0.*did you mean 'blocks\.2'"),
+        (2, ["embedding"], "leaves the stage before it empty"),
+        (7, None, "got 7 stages, but the model has 6 modules in sequence"),
     ],
 )
-def test_names_that_begin_no_stage(split, message):
+def test_stages_that_cannot_be(count, split, message):
     with pytest.raises(paramp.ConfigError, match=message):
-        plan_stages(list(units(small_gpt(num_layers=3))), 2, split)
+        stages_of(small_gpt(num_layers=3), count, split)
 
 
-def test_more_stages_than_modules():
-    with pytest.raises(paramp.ConfigError, match="got 6 stages, but the model has 5 modules in sequence"):
-        plan_stages(list(units(small_gpt(num_layers=2))), 6)
+def again():
+    shared, layer = nn.ReLU(), nn.Linear(4, 4)
+    return nn.Sequential(layer, shared, layer, shared, nn.Linear(4, 4), shared)
 
 
-def test_stages_keep_names_weights_and_add_up_to_the_model():
-    model = small_gpt(num_layers=3)
-    parts = SequentialPartition(model).stages(plan_stages(list(units(model)), 3))
-    tokens = torch.randint(0, 120, (2, 5))
-    x = tokens
-    for part in parts:
-        x = part(x)
-    assert torch.equal(x, model(tokens))
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    seen = [name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)]
-    assert sorted(seen) == sorted(whole)
-    for part in parts:
-        assert all(whole[name] is value for name, value in part.named_parameters())
-
-
-def test_a_sequence_is_cut_between_any_two_of_its_modules():
-    """Nested ones included."""
-    torch.manual_seed(0)
+def nested():
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
-    model = nn.Sequential(nn.Linear(4, 4), inner, nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
-    names = [name for name, _ in units(model)]
-    assert names == ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]
-    x = torch.randn(2, 4)
+    return nn.Sequential(nn.Linear(4, 4), inner, nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (nested, ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]),
+        (again, [*"012345"]),
+        (lambda: small_gpt(num_layers=2), ["embedding", "blocks.0", "blocks.1", "norm", "head"]),
+    ],
+)
+def test_a_sequence_is_cut_between_any_two_of_its_modules(build, names):
+    """Nested ones included. Stages keep names and weights and add up to the model."""
+    model = seeded(build)
+    x = torch.randint(0, 120, (2, 5)) if names[0] == "embedding" else randn(2, 4)
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    assert [name for name, _ in units(model)] == names
     for index, name in enumerate(names[1:], start=1):
-        plan = plan_stages(list(units(model)), 2, [name])
+        plan = stages_of(model, 2, [name])
         assert plan == [names[:index], names[index:]]
         first, second = SequentialPartition(model).stages(plan)
         assert torch.equal(second(first(x)), model(x))
+        held = [pair for part in (first, second) for pair in part.named_parameters(remove_duplicate=False)]
+        assert sorted(key for key, _ in held) == sorted(whole)
+        assert all(whole[key] is value for key, value in held)
 
 
 class Counting(nn.Module):
@@ -130,12 +132,8 @@ class Counting(nn.Module):
 @on_ranks(4)
 def test_finding_shapes_leaves_no_trace(world):
     """torch's own inference would count a call of garbage and move the random state (FACTS 5)."""
-    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}
-    with paramp.launch_from_torch(config) as context:
-        model = nn.Sequential(*(Counting() for _ in range(4)))
-        engine, *_ = paramp.initialize(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, y: (out - y).mean()
-        )
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}) as context:
+        engine = engine_of(nn.Sequential(*(Counting() for _ in range(4))), lambda out, y: (out - y).mean())
         torch.manual_seed(5)
         engine.forward_backward(torch.ones(8, 2), torch.zeros(8, 2))
         counter = next(module for module in engine.module.modules() if isinstance(module, Counting))
@@ -147,122 +145,47 @@ def test_finding_shapes_leaves_no_trace(world):
         assert torch.equal(state, torch.get_rng_state())
 
 
+def pairs(*sizes):
+    """Batches of ``sizes``, given without the last dim, which is 4."""
+    return [[randn(*size, 4, seed=seed + 10 * index) for index in range(2)] for seed, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-naive", torch.bfloat16), ("32-true", torch.float32)]
+)
 @on_ranks(4)
-def test_batches_of_several_shapes(world):
-    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}
-    with paramp.launch_from_torch(config):
-        model = chain(3, 3, 3, 3, 3)
-        reference = chain(3, 3, 3, 3, 3)
-        reference.load_state_dict(model.state_dict())
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        for size in (4, 8, 4, 12):
-            generator = torch.Generator().manual_seed(size)
-            x, y = torch.randn(size, 3, generator=generator), torch.randn(size, 3, generator=generator)
-            expected = nn.functional.mse_loss(reference(x), y).item()
-            assert engine.forward_backward(x, y).item() == pytest.approx(expected, abs=1e-6)
-            assert engine.evaluate(x, y).item() == pytest.approx(expected, abs=1e-6)
-            engine.zero_grad()
+def test_activations_travel_in_the_compute_dtype(world, precision, dtype):
+    sent, original = [], dist.isend
 
+    class Spy(dist.P2POp):
+        def __new__(cls, op, tensor, *args, **kwargs):
+            if op is original:
+                sent.append(tensor.dtype)
+            return super().__new__(cls, op, tensor, *args, **kwargs)
 
-@on_ranks(4)
-def test_activations_travel_in_the_compute_dtype(world):
-    import torch.distributed as dist
-
-    sent = []
-    original = dist.isend
-
-    for precision, dtype in (("16-mixed", torch.float16), ("bf16-naive", torch.bfloat16), ("32-true", torch.float32)):
-        config = {"parallel": {"pipeline": 4}, "precision": precision}
-        with paramp.launch_from_torch(config):
-            model = chain(3, 3, 3, 3, 3)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-            x = torch.ones(8, 3)
-            engine.forward_backward(x, x)  # finds shapes first
-            from torch.distributed.pipelining import stage
-
-            class Spy(stage.dist.P2POp):
-                def __new__(cls, op, tensor, *args, **kwargs):
-                    if op is original:
-                        sent.append(tensor.dtype)
-                    return super().__new__(cls, op, tensor, *args, **kwargs)
-
-            saved, stage.dist.P2POp = stage.dist.P2POp, Spy
-            try:
-                sent.clear()
-                engine.forward_backward(x, x)
-            finally:
-                stage.dist.P2POp = saved
-        assert set(sent) == {dtype}
-
-
-def test_modules_that_come_again_are_kept():
-    shared = nn.ReLU()
-    again = nn.Linear(3, 3)
-    model = nn.Sequential(again, shared, again, shared, nn.Linear(3, 3), shared)
-    assert [name for name, _ in units(model)] == list("012345")
-    parts = SequentialPartition(model).stages(plan_stages(list(units(model)), 2, ["3"]))
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(parts[1](parts[0](x)), model(x))
-
-
-@on_ranks(4)
-def test_awkward_stages_follow_plain_torch(world):
-    split = ["2", "4", "5"]
-    config = {"parallel": {"pipeline": {"size": 4, "microbatches": 4, "split": split}}}
-    reference = awkward_model()
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with paramp.launch_from_torch(config):
-        model = awkward_model()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            x, y = (torch.randn(8, 4, 4, generator=generator) for _ in range(2))
-            plain.zero_grad()
-            loss = nn.functional.mse_loss(reference(x), y)
-            loss.backward()
-            plain.step()
-            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), abs=1e-6)
-            engine.step()
-        for name, value in engine.full_state_dict().items():
-            torch.testing.assert_close(value, reference.state_dict()[name], atol=1e-6, rtol=0)
+    with (
+        paramp.launch_from_torch({"parallel": {"pipeline": 4}, "precision": precision}),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        engine, x = engine_of(chain(3, 3, 3, 3, 3)), torch.ones(8, 3)
+        engine.forward_backward(x, x)  # finds shapes first
+        patch.setattr(torchs_stage.dist, "P2POp", Spy)
+        engine.forward_backward(x, x)
+    assert set(sent) == {dtype}
 
 
 @on_ranks(2)
 def test_two_engines_in_one_context_keep_their_own_ties(world):
     def tied():
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
         model[2].weight = model[0].weight
         return model
 
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
-        models = [tied(), tied(), chain(4, 4, 4)]
-        engines = [
-            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.functional.mse_loss)[0]
-            for model in models
-        ]
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-        for engine in engines:
-            for _ in range(3):
-                engine.forward_backward(x, x)
-                engine.step()
-        for engine in engines[:2]:
-            weights = engine.full_state_dict()
-            assert torch.equal(weights["0.weight"], weights["2.weight"])
-
-
-@on_ranks(4)
-def test_a_tie_that_the_plan_shards_differently_is_an_error_on_every_rank(world):
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    for parallel in ({"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2}):
-        with paramp.launch_from_torch({"parallel": parallel}):
-            model = chain(4, 4, 4)
-            model[1].weight = model[0].weight
-            plan = {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))}
-            with pytest.raises(paramp.ConfigError, match=r"0\.weight and 1\.weight are one parameter"):
-                paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    batches = pairs((4,), (4,), (4,))
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
+        builds = [tied, tied, lambda: chain(4, 4, 4)]
+        for engine, build in [(engine_of(seeded(build)), build) for build in builds]:
+            train_both(context, engine, seeded(build), batches)
 
 
 class Adding(nn.Module):
@@ -280,26 +203,6 @@ class Adding(nn.Module):
         return self.linear(x) + self.cache[: len(x)]
 
 
-@on_ranks(2)
-def test_stages_may_change_what_they_receive_and_grow_buffers(world):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Adding(), Adding())
-
-    reference = build()
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-    loss = nn.functional.mse_loss(reference(x), x)
-    loss.backward()
-    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2, "split": ["1"]}}}):
-        model = build()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        engine._runner.pipeline._probe(Batch((torch.ones(2, 4),)))
-        assert not any(len(buffer) for buffer in engine.module.buffers())
-        assert engine.forward_backward(x, x).item() == pytest.approx(loss.item(), abs=1e-6)
-        for name, parameter in engine.named_parameters():
-            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, atol=1e-6, rtol=0)
-
-
 class Sum(nn.Module):
     """Its input's gradient is expanded."""
 
@@ -314,72 +217,45 @@ class Transposed(nn.Linear):
         return (self.weight @ x.t()).t()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble", "zbv"])
-@on_ranks(2)
-def test_gradients_of_any_strides_are_sent(world, schedule):
-    def build():
-        torch.manual_seed(0)
-        layers = [nn.Linear(4, 4), Sum(), nn.Linear(4, 4), Transposed(4, 4, bias=False), Sum(), nn.Linear(4, 4)]
-        return nn.Sequential(*layers)
+def strided():
+    layers = [nn.Linear(4, 4), Sum(), nn.Linear(4, 4), Transposed(4, 4, bias=False), Sum(), nn.Linear(4, 4)]
+    return nn.Sequential(*layers)
 
-    reference = build().double()
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    nn.functional.mse_loss(reference(x.double()), x.double()).backward()
-    split = ["3"] if schedule == "1f1b" else ["1", "3", "4"]
-    pipeline = {"size": 2, "microbatches": 4, "schedule": schedule, "split": split}
-    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}, "precision": "64-true"}):
-        model = build()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        engine.forward_backward(x, x.double())  # torch 2.11 has no backward of a loss of two dtypes
-        for name, parameter in engine.named_parameters():
-            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, atol=1e-12, rtol=0)
+
+FOLLOWED = {
+    "batches of several shapes": (4, lambda: chain(4, 4, 4, 4, 4), "1f1b", ["1", "2", "3"], [(4,), (8,), (4,), (12,)]),
+    "awkward stages": (4, awkward_model, "1f1b", ["2", "4", "5"], [(8, 4)] * 3),
+    "changed inputs": (2, lambda: nn.Sequential(nn.Linear(4, 4), Adding(), Adding()), "1f1b", ["1"], [(4,)]),
+    "strides": (2, strided, "1f1b", ["3"], [(8,)]),
+    "strides, zero-bubble": (2, strided, "interleaved-zero-bubble", ["1", "3", "4"], [(8,)]),
+    "strides, zbv": (2, strided, "zbv", ["1", "3", "4"], [(8,)]),
+}
+"""The ranks, the model, the schedule, where it is split, and the sizes of batches."""
+
+
+@pytest.mark.parametrize("which", FOLLOWED)
+def test_stages_follow_plain_torch(which):
+    """Whatever they change, share or reorder; and batches of several shapes, in training and in evaluation."""
+    run_on_ranks(FOLLOWED[which][0], __name__, "follow", {"which": which})
+
+
+def follow(world, which):
+    size, build, schedule, split, sizes = FOLLOWED[which]
+    pipeline = {"size": size, "microbatches": 4, "schedule": schedule, "split": split}
+    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}) as context:
+        plain, engine = seeded(build), engine_of(seeded(build))
+        engine._runner.pipeline._probe(Batch((torch.ones(2, *sizes[0][1:], 4),)))
+        assert not any(len(buffer) for buffer in engine.module.buffers())  # it has not grown
+        train_both(context, engine, plain, pairs(*sizes))
+        for x, y in pairs(*sizes):
+            expected = nn.functional.mse_loss(plain(x), y).item()
+            assert engine.evaluate(x, y).item() == pytest.approx(expected, abs=1e-6)
 
 
 @on_ranks(2)
 def test_a_stage_that_fails_is_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(3, 3))
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        with pytest.raises(
-            paramp.ConfigError, match=r"stage 1 of 2 fails on a microbatch of inputs\[0\] \(2, 4\): RuntimeError: "
-        ):
+        engine = engine_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(3, 3)))
+        message = r"stage 1 of 2 fails on a microbatch of inputs\[0\] \(2, 4\): RuntimeError: "
+        with pytest.raises(paramp.ConfigError, match=message):
             engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
-
-
-@on_ranks(2)
-def test_models_that_a_partition_would_change_are_an_error_on_every_rank(world):
-    def hooked(name):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        model.get_submodule(name).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.1,))
-        return model
-
-    norm = nn.BatchNorm1d(4)
-    twice = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
-    with torch.device("meta"):
-        absent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Adding())
-    for model, message in (
-        (hooked(""), r"the model has hooks \(.*<lambda>\), but is split into stages"),
-        (hooked("1"), r"1 has hooks \(.*<lambda>\)"),
-        (hooked("1.0"), None),
-        (twice, r"'1' \(BatchNorm1d\) is called on several stages"),
-        (absent, r"model: 3 \(Adding\) is on the meta device"),
-    ):
-        split = ["1.1" if len(model) == 2 else "2"]
-        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": split}}}):
-
-            def start(model=model):
-                paramp.initialize(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-
-            if message is None:
-                start()
-                continue
-            with pytest.raises(ValueError, match=message):
-                start()
-
-
-@on_ranks(4)
-def test_a_style_that_does_not_fit_a_module_is_an_error_on_every_rank(world):
-    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["1"]}, "tensor": 2}}):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        with pytest.raises(paramp.ConfigError, match="plan: '1' is a LayerNorm: Colwise supports Linear an"):
-            paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan={"1": "colwise"})

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import assert_gradients, engine_of, randn
 from pool import on_ranks
 from torch import nn
 
 import paramp
+from paramp.parallel.split_backward import SplitBackward
 
 
 class Layers(nn.Module):
@@ -60,33 +62,30 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_two_halves_are_the_whole(name):
-    from paramp.parallel.split_backward import SplitBackward
-
     def run(split):
-        layers, x = Layers(), torch.rand(2, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        layers, x = Layers(), randn(2, 3).requires_grad_()
         calls = []
         for parameter in layers.parameters():
             parameter.register_hook(lambda gradient: gradient * 3)
             parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
         outputs = STAGES[name](layers, x)
-        pairs = [(output, torch.rand_like(output)) for output in outputs if output.requires_grad]
+        outputs = [output for output in outputs if output.requires_grad]
+        gradients = [randn(*output.shape) for output in outputs]
         if split:
-            backward = SplitBackward([output for output, _ in pairs], [gradient for _, gradient in pairs], [x, None])
+            backward = SplitBackward(outputs, gradients, [x, None])
             first, nothing = backward.inputs()
             assert nothing is None
             assert not calls
             backward.weights()
         else:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(outputs, gradients)
             first = x.grad
         return [first, *(parameter.grad for parameter in layers.parameters())], len(calls)
 
     (halves, calls), (whole, expected_calls) = run(True), run(False)
     assert calls == expected_calls
-    for mine, theirs in zip(halves, whole, strict=True):
-        assert (mine is None) == (theirs is None)
-        if theirs is not None:
-            torch.testing.assert_close(mine, theirs)
+    assert [one is None for one in halves] == [one is None for one in whole]
+    torch.testing.assert_close([one for one in halves if one is not None], [one for one in whole if one is not None])
 
 
 class Partly(nn.Module):
@@ -130,54 +129,52 @@ class NoWeights(nn.Module):
         return x.unsqueeze(-1).expand(*x.shape, 4).cos()
 
 
-@on_ranks(2)
-def test_gradients_behind_frozen_stages(world):
-    def freeze(model, names):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.split(".")[0] not in names)
+def freeze(model, names):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in names)
 
+
+SPLIT = ["1", "2", "3"]
+FROZEN = (
+    (Embedding, "0", ("0", "02", "0")),
+    (Embedding, "012", ("012",)),
+    (Embedding, "", ("0", "02", "", "3", "01")),
+    (NoWeights, "", ("", "1", "12", "")),
+)
+"""The first stage, what is frozen from the start, and what in each step."""
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv", "dualpipev", "interleaved-1f1b"])
+@on_ranks(2)
+def test_gradients_behind_frozen_stages(world, schedule):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.rand(8, 3, generator=generator).double(), torch.rand(8, 3, 4, generator=generator).double()
-    for schedule in ("interleaved-zero-bubble", "zbv", "dualpipev", "interleaved-1f1b"):
-        pipeline = {"size": 2, "schedule": schedule, "microbatches": 4, "split": ["1", "2", "3"]}
-        for kind, frozen, later in (
-            (Embedding, "0", ("0", "02", "0")),
-            (Embedding, "012", ("012",)),
-            (Embedding, "", ("0", "02", "", "3", "01")),
-            (NoWeights, "", ("", "1", "12", "")),
-        ):
-            reference, model = four_stages(frozen, kind), four_stages(frozen, kind)
-            with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}, "precision": "64-true"}):
-                engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss)
-                for names in later:
-                    freeze(reference, names)
-                    freeze(engine.module, names)
-                    engine.zero_grad()
-                    reference.zero_grad()
-                    loss = F.mse_loss(reference(x), y)
-                    loss.backward()
-                    where = f"{schedule}, frozen {frozen!r}, then {names!r}"
-                    assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6), where
-                    for name, parameter in engine.named_parameters():
-                        expected = reference.get_parameter(name).grad
-                        given = 0 * parameter if parameter.grad is None else parameter.grad
-                        expected = 0 * given if expected is None else expected
-                        torch.testing.assert_close(given, expected, msg=lambda text, at=(where, name): f"{at} {text}")
-                    assert engine.step().stepped
-                    with torch.no_grad():
-                        for parameter in reference.parameters():
-                            parameter -= 0.5 * (0 if parameter.grad is None else parameter.grad)
+    pipeline = {"size": 2, "schedule": schedule, "microbatches": 4, "split": SPLIT}
+    for kind, frozen, later in FROZEN:
+        plain = four_stages(frozen, kind)
+        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}, "precision": "64-true"}):
+            engine = engine_of(four_stages(frozen, kind))
+            for names in later:
+                freeze(plain, names)
+                freeze(engine.module, names)
+                engine.zero_grad()
+                plain.zero_grad()
+                loss = F.mse_loss(plain(x), y)
+                loss.backward()
+                where = f"frozen {frozen!r}, then {names!r}:"
+                assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6), where
+                assert_gradients(engine, plain, atol=1e-12, where=where)
+                assert engine.step().stepped
+                torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
 
 @on_ranks(2)
 def test_unfreezing_what_nothing_steps_is_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "split": ["1"]}}, "precision": "64-true"}):
-        model = four_stages("0")
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss)
+        engine = engine_of(four_stages("0"))
         x, y = torch.rand(4, 3), torch.rand(4, 3, 4).double()
         engine.forward_backward(x, y)
         engine.module.requires_grad_(True)
-        with pytest.raises(
-            ValueError, match=r"'0\.weight' was frozen when the optimizer was set up, so nothing steps it"
-        ):
+        message = r"'0\.weight' was frozen when the optimizer was set up, so nothing steps it"
+        with pytest.raises(ValueError, match=message):
             engine.forward_backward(x, y)

@@ -1,10 +1,12 @@
 """Data ranks that shard parameters and run different blocks: each raises, names them, and can train on."""
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from beside_plain import assert_weights, engine_of, own, randn, seeded
 from pool import on_ranks
 from torch import nn
 
@@ -31,7 +33,7 @@ class Blocks(nn.Module):
         return x
 
 
-X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+X, Y = randn(2, 8, 4)
 
 
 def squares_and_count(output, target):
@@ -42,13 +44,12 @@ class Trained:
     """An engine on shards, and plain training in one process beside it."""
 
     def __init__(self, context, criterion=nn.functional.mse_loss):
-        torch.manual_seed(0)
-        model = Blocks()
-        self.rank = context.batch_axis.rank
-        self.part = [one.chunk(context.batch_axis.size)[self.rank] for one in (X, Y)]
+        model = seeded(Blocks)
+        self.context = context
+        self.part = own(context, X, Y)
         self.plain = copy.deepcopy(model)
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
-        self.engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion)
+        self.engine = engine_of(model, criterion)
 
     def step(self, order=(0, 1, 2, 3)):
         """A step on every rank, on equal blocks, and the plain one."""
@@ -58,12 +59,11 @@ class Trained:
         self.optimizer.step()
         self.engine.forward_backward(*self.part)
         assert self.engine.step().stepped
-        for name, value in self.engine.full_state_dict().items():
-            torch.testing.assert_close(value, self.plain.state_dict()[name], atol=1e-6, rtol=0)
+        assert_weights(self.engine.full_state_dict(), self.plain.state_dict(), atol=1e-6)
 
     def fail(self, deviating, call, order=None, cut=None):
         """The error of ``call`` where ranks ``deviating`` run blocks in another ``order``, or leave a backward out."""
-        if self.rank in deviating:
+        if self.context.batch_axis.rank in deviating:
             self.engine.module.order, self.engine.module.cut = [0, 1, 2, 3] if order is None else order, cut
         with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model") as raised:
             call(*self.part)
@@ -72,30 +72,33 @@ class Trained:
         return str(raised.value)
 
 
-SKIPS = {
-    "a middle one": [0, 2, 3],
-    "the last": [0, 1, 2],
-    "all": [],
-    "another twice": [0, 2, 2, 3],
-    "other order": [0, 2, 1, 3],
-}
+@contextmanager
+def training(*args, **data):
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2} | data}}) as context:
+        yield Trained(context, *args)
+
+
+def skipped(block, runs_on=0):
+    place = f"(pp 0, dp_replicate 0, dp_shard {runs_on}, tp 0)"
+    return f"'blocks.{block}' runs on rank {runs_on} {place}, but is skipped on rank {1 - runs_on}"
+
+
+SKIPS = {1: ([0, 2, 3], [0, 2, 2, 3], [0, 2, 1, 3]), 3: ([0, 1, 2],), 0: ([],)}
+"""By the first block that is skipped."""
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first batch", "known order"])
 @on_ranks(2)
 def test_a_block_that_one_rank_skips(world, known):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained = Trained(context)
+    with training() as trained:
         engine = trained.engine
         if known:
             trained.step()
             engine.evaluate(*trained.part)
         for call in (engine.forward_backward, engine.evaluate, lambda x, y: engine.backward((engine(x) - y).mean())):
-            for what, order in SKIPS.items():
+            for block, order in ((block, order) for block, orders in SKIPS.items() for order in orders):
                 error = trained.fail({1}, call, order)
-                skipped = {"the last": 3, "all": 0}.get(what, 1)
-                found = f"'blocks.{skipped}' runs on rank 0 (pp 0, dp_replicate 0, dp_shard 0, tp 0), but is skipped"
-                assert f"{found} on rank 1" in error
+                assert skipped(block) in error
                 assert "run the same blocks on every data rank" in error
         trained.step()
 
@@ -104,40 +107,39 @@ def test_a_block_that_one_rank_skips(world, known):
 @on_ranks(2)
 def test_the_last_block_before_a_loss_with_a_count(world, known):
     """The data ranks add up counts between the forward and the backward."""
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained = Trained(context, squares_and_count)
+    with training(squares_and_count) as trained:
         if known:
             trained.step()
         error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2])
-        assert "'blocks.3' runs on rank 0 (pp 0, dp_replicate 0, dp_shard 0, tp 0), but is skipped on rank 1" in error
+        assert skipped(3) in error
         assert "which is at the loss" in error
-        error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3])
-        assert "'blocks.3' runs on rank 1 (pp 0, dp_replicate 0, dp_shard 1, tp 0), but is skipped on rank 0" in error
+        assert skipped(3, runs_on=1) in trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3])
         trained.step()
 
 
 @on_ranks(2)
-def test_a_block_that_one_rank_runs_once_more(world):
+def test_a_block_that_one_rank_runs_once_more_and_a_backward_that_one_leaves_out(world):
     """The other rank is in its backward by then."""
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained = Trained(context)
+    with training() as trained:
         trained.step()
-        error = trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3, 2])
-        assert "'blocks.3' runs on rank 1 (pp 0, dp_replicate 0, dp_shard 1, tp 0), but is skipped on rank 0" in error
-        trained.step()
+        assert skipped(3, runs_on=1) in trained.fail({1}, trained.engine.forward_backward, [0, 1, 2, 3, 3, 2])
+        for _ in range(2):
+            error = trained.fail({1}, trained.engine.forward_backward, cut=2)
+            assert "the reduction of the gradients of 'blocks.2' runs on rank 0" in error
+            trained.step()
 
 
 @on_ranks(2)
 def test_a_rank_that_nobody_answers_raises_after_the_timeout(world):
     """The other one has ended its batch, and waits in what follows."""
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained = Trained(context)
+    with training() as trained:
         order = trained.engine._stages._units._order
         for run in ("first", "known"):
             order.begin(backward=False)
             order.check(3)
             if run == "known" and world.rank:
-                context.config = replace(context.config, hang_timeout=1)  # not before: the others may be slow
+                # Not before: the others may be slow.
+                trained.context.config = replace(trained.context.config, hang_timeout=1)
                 posts = []
                 for _ in range(2):  # it cannot go on
                     with pytest.raises(RuntimeError, match=r"rank 1 .* is at the forward of 'blocks.2', where all"):
@@ -149,57 +151,33 @@ def test_a_rank_that_nobody_answers_raises_after_the_timeout(world):
 
 
 @on_ranks(2)
-def test_a_backward_that_one_rank_leaves_out(world):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained = Trained(context)
-        for _ in range(2):
-            error = trained.fail({1}, trained.engine.forward_backward, cut=2)
-            assert "the reduction of the gradients of 'blocks.2' runs on rank 0" in error
-            trained.step()
-
-
-@on_ranks(2)
 def test_blocks_that_all_ranks_choose_alike_train(world):
     """Orders that part again and again, more of them than are remembered."""
-    module.MAX_KNOWN, before = 30, module.MAX_KNOWN
-    try:
-        with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-            trained = Trained(context)
-            choose = torch.Generator().manual_seed(3)
-            for _ in range(8):
-                trained.step(index for index in range(4) if torch.rand((), generator=choose) > 0.4)
-    finally:
-        module.MAX_KNOWN = before
+    choose = torch.Generator().manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch, training() as trained:
+        patch.setattr(module, "MAX_KNOWN", 30)
+        for _ in range(8):
+            trained.step(index for index in range(4) if torch.rand((), generator=choose) > 0.4)
 
 
 @on_ranks(2)
 def test_known_orders_need_no_messages(world):
-    posts = []
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        trained, post = Trained(context), UnitOrder._post
-        UnitOrder._post = lambda self, tag: posts.append(tag) or post(self, tag)
-        try:
-            for _ in range(3):
-                before = len(posts)
-                trained.step()
-                trained.engine.evaluate(*trained.part)
-        finally:
-            UnitOrder._post = post
-    assert before
-    assert len(posts) == before
+    posts, post = [], UnitOrder._post
+    with pytest.MonkeyPatch.context() as patch, training() as trained:
+        patch.setattr(UnitOrder, "_post", lambda self, tag: posts.append(tag) or post(self, tag))
+        for _ in range(3):
+            before = len(posts)
+            trained.step()
+            trained.engine.evaluate(*trained.part)
+    assert len(posts) == before > 0
 
 
 @pytest.mark.parametrize("replicate", [1, 2])
 @on_ranks(4)
 def test_several_ranks_that_skip_a_block(world, replicate):
-    parallel = {"data": {"shard": 4 // replicate, "replicate": replicate}}
-    with paramp.launch_from_torch({"parallel": parallel}) as context:
-        trained = Trained(context)
-        for deviating in ({1}, {2, 3}, {3, 0, 2}):
-            error = trained.fail(deviating, trained.engine.forward_backward, [0, 2, 3])
-            assert "'blocks.1' runs on rank" in error
-        trained.step()
-        if replicate == 1:  # with more, some ranks wait for each other in the sum over replicas
+    with training(shard=4 // replicate, replicate=replicate) as trained:
+        # A second time, in a known order, with one replica only: of more, some ranks wait in the sum over replicas.
+        for _ in range(2 if replicate == 1 else 1):
             for deviating in ({1}, {2, 3}, {3, 0, 2}):
                 error = trained.fail(deviating, trained.engine.forward_backward, [0, 2, 3])
                 assert "'blocks.1' runs on rank" in error
