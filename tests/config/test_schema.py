@@ -106,37 +106,19 @@ def test_a_mode_given_by_name_accepts_its_options():
     assert (precision.float8.recipe, precision.float8.skip, precision.scaling) == ("rowwise", ("head",), None)
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        (32, "32-true"),
-        ("fp32", "32-true"),
-        ("O0", "32-true"),
-        (16, "16-mixed"),
-        ("16", "16-mixed"),
-        ("amp", "16-mixed"),
-        ("amp_fp16", "16-mixed"),
-        ("O1", "16-mixed"),
-        (AMP_TYPE.TORCH, "16-mixed"),
-        ("fp16", "16-mixed"),
-        ("float16", "16-mixed"),
-        (torch.float16, "16-mixed"),
-        (torch.float32, "32-true"),
-        ("bf16", "bf16-mixed"),
-        ("bfloat16", "bf16-mixed"),
-        (torch.bfloat16, "bf16-mixed"),
-        ("amp_bf16", "bf16-mixed"),
-        (AMP_TYPE.NAIVE, "16-naive"),
-        ("16-naive", "16-naive"),
-        ("bf16-naive", "bf16-naive"),
-        (64, "64-true"),
-        ("64", "64-true"),
-        ("amp_fp8", "fp8-mixed"),
-        ("O2", "O2"),
-        ("O3", "O3"),
-    ],
-)
-def test_aliases_name_a_mode(name, row):
+ALIASES = {
+    "32-true": (32, "fp32", "O0", torch.float32),
+    "16-mixed": (16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH, "fp16", "float16", torch.float16),
+    "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "amp_bf16"),
+    "16-naive": (AMP_TYPE.NAIVE, "16-naive"),
+    "64-true": (64, "64"),
+    "fp8-mixed": ("amp_fp8",),
+    **{name: (name,) for name in ("bf16-naive", "O2", "O3")},
+}
+
+
+@pytest.mark.parametrize(("row", "name"), [(row, name) for row, names in ALIASES.items() for name in names])
+def test_aliases_name_a_mode(row, name):
     assert Precision.parse(name) is PRESETS[row]
 
 
@@ -169,181 +151,140 @@ def test_the_table_of_modes_has_the_documented_rows():
     assert PRESETS["16-naive"].scaling.init_scale == 2.0**16
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
-        ({"parallel": {"tensr": 2}}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
-        ({"parallel": {"tensor": {"size": 0}}}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
-        ({"parallel": {"tensor": {"sise": 2}}}, r"parallel\.tensor\.sise: no such key.*'size'"),
-        ({"parallel": {"tensor": {"mode": "2d"}}}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
-        ({"parallel": {"tensor": "two"}}, r"parallel\.tensor: got 'two', expected a table"),
-        ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
-        ({"parallel": {"data": True}}, r"parallel\.data: got True"),
-        ({"parallel": {"zero": 2}}, r"parallel\.zero: got 2, expected 0 or 1"),
-        ({"compile": {"bakcend": "eager"}}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
-        ({"compile": {"fullgraph": "no"}}, r"compile\.fullgraph: got 'no', expected True or False"),
-        ({"compile": {"backend": None}}, r"compile\.backend: got None, expected the name of a backend or a callable"),
-        ({"compile": {"dynamic": "yes"}}, r"compile\.dynamic: got 'yes', expected True, False or None"),
-        ({"compile": {"options": 3}}, r"compile\.options: got 3, expected a table of the backend's options"),
-        ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
+def tree_of(path, value):
+    """The configuration whose only value is at ``path``."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def pipeline(size=2, schedule="1f1b", **options):
+    return {"parallel.pipeline": {"size": size, "schedule": schedule} | options}
+
+
+SHARDED = {"parallel.data": {"shard": 2}}
+NAIVE, TORCH, APEX = ({"mode": mode} for mode in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH, AMP_TYPE.APEX))
+ERRORS = [
+    ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
+    ({"parallel.tensr": 2}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
+    ({"parallel.tensor.size": 0}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
+    ({"parallel.tensor.sise": 2}, r"parallel\.tensor\.sise: no such key.*'size'"),
+    ({"parallel.tensor.mode": "2d"}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
+    ({"parallel.tensor": "two"}, r"parallel\.tensor: got 'two', expected a table"),
+    ({"parallel.tensor": {"size": 2, "mode": None}}, r"parallel\.tensor\.mode: got None, expected '1d', because"),
+    ({"parallel.data": 1.5}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
+    ({"parallel.data": True}, r"parallel\.data: got True"),
+    ({"parallel.zero": 2}, r"parallel\.zero: got 2, expected 0 or 1"),
+    ({"parallel.sequence_parallel": True}, r"parallel\.sequence_parallel: got True, expected False"),
+    ({"compile.bakcend": "eager"}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
+    ({"compile.fullgraph": "no"}, r"compile\.fullgraph: got 'no', expected True or False"),
+    ({"compile.backend": None}, r"compile\.backend: got None, expected the name of a backend or a callable"),
+    ({"compile.dynamic": "yes"}, r"compile\.dynamic: got 'yes', expected True, False or None"),
+    ({"compile.options": 3}, r"compile\.options: got 3, expected a table of the backend's options"),
+    (pipeline(2, "1f2b"), r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*mean '1f1b'"),
+    (pipeline(2, "zbw"), r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'"),
+    (pipeline(4, microbatches=2), r"parallel\.pipeline\.microbatches: got 2, expected at least 4"),
+    (pipeline(3, split=["a"]), r"parallel\.pipeline\.split: got \['a'\], expected 2"),
+    (pipeline(2, "zbv", split=["a"]), r"expected 3 module names, .* after the first of 4, 2 on each of 2 ranks"),
+    (pipeline(stages_per_rank=2), r"stages_per_rank: got 2, expected 1 for the schedule '1f1b'"),
+    (pipeline(2, "DualPipeV", stages_per_rank=3), r"per_rank: got 3, expected 2 for the schedule 'dualpipev'"),
+    (pipeline(2, "looped-bfs", stages_per_rank=0), r"stages_per_rank: got 0, expected an integer of 1 or more"),
+    (pipeline(3, "dualpipev", microbatches=5), r"got 5, expected at least 6, 2 for each of the 3 ranks, for the sch"),
+    (pipeline(2, "interleaved-1f1b", microbatches=7), r"got 7, expected a multiple of 3, such as 6, because .* in 3 r"),
+    (pipeline(4, "interleaved-zero-bubble", microbatches=9), r"got 9, expected a multiple of 2, such as 8"),
+    *(
         (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},
-            r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*did you mean '1f1b'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 4, "microbatches": 2}}},
-            r"parallel\.pipeline\.microbatches: got 2, expected at least 4",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 3, "split": ["a"]}}},
-            r"parallel\.pipeline\.split: got \['a'\], expected 2",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "zbw"}}},
-            r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "zbv", "split": ["a"]}}},
-            r"split: got \['a'\], expected 3 module names, .* after the first of 4, 2 on each of 2 ranks",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "stages_per_rank": 2}}},
-            r"parallel\.pipeline\.stages_per_rank: got 2, expected 1 for the schedule '1f1b'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "DualPipeV", "stages_per_rank": 3}}},
-            r"parallel\.pipeline\.stages_per_rank: got 3, expected 2 for the schedule 'dualpipev'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "looped-bfs", "stages_per_rank": 0}}},
-            r"parallel\.pipeline\.stages_per_rank: got 0, expected an integer of 1 or more",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 3, "schedule": "dualpipev", "microbatches": 5}}},
-            r"microbatches: got 5, expected at least 6, 2 for each of the 3 ranks, for the schedule 'dualpipev'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 7}}},
-            r"microbatches: got 7, expected a multiple of 3, such as 6, because .* in 3 rounds of 2 or more",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 4, "schedule": "interleaved-zero-bubble", "microbatches": 9}}},
-            r"microbatches: got 9, expected a multiple of 2, such as 8",
-        ),
-        (
-            {"parallel": {"data": {"shard": 2}, "zero": 1}},
-            r"parallel\.zero: got 1, expected 0, because data\.shard shards masters and optimizer state",
-        ),
-        *(
-            (
-                {"parallel": {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": name}}},
-                rf"parallel\.pipeline\.schedule: got '{name}', expected 1f1b, gpipe, interleaved-1f1b or looped-bfs, "
-                r"because data\.shard is 2, and fully_shard loses gradients of backwards that run in two halves",
-            )
-            for name in ("interleaved-zero-bubble", "zbv", "dualpipev")
-        ),
-        (
-            {"precision": "16-naive", "masters": "remainder", "parallel": {"data": {"shard": 2}}},
-            r"masters: got 'remainder', expected 'full', because parallel\.data\.shard is 2",
-        ),
-        (
-            {"precision": "16-naive", "grad_dtype": "fp32", "parallel": {"data": {"shard": 2}}},
-            r"grad_dtype: got torch\.float32, expected None, because parallel\.data\.shard is 2, .* in reduce_dtype",
-        ),
-        ({"parallel": {"data": {"shard": 0}}}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
-        ({"parallel": {"data": {"replicate": 0}}}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
-        ({"parallel": {"data": {"prefetch": -1}}}, r"prefetch: got -1, expected an integer of 0 or more"),
-        ({"parallel": {"data": {"shards": 2}}}, r"shards: no such key.*did you mean 'shard'"),
-        ({"train": {"trace": 3}}, r"train\.trace: got 3, expected None, because there is no log_dir"),
-        ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
-        ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
-        ({"precision": True}, r"precision: got True"),
-        ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
-        ({"a:b": 1}, r"'a:b': no such key"),
-        ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
-        ({"fp16": {"mode": AMP_TYPE.TORCH, "hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
-        (
-            {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
-            r"fp16\.backoff_factor: got 2\.0, expected a number betw",
-        ),
-        ({"fp16": {"mode": None, "init_scale": 2}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX"),
-        (
-            {"parallel": {"tensor": {"size": 2, "mode": None}}},
-            r"parallel\.tensor\.mode: got None, expected '1d', because",
-        ),
-        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
-        ({"fp16": {"mode": AMP_TYPE.TORCH, "opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
-        (
-            {"fp16": {"mode": AMP_TYPE.APEX, "keep_batchnorm_fp32": True}},
-            r"fp16\.keep_batchnorm_fp32: got True with opt_level 'O1'",
-        ),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
-        ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
-        (
-            {"precision": {"mode": "32-true", "init_scale": 2}},
-            r"precision\.init_scale: no such option of mode '32-true'",
-        ),
-        (
-            {"precision": {"mode": "fp8-mixed", "te_recipe": {}}},
-            r"precision\.te_recipe: no such option of mode 'fp8-mi",
-        ),
-        ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
-        ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
-        (
-            {"precision": "16-mixed", "masters": "remainder"},
-            r"masters: got 'remainder', expected 'full', because the mode has no masters; 16-naive",
-        ),
-        ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
-        ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
-        ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
-        (
-            {"precision": "O2", "grad_dtype": "bf16"},
-            r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32",
-        ),
-        ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
-        ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
-        ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
-        ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
-        ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
-        ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
-        ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
-        ({"seed": -1}, r"seed: got -1"),
-        ({"train": {"lr": 0}}, r"train\.lr: got 0\.0, expected a finite number above 0"),
-        ({"train": {"batch_sise": 8}}, r"train\.batch_sise: no such key.*'batch_size'"),
-    ],
-)
-def test_errors_name_the_key_the_value_and_what_is_allowed(tree, message):
+            pipeline(2, name) | SHARDED,
+            rf"parallel\.pipeline\.schedule: got '{name}', expected 1f1b, gpipe, interleaved-1f1b or looped-bfs, "
+            r"because data\.shard is 2, and fully_shard loses gradients of backwards that run in two halves",
+        )
+        for name in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    ),
+    (SHARDED | {"parallel.zero": 1}, r"zero: got 1, expected 0, because data\.shard shards masters and optimizer st"),
+    (
+        SHARDED | {"precision": "16-naive", "masters": "remainder"},
+        r"masters: got 'remainder', expected 'full', because parallel\.data\.shard is 2",
+    ),
+    (
+        SHARDED | {"precision": "16-naive", "grad_dtype": "fp32"},
+        r"grad_dtype: got torch\.float32, expected None, because parallel\.data\.shard is 2, .* in reduce_dtype",
+    ),
+    ({"parallel.data.shard": 0}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
+    ({"parallel.data.replicate": 0}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
+    ({"parallel.data.prefetch": -1}, r"prefetch: got -1, expected an integer of 0 or more"),
+    ({"parallel.data.shards": 2}, r"shards: no such key.*did you mean 'shard'"),
+    ({"train.trace": 3}, r"train\.trace: got 3, expected None, because there is no log_dir"),
+    ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
+    ({"train.lr": 0}, r"train\.lr: got 0\.0, expected a finite number above 0"),
+    ({"train.batch_sise": 8}, r"train\.batch_sise: no such key.*'batch_size'"),
+    ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
+    ({"precision": True}, r"precision: got True"),
+    ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
+    ({"a:b": 1}, r"'a:b': no such key"),
+    ({"precision": "16-mixed", "fp16": TORCH}, r"fp16: given together with precision"),
+    ({"fp16": TORCH | {"hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
+    ({"fp16": TORCH | {"opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
+    ({"fp16": NAIVE | {"init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
+    ({"fp16": NAIVE | {"initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
+    ({"fp16": NAIVE | {"backoff_factor": 2}}, r"fp16\.backoff_factor: got 2\.0, expected a number betw"),
+    ({"fp16": {"mode": None, "init_scale": 2}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX"),
+    ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
+    ({"fp16": APEX | {"opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
+    ({"fp16": APEX | {"opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
+    ({"fp16": APEX | {"keep_batchnorm_fp32": True}}, r"keep_batchnorm_fp32: got True with opt_level 'O1'"),
+    ({"fp16": APEX | {"loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
+    ({"fp16": APEX | {"min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
+    ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
+    ({"precision": {"mode": "32-true", "init_scale": 2}}, r"precision\.init_scale: no such option of mode '32-true'"),
+    ({"precision": {"mode": "fp8-mixed", "te_recipe": {}}}, r"precision\.te_recipe: no such option of mode 'fp8-mi"),
+    ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
+    ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
+    ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
+    ({"precision": "16-mixed", "masters": "remainder"}, r"expected 'full', because the mode has no masters; 16-naive"),
+    ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
+    ({"precision": "O2", "grad_dtype": "bf16"}, r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32"),
+    ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
+    ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
+    ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
+    ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
+    ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
+    ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
+    ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
+    ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
+    ({"seed": -1}, r"seed: got -1"),
+    ({"NUM_MICRO_BATCHES": "4"} | pipeline(), "NUM_MICRO_BATCHES: got '4', expected an integer"),
+    ({"NUM_MICRO_BATCHES": 1} | pipeline(), "NUM_MICRO_BATCHES: microbatches: got 1, expected at least 2"),
+    ({"NUM_MICRO_BATCHES": 4} | pipeline(microbatches=2), r"got 4, but parallel\.pipeline\.microbatches is 2"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), ERRORS)
+def test_errors_name_the_key_the_value_and_what_is_allowed(values, message):
+    tree = {}
+    for path, value in values.items():
+        tree = merge(tree, tree_of(path, value))
     with pytest.raises(paramp.ConfigError, match=message):
         load(tree)
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
-        ({"": 1}, r"'': no such key"),
-        ({None: 1}, r"None: no such key"),
-        ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
-        ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
-        ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
-        (
-            {"seed": 10**5000},
-            r"seed: got a value of the type int \(.*digits.*\), expected a signed 64",
-        ),
-        ({"seed": 2**63}, r"seed: got 9223372036854775808, expected a signed 64-bit integer"),
-        ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
-        ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
-        ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
-        ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
-        ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
-    ],
-)
+ODD = [
+    ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
+    ({"": 1}, r"'': no such key"),
+    ({None: 1}, r"None: no such key"),
+    ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
+    ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
+    ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
+    ({"seed": 10**5000}, r"seed: got a value of the type int \(.*digits.*\), expected a signed 64"),
+    ({"seed": 2**63}, r"seed: got 9223372036854775808, expected a signed 64-bit integer"),
+    ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
+    ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
+    ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
+    ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
+    ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), ODD)
 def test_errors_are_one_short_line_for_any_value(tree, message):
     with pytest.raises(paramp.ConfigError) as caught:
         load(tree)
