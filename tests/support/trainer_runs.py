@@ -12,10 +12,11 @@ import small_mlp
 import torch
 from commands import ROOT
 from torch import nn
+from torch.utils.data import TensorDataset
 
 SCALE, LR, STEPS, MAX_NORM = 1024.0, 0.2, 6, 0.5
 INF = float("inf")
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20}
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20, "no": 2.0**-20}
 UNITS = 24
 """Rounding errors by which a loss, a norm or a weight's way may differ."""
 
@@ -49,12 +50,68 @@ def in_plain_torch(build=small_mlp.build, *, overflow=3, decay=1.0):
     return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def check_weights(found, expected, start, rounding, units=UNITS):
-    """Each weight has gone the way of the expected one."""
+def check_weights(found, expected, start, rounding, *, least=0.0):
+    """Each weight has gone the way of the expected one, and is at least ``least`` of it apart."""
     for name, value in expected.items():
         first = start[name].detach()
         way = value.detach() - first
-        assert (whole(found[name]).detach().float() - first - way).norm() < units * rounding * way.norm(), name
+        apart = (whole(found[name]).detach().float() - first - way).norm() / way.norm()
+        assert least <= apart < UNITS * rounding, (name, apart)
+
+
+# --------------------------------------------------------------------------------------- a classifier of three classes
+
+
+def classifier(seed=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def samples(count=40, seed=9):
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def in_batches(size, dataset=None):
+    return list(zip(*(part.split(size) for part in (dataset or samples()).tensors), strict=True))
+
+
+def sgd(parameters, lr=LR):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def plain_epochs(epochs, make=sgd, *, rates=None, clip=None, criterion=nn.functional.cross_entropy, accumulate=1):
+    """Plain torch's training of the classifier in fp32, on lists of batches; after each the model, and the mean loss.
+
+    ``rates``: the learning rate of each.
+    """
+    model = classifier()
+    optimizer = make(model.parameters(), lr=LR)
+    for index, batches in enumerate(epochs):
+        if rates is not None:
+            optimizer.param_groups[0]["lr"] = rates[index]
+        losses = []
+        for number, (x, y) in enumerate(batches, 1):
+            loss = criterion(model(x), y)
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+            if number % accumulate == 0:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+        yield model, sum(losses) / len(losses)
+
+
+def check_classifier(found, expected, rounding=ROUNDING["fp16"], least=1e-5):
+    """The weights ``found`` are nearly those of the model ``expected``."""
+    found = {name.removeprefix("module."): value for name, value in found.items()}
+    check_weights(
+        found, dict(expected.named_parameters()), dict(classifier().named_parameters()), rounding, least=least
+    )
+
+
+# --------------------------------------------------------------------------------------------------- packages and pages
 
 
 def hide(monkeypatch, package, *also):
