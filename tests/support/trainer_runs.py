@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
+from contextlib import contextmanager
 
 import small_mlp
 import torch
@@ -112,6 +114,14 @@ def check_classifier(found, expected, rounding=ROUNDING["fp16"], least=1e-5):
 
 
 # --------------------------------------------------------------------------------------------------- packages and pages
+
+
+@contextmanager
+def quiet():
+    """Without the warnings of another library's own code, most of them about the machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def hide(monkeypatch, package, *also):
