@@ -112,7 +112,8 @@ def planting(host, rank):
         def training_step(self, model, *args):
             loss = super().training_step(model, *args)
             if self.state.global_step == OVERFLOWS and rank == 1 and self.accelerator.sync_gradients:
-                spoil(next(model.parameters()).grad)
+                gradient = next(model.parameters()).grad
+                getattr(gradient, "_local_tensor", gradient).fill_(INF)
             return loss
 
     return Planting
