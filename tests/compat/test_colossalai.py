@@ -17,7 +17,7 @@ from trainer_runs import text_of
 
 import paramp
 from paramp import ConfigError
-from paramp.compat import colossalai
+from paramp.compat import colossalai, composer
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.colossalai.context import ParallelMode
 from paramp.compat.colossalai.core import global_context as gpc
@@ -28,12 +28,15 @@ from paramp.compat.colossalai.utils import get_current_device, get_dataloader
 # ------------------------------------------------------------------------------------- global_context and the logger
 
 
-def test_nothing_launched():
+def test_nothing_launched(capsys):
     assert not any(gpc.is_initialized(mode) for mode in ParallelMode)
     for question in (lambda: gpc.config, gpc.get_global_rank, lambda: gpc.get_world_size(ParallelMode.DATA)):
         with pytest.raises(RuntimeError, match=r"call paramp\.launch_from_torch"):
             question()
     assert get_current_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    get_dist_logger().info("alone", ranks=[0])
+    get_dist_logger().info("another", ranks=[1])
+    assert capsys.readouterr().err.endswith("paramp INFO: alone\n")
 
 
 @on_ranks(4)
@@ -78,12 +81,6 @@ def test_the_logger_speaks_on_the_ranks_it_is_told(world):
     lines = [line.split("] ")[1] for line in printed.getvalue().splitlines()]
     expected = ["test INFO: first"] * (world.rank == 0) + ["test INFO: everyone, 100 %"]
     assert lines == expected + ["test WARNING: second of each pair"] * (world.rank % 2) + ["test ERROR: kept"]
-
-
-def test_without_a_launch_the_logger_is_rank_0(capsys):
-    get_dist_logger().info("alone", ranks=[0])
-    get_dist_logger().info("another", ranks=[1])
-    assert capsys.readouterr().err.endswith("paramp INFO: alone\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ loaders
@@ -365,6 +362,8 @@ def test_a_script_finds_everything_under_the_one_import():
     assert colossalai.logging.get_dist_logger is get_dist_logger
     assert colossalai.utils.get_dataloader is get_dataloader
     assert colossalai.nn.lr_scheduler.CosineAnnealingLR is schedules.CosineAnnealingLR
+    assert composer.functional.apply_low_precision_layernorm is paramp.functional.apply_low_precision_layernorm
+    assert composer.algorithms.FusedLayerNorm is paramp.algorithms.FusedLayerNorm
 
 
 def test_the_names_in_the_pages_table_are_there():
@@ -382,10 +381,3 @@ def test_the_names_in_the_pages_table_are_there():
         assert functools.reduce(getattr, name.split("."), colossalai), name
     for name in ("launch_from_slurm", "launch_from_openmpi", "launch"):
         assert callable(getattr(colossalai, name))
-
-
-def test_composers_names_are_those_of_the_facades():
-    from paramp.compat.composer import algorithms, functional
-
-    assert functional.apply_low_precision_layernorm is paramp.functional.apply_low_precision_layernorm
-    assert algorithms.FusedLayerNorm is paramp.algorithms.FusedLayerNorm

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import titan
 import torch
-from families import cases, family, long
+from families import cases, family
 from pool import run_on_ranks, shared_folder
 from trainer_runs import difference_of, spoil
 
@@ -129,11 +129,17 @@ def one_overflow(world, layout, backend, precision):
     trainer.close()
 
 
-def test_a_resumed_run_has_the_scale_and_goes_on_as_if_uninterrupted(torchtitan):
-    run_on_ranks(2, __name__, "resumed", {})
+ON_TWO_RANKS = ["a_resumed_run_goes_on", "a_checkpoint_without_a_scale_is_loaded", "clips_elsewhere"]
 
 
-def resumed(world):
+@family
+@pytest.mark.parametrize("body", cases("torchtitan bodies", ON_TWO_RANKS, ON_TWO_RANKS[:1], 1))
+def test_on_two_ranks(torchtitan, body):
+    run_on_ranks(2, __name__, body, {})
+
+
+def a_resumed_run_goes_on(world):
+    """With its scale, as if it was never interrupted."""
     options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
     trainer = titan.build(adopted(**options))
     plant(trainer, here=world.rank == 0)
@@ -149,13 +155,8 @@ def resumed(world):
     again.close()
 
 
-@family
-@long
-def test_a_checkpoint_without_a_scale_is_loaded_if_it_is_excluded(torchtitan):
-    run_on_ranks(2, __name__, "from_bf16", {})
-
-
-def from_bf16(world):
+def a_checkpoint_without_a_scale_is_loaded(world):
+    """Of a run in bf16, if the scale is excluded."""
     options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
     stock = titan.build(titan.tiny_config(**options))
     titan.train(stock, 2)
@@ -254,12 +255,6 @@ def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):
     assert config.colour == "blue"
     assert issubclass(type(config)._owner, Mine)
     assert issubclass(type(config)._owner, ParampTrainer)
-
-
-@family
-@long
-def test_a_torchtitan_that_clips_elsewhere_is_an_error(torchtitan):
-    run_on_ranks(2, __name__, "clips_elsewhere", {})
 
 
 def clips_elsewhere(world):
