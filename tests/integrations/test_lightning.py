@@ -394,7 +394,7 @@ def test_after_the_end_parameters_hold_the_masters():
     assert released() is None
 
 
-def test_copies_of_a_plugin_keep_its_group():
+def test_copies_of_a_plugin_keep_its_group_and_a_scale_of_lightnings_plugin_is_taken_over():
     group = mock.Mock(spec=dist.ProcessGroup)
     plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
     copied = copy.deepcopy(plugin)
@@ -403,6 +403,14 @@ def test_copies_of_a_plugin_keep_its_group():
     assert copied.scaler._group is group
     with pytest.raises(paramp.ConfigError, match="group: a process group cannot be pickled"):
         pickle.dumps(plugin)
+    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)
+
+    plugin = TrainerPrecision("16-mixed")  # the checkpoint is of the Trainer's own, whose plugin has torch's scaler
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
+    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
+    assert plugin.loss_scale == 2.0**9
+    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
+    assert plugin.loss_scale == 2.0**9
 
 
 @on_ranks(2)
@@ -554,15 +562,3 @@ def test_a_run_resumes_in_another_mode_from_its_masters(world):
         assert any(not torch.equal(value, value.half().float()) for value in saved.values())
         fit(Resumed(seed=9), MODES[after][0], "auto", 1, ckpt_path=path)
         torch.testing.assert_close(begun, dict(saved), rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_the_scale_of_lightnings_plugin_is_taken_over(world):
-    """A checkpoint of the Trainer's own 16-mixed, whose plugin has torch's scaler."""
-    plugin = TrainerPrecision("16-mixed")
-    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
-    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
-    assert plugin.loss_scale == 2.0**9
-    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
-    assert plugin.loss_scale == 2.0**9
-    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)
