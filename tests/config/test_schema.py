@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import re
 
@@ -18,59 +19,46 @@ def test_the_defaults_are_one_process_in_fp32_without_clipping():
     assert config == Config()
     assert config.precision is PRESETS["32-true"]
     assert (config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data) == (1, 1, "auto")
-    assert config.seed == 1024
-    assert config.clip_grad_norm is None
+    assert (config.seed, config.clip_grad_norm, config.max_skipped_in_a_row) == (1024, None, 50)
     assert (config.hang_timeout, config.hang_end_after) == (300.0, 4)
-    assert config.max_skipped_in_a_row == 50
 
 
 @pytest.mark.parametrize("mode", sorted(PRESETS))
 def test_all_defaults_can_be_written_out(mode):
-    written = {
-        "masters": "full",
-        "grad_dtype": None,
-        "reduce_dtype": None,
-        "rounding": "nearest",
-        "optimizer_state": "full",
-        "compile": False,
-        "activation_checkpointing": "none",
-        "gradient_accumulation": 1,
-        "ema": None,
-        "reproducible": False,
-    }
+    written = {"masters": "full", "grad_dtype": None, "reduce_dtype": None, "rounding": "nearest", "ema": None}
+    written |= {"optimizer_state": "full", "compile": False, "activation_checkpointing": "none"}
+    written |= {"gradient_accumulation": 1, "reproducible": False}
     assert load({"precision": mode} | written).precision == load({"precision": mode}).precision
 
 
+def scaling(precision, *names):
+    return tuple(getattr(precision.scaling, name) for name in names)
+
+
+LIMITS = ("init_scale", "min_scale", "max_scale")
+MOVES = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+
+
 def test_a_configuration_of_colossalai_is_accepted():
-    config = load(
-        {
-            "BATCH_SIZE": 128,
-            "parallel": {"tensor": {"size": 2, "mode": "1d"}, "pipeline": 2},
-            "fp16": {"mode": AMP_TYPE.NAIVE},
-        }
-    )
+    parallel = {"tensor": {"size": 2, "mode": "1d"}, "pipeline": 2}
+    config = load({"BATCH_SIZE": 128, "parallel": parallel, "fp16": {"mode": AMP_TYPE.NAIVE}})
     assert config.BATCH_SIZE == 128
     assert (config.parallel.tensor.size, config.parallel.pipeline.size) == (2, 2)
-    scaling = config.precision.scaling
     # The document's defaults.
-    assert (scaling.init_scale, scaling.min_scale, scaling.max_scale) == (2.0**32, 1, 2.0**32)
-    assert (scaling.growth_factor, scaling.backoff_factor) == (2, 0.5)
-    assert (scaling.growth_interval, scaling.hysteresis) == (1000, 2)
-    named = load({"precision": AMP_TYPE.NAIVE}).precision.scaling
-    assert (named.init_scale, named.growth_interval) == (2.0**16, 1000)
+    assert scaling(config.precision, *LIMITS, *MOVES) == (2.0**32, 1, 2.0**32, 2, 0.5, 1000, 2)
+    named = load({"precision": AMP_TYPE.NAIVE}).precision
+    assert scaling(named, "init_scale", "growth_interval") == (2.0**16, 1000)
+    options = {"log_num_zeros_in_grad": True, "initial_scale": 8}
+    precision = load({"fp16": {"mode": AMP_TYPE.NAIVE, **options}}).precision
+    assert (precision.log_num_zeros, precision.scaling.init_scale) == (True, 8)
 
 
 def test_torch_amp_has_colossalais_options_and_defaults():
-    config = load({"fp16": {"mode": AMP_TYPE.TORCH}})
-    assert config.precision == PRESETS["16-mixed"]
-    scaling = config.precision.scaling
-    assert (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2, 0.5)
-    assert (scaling.growth_interval, scaling.enabled, scaling.hysteresis) == (2000, True, 1)
-    config = load({"fp16": {"mode": AMP_TYPE.TORCH, "init_scale": 4, "enabled": False}})
-    assert (config.precision.scaling.init_scale, config.precision.scaling.enabled) == (4, False)
-    config = load({"fp16": {"mode": AMP_TYPE.NAIVE, "log_num_zeros_in_grad": True, "initial_scale": 8}})
-    assert config.precision.log_num_zeros
-    assert config.precision.scaling.init_scale == 8
+    precision = load({"fp16": {"mode": AMP_TYPE.TORCH}}).precision
+    assert precision == PRESETS["16-mixed"]
+    assert scaling(precision, "init_scale", "enabled", *MOVES) == (2.0**16, True, 2, 0.5, 2000, 1)
+    given = load({"fp16": {"mode": AMP_TYPE.TORCH, "init_scale": 4, "enabled": False}}).precision
+    assert scaling(given, "init_scale", "enabled") == (4, False)
 
 
 def test_apex_amp_has_colossalais_options_and_defaults():
@@ -78,13 +66,14 @@ def test_apex_amp_has_colossalais_options_and_defaults():
         return load({"fp16": {"mode": AMP_TYPE.APEX, **options}}).precision
 
     plain = parse()
+    assert plain == Precision.parse(AMP_TYPE.APEX)
     assert dataclasses.replace(plain, scaling=None) == dataclasses.replace(PRESETS["16-mixed"], scaling=None)
-    assert (plain.scaling.init_scale, plain.scaling.min_scale, plain.scaling.max_scale) == (2.0**16, None, 16777216.0)
+    assert scaling(plain, *LIMITS) == (2.0**16, None, 16777216.0)
     assert parse(opt_level="O0") == parse(enabled=False) == PRESETS["32-true"]
     assert parse(opt_level="O2") == PRESETS["O2"]
     assert parse(opt_level="O3") == PRESETS["O3"]
     static = parse(opt_level="O2", loss_scale="128.0", keep_batchnorm_fp32="False", cast_model_outputs=torch.float16)
-    assert (static.scaling.init_scale, static.scaling.min_scale, static.scaling.max_scale) == (128, 128, 128)
+    assert scaling(static, *LIMITS) == (128, 128, 128)
     assert (static.keep_batchnorm_fp32, static.outputs) == (False, torch.float16)
     assert parse(max_loss_scale=8.0).scaling.init_scale == 8  # as Apex starts at its ceiling
     brain = parse(opt_level="O2", cast_model_type=torch.bfloat16, min_loss_scale=1.0, num_losses=2, verbosity=0)
@@ -92,51 +81,29 @@ def test_apex_amp_has_colossalais_options_and_defaults():
     assert (brain.masters, brain.scaling.min_scale) == (True, 1)
 
 
-def test_a_configured_static_scale_is_kept():
-    static = load({"precision": {"mode": "O3", "init_scale": 128.0}}).precision.scaling
-    assert (static.init_scale, static.min_scale, static.max_scale) == (128, 128, 128)
-    assert Precision.parse(AMP_TYPE.APEX) == load({"fp16": {"mode": AMP_TYPE.APEX}}).precision
-
-
 def test_a_mode_given_by_name_accepts_its_options():
     precision = load({"precision": {"mode": "16-naive", "init_scale": 4, "hysteresis": 1}}).precision
-    assert (precision.name, precision.scaling.init_scale, precision.scaling.hysteresis) == ("16-naive", 4, 1)
+    assert (precision.name, *scaling(precision, "init_scale", "hysteresis")) == ("16-naive", 4, 1)
     assert precision.scaling.growth_interval == PRESETS["16-naive"].scaling.growth_interval
     precision = load({"precision": {"mode": "amp_fp8", "recipe": "rowwise", "skip": ["head"]}}).precision
     assert (precision.float8.recipe, precision.float8.skip, precision.scaling) == ("rowwise", ("head",), None)
+    static = load({"precision": {"mode": "O3", "init_scale": 128.0}}).precision
+    assert scaling(static, *LIMITS) == (128, 128, 128)
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        (32, "32-true"),
-        ("fp32", "32-true"),
-        ("O0", "32-true"),
-        (16, "16-mixed"),
-        ("16", "16-mixed"),
-        ("amp", "16-mixed"),
-        ("amp_fp16", "16-mixed"),
-        ("O1", "16-mixed"),
-        (AMP_TYPE.TORCH, "16-mixed"),
-        ("fp16", "16-mixed"),
-        ("float16", "16-mixed"),
-        (torch.float16, "16-mixed"),
-        (torch.float32, "32-true"),
-        ("bf16", "bf16-mixed"),
-        ("bfloat16", "bf16-mixed"),
-        (torch.bfloat16, "bf16-mixed"),
-        ("amp_bf16", "bf16-mixed"),
-        (AMP_TYPE.NAIVE, "16-naive"),
-        ("16-naive", "16-naive"),
-        ("bf16-naive", "bf16-naive"),
-        (64, "64-true"),
-        ("64", "64-true"),
-        ("amp_fp8", "fp8-mixed"),
-        ("O2", "O2"),
-        ("O3", "O3"),
-    ],
-)
-def test_aliases_name_a_mode(name, row):
+ALIASES = {
+    "32-true": (32, "fp32", "O0", torch.float32),
+    "16-mixed": (16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH, "fp16", "float16", torch.float16),
+    "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "amp_bf16"),
+    "16-naive": (AMP_TYPE.NAIVE, "16-naive"),
+    "64-true": (64, "64"),
+    "fp8-mixed": ("amp_fp8",),
+    **{name: (name,) for name in ("bf16-naive", "O2", "O3")},
+}
+
+
+@pytest.mark.parametrize(("row", "name"), [(row, name) for row, names in ALIASES.items() for name in names])
+def test_aliases_name_a_mode(row, name):
     assert Precision.parse(name) is PRESETS[row]
 
 
@@ -164,186 +131,143 @@ def test_the_table_of_modes_has_the_documented_rows():
     assert [name for name, row in PRESETS.items() if row.keep_batchnorm_fp32] == ["O2"]
     assert {row.norms for row in PRESETS.values() if row.autocast} == {full}
     assert all(row.norms is row.compute for row in PRESETS.values() if not row.autocast)
-    static = PRESETS["O3"].scaling
-    assert (static.init_scale, static.min_scale, static.max_scale) == (1, 1, 1)
+    assert scaling(PRESETS["O3"], *LIMITS) == (1, 1, 1)
     assert PRESETS["16-naive"].scaling.init_scale == 2.0**16
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
-        ({"parallel": {"tensr": 2}}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
-        ({"parallel": {"tensor": {"size": 0}}}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
-        ({"parallel": {"tensor": {"sise": 2}}}, r"parallel\.tensor\.sise: no such key.*'size'"),
-        ({"parallel": {"tensor": {"mode": "2d"}}}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
-        ({"parallel": {"tensor": "two"}}, r"parallel\.tensor: got 'two', expected a table"),
-        ({"parallel": {"data": 1.5}}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
-        ({"parallel": {"data": True}}, r"parallel\.data: got True"),
-        ({"parallel": {"zero": 2}}, r"parallel\.zero: got 2, expected 0 or 1"),
-        ({"compile": {"bakcend": "eager"}}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
-        ({"compile": {"fullgraph": "no"}}, r"compile\.fullgraph: got 'no', expected True or False"),
-        ({"compile": {"backend": None}}, r"compile\.backend: got None, expected the name of a backend or a callable"),
-        ({"compile": {"dynamic": "yes"}}, r"compile\.dynamic: got 'yes', expected True, False or None"),
-        ({"compile": {"options": 3}}, r"compile\.options: got 3, expected a table of the backend's options"),
-        ({"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel: got True, expected False"),
+def tree_of(values):
+    """The configuration with each value at its path."""
+    tree = {}
+    for path, value in values.items():
+        *tables, key = path.split(".")
+        functools.reduce(lambda table, name: table.setdefault(name, {}), tables, tree)[key] = value
+    return tree
+
+
+def pipeline(size=2, schedule="1f1b", **options):
+    return {"parallel.pipeline": {"size": size, "schedule": schedule} | options}
+
+
+SHARDED = {"parallel.data": {"shard": 2}}
+NAIVE, TORCH, APEX = ({"mode": mode} for mode in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH, AMP_TYPE.APEX))
+ERRORS = [
+    ({"paralel": {}}, r"paralel: no such key.*did you mean 'parallel'"),
+    ({"parallel.tensr": 2}, r"parallel\.tensr: no such key.*did you mean 'tensor'"),
+    ({"parallel.tensor.size": 0}, r"parallel\.tensor\.size: got 0, expected an integer of 1"),
+    ({"parallel.tensor.sise": 2}, r"parallel\.tensor\.sise: no such key.*'size'"),
+    ({"parallel.tensor.mode": "2d"}, r"parallel\.tensor\.mode: got '2d', expected '1d'"),
+    ({"parallel.tensor": "two"}, r"parallel\.tensor: got 'two', expected a table"),
+    ({"parallel.tensor": {"size": 2, "mode": None}}, r"parallel\.tensor\.mode: got None, expected '1d', because"),
+    ({"parallel.data": 1.5}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
+    ({"parallel.data": True}, r"parallel\.data: got True"),
+    ({"parallel.zero": 2}, r"parallel\.zero: got 2, expected 0 or 1"),
+    ({"parallel.sequence_parallel": True}, r"parallel\.sequence_parallel: got True, expected False"),
+    ({"compile.bakcend": "eager"}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
+    ({"compile.fullgraph": "no"}, r"compile\.fullgraph: got 'no', expected True or False"),
+    ({"compile.backend": None}, r"compile\.backend: got None, expected the name of a backend or a callable"),
+    ({"compile.dynamic": "yes"}, r"compile\.dynamic: got 'yes', expected True, False or None"),
+    ({"compile.options": 3}, r"compile\.options: got 3, expected a table of the backend's options"),
+    (pipeline(2, "1f2b"), r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*mean '1f1b'"),
+    (pipeline(2, "zbw"), r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'"),
+    (pipeline(4, microbatches=2), r"parallel\.pipeline\.microbatches: got 2, expected at least 4"),
+    (pipeline(3, split=["a"]), r"parallel\.pipeline\.split: got \['a'\], expected 2"),
+    (pipeline(2, "zbv", split=["a"]), r"expected 3 module names, .* after the first of 4, 2 on each of 2 ranks"),
+    (pipeline(stages_per_rank=2), r"stages_per_rank: got 2, expected 1 for the schedule '1f1b'"),
+    (pipeline(2, "DualPipeV", stages_per_rank=3), r"per_rank: got 3, expected 2 for the schedule 'dualpipev'"),
+    (pipeline(2, "looped-bfs", stages_per_rank=0), r"stages_per_rank: got 0, expected an integer of 1 or more"),
+    (pipeline(3, "dualpipev", microbatches=5), r"got 5, expected at least 6, 2 for each of the 3 ranks, for the sch"),
+    (pipeline(2, "interleaved-1f1b", microbatches=7), r"got 7, expected a multiple of 3, such as 6, because .* in 3 r"),
+    (pipeline(4, "interleaved-zero-bubble", microbatches=9), r"got 9, expected a multiple of 2, such as 8"),
+    *(
         (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "1f2b"}}},
-            r"parallel\.pipeline\.schedule: got '1f2b', expected one of gpipe, 1f1b, .*did you mean '1f1b'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 4, "microbatches": 2}}},
-            r"parallel\.pipeline\.microbatches: got 2, expected at least 4",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 3, "split": ["a"]}}},
-            r"parallel\.pipeline\.split: got \['a'\], expected 2",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "zbw"}}},
-            r"parallel\.pipeline\.schedule: got 'zbw', expected .*did you mean 'zbv'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "zbv", "split": ["a"]}}},
-            r"split: got \['a'\], expected 3 module names, .* after the first of 4, 2 on each of 2 ranks",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "stages_per_rank": 2}}},
-            r"parallel\.pipeline\.stages_per_rank: got 2, expected 1 for the schedule '1f1b'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "DualPipeV", "stages_per_rank": 3}}},
-            r"parallel\.pipeline\.stages_per_rank: got 3, expected 2 for the schedule 'dualpipev'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "looped-bfs", "stages_per_rank": 0}}},
-            r"parallel\.pipeline\.stages_per_rank: got 0, expected an integer of 1 or more",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 3, "schedule": "dualpipev", "microbatches": 5}}},
-            r"microbatches: got 5, expected at least 6, 2 for each of the 3 ranks, for the schedule 'dualpipev'",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 7}}},
-            r"microbatches: got 7, expected a multiple of 3, such as 6, because .* in 3 rounds of 2 or more",
-        ),
-        (
-            {"parallel": {"pipeline": {"size": 4, "schedule": "interleaved-zero-bubble", "microbatches": 9}}},
-            r"microbatches: got 9, expected a multiple of 2, such as 8",
-        ),
-        (
-            {"parallel": {"data": {"shard": 2}, "zero": 1}},
-            r"parallel\.zero: got 1, expected 0, because data\.shard shards masters and optimizer state",
-        ),
-        *(
-            (
-                {"parallel": {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": name}}},
-                rf"parallel\.pipeline\.schedule: got '{name}', expected 1f1b, gpipe, interleaved-1f1b or looped-bfs, "
-                r"because data\.shard is 2, and fully_shard loses gradients of backwards that run in two halves",
-            )
-            for name in ("interleaved-zero-bubble", "zbv", "dualpipev")
-        ),
-        (
-            {"precision": "16-naive", "masters": "remainder", "parallel": {"data": {"shard": 2}}},
-            r"masters: got 'remainder', expected 'full', because parallel\.data\.shard is 2",
-        ),
-        (
-            {"precision": "16-naive", "grad_dtype": "fp32", "parallel": {"data": {"shard": 2}}},
-            r"grad_dtype: got torch\.float32, expected None, because parallel\.data\.shard is 2, .* in reduce_dtype",
-        ),
-        ({"parallel": {"data": {"shard": 0}}}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
-        ({"parallel": {"data": {"replicate": 0}}}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
-        ({"parallel": {"data": {"prefetch": -1}}}, r"prefetch: got -1, expected an integer of 0 or more"),
-        ({"parallel": {"data": {"shards": 2}}}, r"shards: no such key.*did you mean 'shard'"),
-        ({"train": {"trace": 3}}, r"train\.trace: got 3, expected None, because there is no log_dir"),
-        ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
-        ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
-        ({"precision": True}, r"precision: got True"),
-        ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
-        ({"a:b": 1}, r"'a:b': no such key"),
-        ({"precision": "16-mixed", "fp16": {"mode": AMP_TYPE.TORCH}}, r"fp16: given together with precision"),
-        ({"fp16": {"mode": AMP_TYPE.TORCH, "hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
-        (
-            {"fp16": {"mode": AMP_TYPE.NAIVE, "backoff_factor": 2}},
-            r"fp16\.backoff_factor: got 2\.0, expected a number betw",
-        ),
-        ({"fp16": {"mode": None, "init_scale": 2}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX"),
-        (
-            {"parallel": {"tensor": {"size": 2, "mode": None}}},
-            r"parallel\.tensor\.mode: got None, expected '1d', because",
-        ),
-        ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
-        ({"fp16": {"mode": AMP_TYPE.TORCH, "opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
-        (
-            {"fp16": {"mode": AMP_TYPE.APEX, "keep_batchnorm_fp32": True}},
-            r"fp16\.keep_batchnorm_fp32: got True with opt_level 'O1'",
-        ),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
-        ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
-        (
-            {"precision": {"mode": "32-true", "init_scale": 2}},
-            r"precision\.init_scale: no such option of mode '32-true'",
-        ),
-        (
-            {"precision": {"mode": "fp8-mixed", "te_recipe": {}}},
-            r"precision\.te_recipe: no such option of mode 'fp8-mi",
-        ),
-        ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
-        ({"fp16": {"mode": AMP_TYPE.APEX, "opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
-        ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
-        (
-            {"precision": "16-mixed", "masters": "remainder"},
-            r"masters: got 'remainder', expected 'full', because the mode has no masters; 16-naive",
-        ),
-        ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
-        ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
-        ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
-        (
-            {"precision": "O2", "grad_dtype": "bf16"},
-            r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32",
-        ),
-        ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
-        ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
-        ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
-        ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
-        ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
-        ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
-        ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
-        ({"seed": -1}, r"seed: got -1"),
-        ({"train": {"lr": 0}}, r"train\.lr: got 0\.0, expected a finite number above 0"),
-        ({"train": {"batch_sise": 8}}, r"train\.batch_sise: no such key.*'batch_size'"),
-    ],
-)
-def test_errors_name_the_key_the_value_and_what_is_allowed(tree, message):
+            pipeline(2, name) | SHARDED,
+            rf"parallel\.pipeline\.schedule: got '{name}', expected 1f1b, gpipe, interleaved-1f1b or looped-bfs, "
+            r"because data\.shard is 2, and fully_shard loses gradients of backwards that run in two halves",
+        )
+        for name in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    ),
+    (SHARDED | {"parallel.zero": 1}, r"zero: got 1, expected 0, because data\.shard shards masters and optimizer st"),
+    (
+        SHARDED | {"precision": "16-naive", "masters": "remainder"},
+        r"masters: got 'remainder', expected 'full', because parallel\.data\.shard is 2",
+    ),
+    (
+        SHARDED | {"precision": "16-naive", "grad_dtype": "fp32"},
+        r"grad_dtype: got torch\.float32, expected None, because parallel\.data\.shard is 2, .* in reduce_dtype",
+    ),
+    ({"parallel.data.shard": 0}, r"parallel\.data\.shard: got 0, expected an integer of 1 or more"),
+    ({"parallel.data.replicate": 0}, r"replicate: got 0, expected 'auto' or an integer of 1 or more"),
+    ({"parallel.data.prefetch": -1}, r"prefetch: got -1, expected an integer of 0 or more"),
+    ({"parallel.data.shards": 2}, r"shards: no such key.*did you mean 'shard'"),
+    ({"train.trace": 3}, r"train\.trace: got 3, expected None, because there is no log_dir"),
+    ({"train": {"trace": 9, "steps": 8, "log_dir": "x"}}, r"train\.trace: got 9, expected a step from 1 to 8"),
+    ({"train.lr": 0}, r"train\.lr: got 0\.0, expected a finite number above 0"),
+    ({"train.batch_sise": 8}, r"train\.batch_sise: no such key.*'batch_size'"),
+    ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
+    ({"precision": True}, r"precision: got True"),
+    ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
+    ({"a:b": 1}, r"'a:b': no such key"),
+    ({"precision": "16-mixed", "fp16": TORCH}, r"fp16: given together with precision"),
+    ({"fp16": TORCH | {"hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
+    ({"fp16": TORCH | {"opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),
+    ({"fp16": NAIVE | {"init_scale": 2}}, r"fp16\.init_scale.*did you mean 'initial_scale'"),
+    ({"fp16": NAIVE | {"initial_scale": "big"}}, r"fp16\.initial_scale: got 'big', expected a num"),
+    ({"fp16": NAIVE | {"backoff_factor": 2}}, r"fp16\.backoff_factor: got 2\.0, expected a number betw"),
+    ({"fp16": {"mode": None, "init_scale": 2}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX"),
+    ({"fp16": {}}, r"fp16\.mode: got None, expected one of AMP_TYPE\.APEX, AMP_TYPE\.TORCH"),
+    ({"fp16": APEX | {"opt_level": "O4"}}, r"fp16\.opt_level: got 'O4', expected one of O0, O1"),
+    ({"fp16": APEX | {"opt_level": ["O1"]}}, r"fp16\.opt_level: got \['O1'\], expected one of O0"),
+    ({"fp16": APEX | {"keep_batchnorm_fp32": True}}, r"keep_batchnorm_fp32: got True with opt_level 'O1'"),
+    ({"fp16": APEX | {"loss_scale": "big"}}, r"fp16\.loss_scale: got 'big', expected 'dynamic'"),
+    ({"fp16": APEX | {"min_loss_scale": "4"}}, r"fp16\.min_loss_scale: got '4', expected a number"),
+    ({"precision": {"mode": "16-mixed", "init_scale": "x"}}, r"precision\.init_scale: got 'x', expected a number"),
+    ({"precision": {"mode": "32-true", "init_scale": 2}}, r"precision\.init_scale: no such option of mode '32-true'"),
+    ({"precision": {"mode": "fp8-mixed", "te_recipe": {}}}, r"precision\.te_recipe: no such option of mode 'fp8-mi"),
+    ({"precision": {"mode": "fp8-mixed", "transformer_engine": True}}, r"transformer_engine: no such option"),
+    ({"precision": {"mode": "fp8-mixed", "recipe": "x"}}, r"precision\.recipe: got 'x', expected 'tensorwise' or"),
+    ({"precision": {"mode": "16-naive", "grad_dtype": "int8"}}, r"grad_dtype: got 'int8', expected a floating"),
+    ({"precision": "16-mixed", "masters": "remainder"}, r"expected 'full', because the mode has no masters; 16-naive"),
+    ({"precision": "16-naive", "masters": "rest"}, r"masters: got 'rest', expected 'full' or 'remainder' or None"),
+    ({"precision": "O2", "grad_dtype": "bf16"}, r"grad_dtype: got 'bf16', expected torch\.float16 or torch\.float32"),
+    ({"grad_dtype": "float64"}, r"grad_dtype: got 'float64', expected torch\.float32"),
+    ({"reduce_dtype": {"dp": "fp32", "ep": "fp32"}}, r"reduce_dtype\.ep: no such axis, expected one of dp, tp, pp"),
+    ({"reduce_dtype": "half-ish"}, r"reduce_dtype\.dp: got 'half-ish', expected a floating-point dtype"),
+    ({"clip_grad_norm": 0}, r"clip_grad_norm: got 0\.0, expected a finite number above 0, or None"),
+    ({"clip_grad_norm": -1.0}, r"clip_grad_norm: got -1\.0"),
+    ({"clip_grad_norm": "1"}, r"clip_grad_norm: got '1', expected a number or None"),
+    ({"gradient_accumulation": 0}, r"gradient_accumulation: got 0"),
+    ({"gradient_accumulation": 2.0}, r"gradient_accumulation: got 2\.0, expected an integer"),
+    ({"seed": -1}, r"seed: got -1"),
+    ({"NUM_MICRO_BATCHES": "4"} | pipeline(), "NUM_MICRO_BATCHES: got '4', expected an integer"),
+    ({"NUM_MICRO_BATCHES": 1} | pipeline(), "NUM_MICRO_BATCHES: microbatches: got 1, expected at least 2"),
+    ({"NUM_MICRO_BATCHES": 4} | pipeline(microbatches=2), r"got 4, but parallel\.pipeline\.microbatches is 2"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), ERRORS)
+def test_errors_name_the_key_the_value_and_what_is_allowed(values, message):
     with pytest.raises(paramp.ConfigError, match=message):
-        load(tree)
+        load(tree_of(values))
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
-        ({"": 1}, r"'': no such key"),
-        ({None: 1}, r"None: no such key"),
-        ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
-        ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
-        ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
-        (
-            {"seed": 10**5000},
-            r"seed: got a value of the type int \(.*digits.*\), expected a signed 64",
-        ),
-        ({"seed": 2**63}, r"seed: got 9223372036854775808, expected a signed 64-bit integer"),
-        ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
-        ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
-        ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
-        ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
-        ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
-    ],
-)
+ODD = [
+    ({"a\nb": 1}, r"'a\\nb': no such key, expected one of parallel, "),
+    ({"": 1}, r"'': no such key"),
+    ({None: 1}, r"None: no such key"),
+    ({"x" * 3000: 1}, r"'x{199}\.\.\. \(3002 characters\): no such key"),
+    ({"precision": {"mode": "16-mixed", "a b": 1}}, r"precision\.'a b': no such option"),
+    ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
+    ({"seed": 10**5000}, r"seed: got a value of the type int \(.*digits.*\), expected a signed 64"),
+    ({"seed": 2**63}, r"seed: got 9223372036854775808, expected a signed 64-bit integer"),
+    ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
+    ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
+    ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),
+    ({"precision": {"mode": "16-mixed", "init_scale": 1e39}}, r"precision\.init_scale: got 1e\+39, expected a num"),
+    ({"precision": {"mode": "16-mixed", "init_scale": 1e-46}}, r"precision\.init_scale: got 1e-46, expected a num"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), ODD)
 def test_errors_are_one_short_line_for_any_value(tree, message):
     with pytest.raises(paramp.ConfigError) as caught:
         load(tree)
@@ -353,51 +277,43 @@ def test_errors_are_one_short_line_for_any_value(tree, message):
 
 
 def test_toml_and_python_files_give_the_same_configuration(tmp_path):
-    toml = tmp_path / "run.toml"
-    toml.write_text('LAYERS = 3\nprecision = "16-naive"\n[parallel]\ntensor = 2\n[parallel.pipeline]\nsize = 2\n')
-    python = tmp_path / "run.py"
-    python.write_text("CONFIG = dict(LAYERS=3, precision='16-naive', parallel=dict(tensor=2, pipeline=dict(size=2)))\n")
-    flat = tmp_path / "flat.py"
-    flat.write_text(
-        "import os\nfrom paramp.amp import AMP_TYPE\n"
-        "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n"
-    )
-    beside = tmp_path / "beside.py"  # as some of Colossal-AI's: what is in CONFIG wins
-    beside.write_text("LAYERS, OTHER, lr = 9, 4, 0.1\n" + python.read_text())
-    assert load(toml) == load(python) == load(flat)
-    assert load(str(toml)).LAYERS == load(beside).LAYERS == 3
-    assert load(beside).OTHER == 4
+    texts = {
+        "run.toml": 'LAYERS = 3\nprecision = "16-naive"\n[parallel]\ntensor = 2\n[parallel.pipeline]\nsize = 2\n',
+        "run.py": "CONFIG = dict(LAYERS=3, precision='16-naive', parallel=dict(tensor=2, pipeline=dict(size=2)))\n",
+        "flat.py": "import os\nfrom paramp.amp import AMP_TYPE\n"
+        "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n",
+    }
+    texts["beside.py"] = "LAYERS, OTHER, lr = 9, 4, 0.1\n" + texts["run.py"]  # what is in CONFIG wins
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    toml, python, flat, beside = (load(tmp_path / name) for name in texts)
+    assert toml == python == flat == load(str(tmp_path / "run.toml"))
+    assert (toml.LAYERS, beside.LAYERS, beside.OTHER) == (3, 3, 4)
 
 
 def test_colossalais_number_of_microbatches_counts_in_every_configuration():
-    for value, pipeline, expected in [(4, 2, 4), (None, 2, 2), (4, {"size": 2, "microbatches": 4}, 4), (4, 1, 1)]:
-        config = load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": pipeline}})
+    for value, size, expected in [(4, 2, 4), (None, 2, 2), (4, {"size": 2, "microbatches": 4}, 4), (4, 1, 1)]:
+        config = load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": size}})
         assert config.parallel.pipeline.num_microbatches == expected
         assert value == config.NUM_MICRO_BATCHES
-    for value, message in [
-        ("4", "NUM_MICRO_BATCHES: got '4', expected an integer"),
-        (1, "NUM_MICRO_BATCHES: microbatches: got 1, expected at least 2"),
-    ]:
-        with pytest.raises(paramp.ConfigError, match=message):
-            load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": 2}})
 
 
-def test_missing_or_invalid_files_are_errors(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("broken.toml", "parallel = [", r"broken\.toml' is not valid TOML"),
+        ("broken.py", "def (", r"broken\.py' does not run: SyntaxError"),
+        ("broken.py", "1 / 0", r"broken\.py' does not run: ZeroDivisionError: division by zero"),
+        ("run.yaml", "", r"expected \.toml or \.py"),
+        ("run.py", "import os\n_private = 1\nparalell = dict(tensor=2)\n", r"paralell: no such key.*'parallel'"),
+    ],
+)
+def test_invalid_files_are_errors(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(paramp.ConfigError, match=message):
+        load(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"no file .*absent\.toml"):
         load(tmp_path / "absent.toml")
-    broken = tmp_path / "broken.toml"
-    broken.write_text("parallel = [")
-    with pytest.raises(paramp.ConfigError, match=r"broken\.toml' is not valid TOML"):
-        load(broken)
-    for text, message in (("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError: division by zero")):
-        python = tmp_path / "broken.py"
-        python.write_text(text)
-        with pytest.raises(paramp.ConfigError, match=rf"broken\.py' does not run: {message}"):
-            load(python)
-    other = tmp_path / "run.yaml"
-    other.write_text("")
-    with pytest.raises(paramp.ConfigError, match=r"expected \.toml or \.py"):
-        load(other)
 
 
 def test_overrides_replace_single_values():
@@ -407,75 +323,52 @@ def test_overrides_replace_single_values():
     assert config.parallel.tensor.size == 4
     assert (config.parallel.pipeline.microbatches, config.parallel.pipeline.schedule) == (4, "gpipe")
     assert config.precision.name == "bf16-mixed"
+    # fp16 is another name for precision: one of the two replaces the other, and both together are an error
+    fp16 = {"fp16": {"mode": AMP_TYPE.NAIVE}}
+    assert load(merge({"precision": "16-mixed"}, fp16)).precision.name == "16-naive"
+    with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
+        load(merge({"precision": "16-mixed"}, {"precision": "32-true"} | fp16))
 
 
-def test_the_data_axis_fills_the_world():
-    config = load({"parallel": {"tensor": 2, "pipeline": 2}})
-    assert config.parallel.data_size(8) == 2
-    with pytest.raises(paramp.ConfigError, match=r"tensor 2 x pipeline 2 = 4 does not divide the world of 6 ranks"):
-        config.parallel.data_size(6)
-    config = load({"parallel": {"tensor": 2, "data": 3}})
-    with pytest.raises(paramp.ConfigError, match=r"x data 3 = 6, but the world has 4 ranks"):
-        config.parallel.data_size(4)
-
-
-def test_shards_and_replicas_fill_the_world():
-    config = load({"parallel": {"tensor": 2, "data": {"shard": 2}}})
-    assert (config.parallel.shard, config.parallel.data_size(8), config.parallel.least_world_size) == (2, 4, 4)
-    assert load({"parallel": {"data": {"replicate": 3, "shard": 2}}}).parallel.data_size(6) == 6
-    assert load({"parallel": {"data": {"replicate": 2}}}).parallel.data_size(2) == 2  # plain replicas
-    with pytest.raises(paramp.ConfigError, match=r"x shard 2 = 4 does not divide the world of 6 ranks"):
-        config.parallel.data_size(6)
-    config = load({"parallel": {"data": {"replicate": 2, "shard": 2}}})
-    with pytest.raises(
-        paramp.ConfigError, match=r"replicate 2 = 4, but the world has 8 ranks.*parallel\.data\.replica"
-    ):
-        config.parallel.data_size(8)
-
-
-def test_flatten_gives_plain_values():
-    flat = flatten(load({"parallel": {"tensor": 2}, "NAME": "x"}))
-    assert flat["parallel.tensor.size"] == 2
-    assert flat["NAME"] == "x"
-    assert flat["precision"] == "32-true"
+@pytest.mark.parametrize(
+    ("parallel", "fits", "size", "does_not", "message"),
+    [
+        ({"tensor": 2, "pipeline": 2}, 8, 2, 6, "tensor 2 x pipeline 2 = 4 does not divide the world of 6 ranks"),
+        ({"tensor": 2, "data": 3}, 6, 3, 4, "x data 3 = 6, but the world has 4 ranks"),
+        ({"tensor": 2, "data": {"shard": 2}}, 8, 4, 6, "x shard 2 = 4 does not divide the world of 6 ranks"),
+        ({"data": {"replicate": 2}}, 2, 2, 8, "x data 2 = 2, but the world has 8 ranks"),  # plain replicas
+        ({"data": {"replicate": 3, "shard": 2}}, 6, 6, 8, r"replicate 3 = 6, but the world has 8.*parallel\.data\.repl"),
+    ],
+)
+def test_the_data_axis_fills_the_world(parallel, fits, size, does_not, message):
+    found = load({"parallel": parallel}).parallel
+    assert found.data_size(fits) == size
+    with pytest.raises(paramp.ConfigError, match=message):
+        found.data_size(does_not)
+    if parallel.get("data") == {"shard": 2}:
+        assert (found.shard, found.least_world_size) == (2, 4)
 
 
 def test_flatten_gives_plain_values_for_objects_of_any_type():
-    own = [torch.zeros(1), (1, torch.float16), "x"]
-    flat = flatten(load({"OWN": own, "BIG": 10**5000, "TABLE": {"inner": {1, 2}}, "LONG": object}))
+    own = {"OWN": [torch.zeros(1), (1, torch.float16), "x"], "BIG": 10**5000, "TABLE": {"inner": {1, 2}}}
+    flat = flatten(load(own | {"LONG": object, "NAME": "x", "parallel": {"tensor": 2}}))
     assert json.loads(json.dumps(flat)) == flat
+    assert (flat["parallel.tensor.size"], flat["NAME"], flat["precision"]) == (2, "x", "32-true")
     assert flat["OWN"] == ["tensor([0.])", [1, "torch.float16"], "x"]
     assert flat["TABLE.inner"] == "{1, 2}"
     assert flat["BIG"].startswith("a value of the type int (")
 
 
-def test_the_configuration_is_frozen_and_unknown_attributes_are_errors():
+def test_a_configuration_is_frozen_and_may_be_made_directly():
     config = load({"WIDTH": 3})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3  # type: ignore[misc]
     with pytest.raises(AttributeError, match="no key 'HEIGHT'"):
         _ = config.HEIGHT
-
-
-def test_unknown_names_in_a_python_file_are_errors_too(tmp_path):
-    path = tmp_path / "run.py"
-    path.write_text("import os\nfrom pathlib import Path\n_private = 1\nparalell = dict(tensor=2)\n")
-    with pytest.raises(paramp.ConfigError, match=r"paralell: no such key.*did you mean 'parallel'"):
-        load(path)
-
-
-def test_a_config_made_directly_accepts_the_same_values():
-    config = Config(precision="16-mixed", parallel={"tensor": 2})
-    assert config == load({"precision": "16-mixed", "parallel": {"tensor": 2}})
+    tree = {"precision": "16-mixed", "parallel": {"tensor": 2}}
+    assert Config(**tree) == load(tree)
     with pytest.raises(paramp.ConfigError, match="precision: got 'fp17'"):
         Config(precision="fp17")
-
-
-def test_fp16_together_with_precision_is_an_error():
-    both = {"precision": "32-true", "fp16": {"mode": AMP_TYPE.NAIVE}}
-    with pytest.raises(paramp.ConfigError, match="fp16: given together with precision"):
-        load(merge({"precision": "16-mixed"}, both))
-    assert load(merge({"precision": "16-mixed"}, {"fp16": {"mode": AMP_TYPE.NAIVE}})).precision.name == "16-naive"
 
 
 def test_the_resolved_configuration_has_the_dtypes_of_gradients_and_masters():

@@ -1,5 +1,6 @@
 """The user's own loaders over the data axis: every sample once, the same in a model group, as many batches on all."""
 
+import itertools
 import multiprocessing
 import random
 
@@ -88,13 +89,10 @@ class Shuffled(Sampler):
         return 20
 
 
-def epoch(loader):
-    """The batches of one epoch, as lists of numbers."""
-    found = []
-    for batch in loader:
-        numbers = batch[0] if isinstance(batch, (list, tuple)) else batch
-        found.append(numbers.tolist() if isinstance(numbers, torch.Tensor) else numbers)
-    return found
+def epoch(loader, count=None):
+    """The first batches of an epoch, or all, as lists of numbers."""
+    batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in loader)
+    return [numbers.tolist() for numbers in itertools.islice(batches, count)]
 
 
 def on_all(make, size, seed=5):
@@ -135,38 +133,35 @@ def test_an_epoch_has_every_sample_once_and_equally_many_batches_on_all_ranks(si
 
 
 def test_fewer_samples_than_ranks_are_repeated():
-    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Numbers(2)), 5)] == [
-        [[0]],
-        [[1]],
-        [[0]],
-        [[1]],
-        [[0]],
-    ]
+    numbers, stream = on_all(lambda: DataLoader(Numbers(2)), 5), on_all(lambda: DataLoader(Stream(2)), 4)
+    assert [epoch(loader) for loader in numbers] == [[[0]], [[1]], [[0]], [[1]], [[0]]]
+    assert [epoch(loader) for loader in stream] == [[[0]], [[1]], [[0]], [[0]]]
+    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(0)), 2)] == [[], []]
 
 
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    ("dataset", "options", "message"),
     [
         (
-            lambda: DataLoader(Numbers(3000), batch_size=2000, shuffle=True, drop_last=True),
+            Numbers(3000),
+            {"batch_size": 2000, "shuffle": True, "drop_last": True},
             "^batch_size 2000, but a data rank has 1500 samples, so drop_last leaves no batch; expected at most 1500$",
         ),
-        (lambda: DataLoader(Numbers(1), drop_last=True), "its 1 samples do not fill a batch of 1 for each of 2 data"),
-        (lambda: DataLoader(Numbers(0)), "its dataset is empty; expected at least one sample"),
-        (lambda: DataLoader(Numbers(0), drop_last=True), "its dataset is empty"),
-        (lambda: DataLoader(Numbers(0), batch_size=None), "its dataset is empty"),
-        (lambda: DataLoader(Numbers(4), sampler=SubsetRandomSampler([])), "yields none of its dataset's 4 samples"),
-        (
-            lambda: DataLoader(SizedStream(4), batch_size=4, drop_last=True),
-            "4 samples do not fill a batch of 4 for",
-        ),
-        (lambda: DataLoader(SizedStream(0)), "its dataset is empty"),
+        (Numbers(1), {"drop_last": True}, "its 1 samples do not fill a batch of 1 for each of 2 data"),
+        (Numbers(0), {}, "its dataset is empty; expected at least one sample"),
+        (Numbers(0), {"drop_last": True}, "its dataset is empty"),
+        (Numbers(0), {"batch_size": None}, "its dataset is empty"),
+        (Numbers(4), {"sampler": SubsetRandomSampler([])}, "yields none of its dataset's 4 samples"),
+        (SizedStream(4), {"batch_size": 4, "drop_last": True}, "4 samples do not fill a batch of 4 for"),
+        (SizedStream(0), {}, "its dataset is empty"),
+        (Numbers(8), {"num_workers": 2, "in_order": False}, "in_order=False yields batches in the order in which work"),
     ],
 )
-def test_a_loader_without_a_batch_for_a_rank_is_an_error(loader, message):
+@few_cores
+def test_a_loader_without_a_batch_for_a_rank_or_without_an_order_is_an_error(dataset, options, message):
     for rank in range(2):
         with pytest.raises(ConfigError, match=message):
-            shard_loader(loader(), rank, 2, 0)
+            shard_loader(DataLoader(dataset, **options), rank, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +247,7 @@ def test_worker_seeds_are_equal_in_a_model_group_and_differ_between_data_ranks(p
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
-    class Sized(Stream):
-        def __len__(self):
-            return self.count
-
-    loaders = on_all(lambda: DataLoader(Sized(14), batch_size=2, drop_last=drop_last), size)
+    loaders = on_all(lambda: DataLoader(SizedStream(14), batch_size=2, drop_last=drop_last), size)
     for _ in range(2):
         found = [epoch(loader) for loader in loaders]
         whole = [[index, index + 1] for index in range(0, 14, 2)]
@@ -267,16 +258,13 @@ def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
         for rank, part in enumerate(found):
             if not drop_last and 7 % size and rank >= 7 % size:
                 assert part[-1] == part[0]
-    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(2)), 4)] == [[[0]], [[1]], [[0]], [[0]]]
-    assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(0)), 2)] == [[], []]
 
 
 @few_cores
 def test_iterable_datasets_with_workers_are_sharded_by_batch():
     loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True, **WORKERS), 2)
     for _ in range(2):
-        found = [epoch(loader) for loader in loaders]
-        assert sorted(flat(found[0]) + flat(found[1])) == list(range(24))
+        assert sorted(flat(batch for loader in loaders for batch in epoch(loader))) == list(range(24))
     assert loaders[0].num_workers == 2
 
 
@@ -298,13 +286,7 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
             shard_loader(hidden, 1, 2, 5)
 
 
-@few_cores
-def test_out_of_order_workers_are_an_error():
-    with pytest.raises(ConfigError, match="in_order=False yields batches in the order in which workers finish"):
-        shard_loader(DataLoader(Numbers(8), num_workers=2, in_order=False), 0, 2, 5)
-
-
-def engine_with(loader, config, **others):
+def engine_with(loader, **others):
     model = small_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return paramp.initialize(model, optimizer, model.loss, train_dataloader=loader, **others)
@@ -315,10 +297,9 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
     """dp 2 x tp 2 with batches of 4 against plain torch with the same samples in batches of 8."""
     steps = list(batches(4))
     data = TensorDataset(*(torch.cat(part) for part in zip(*steps, strict=True)))
-    config = {"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}
-    with paramp.launch_from_torch(config) as context:
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}) as context:
         torch.manual_seed(world.rank)
-        engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), config, test_dataloader=[1])
+        engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), test_dataloader=[1])
         assert test == [1]
         losses = []
         for x, y in train:
@@ -329,7 +310,7 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
         assert losses == pytest.approx(expected, abs=1e-5)
 
         shuffled = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
-        _, train, test, _ = engine_with(shuffled[0], config, test_dataloader=shuffled[1])
+        _, train, test, _ = engine_with(shuffled[0], test_dataloader=shuffled[1])
         everyone = [None] * 4
         mine = [torch.cat([x for x, _ in loader]).tolist() for loader in (train, test)]
         torch.distributed.all_gather_object(everyone, (context.dp.rank, mine))
@@ -354,61 +335,52 @@ def test_ranks_of_shards_and_of_replicas_take_different_samples(world):
 
 @on_ranks(4)
 def test_wrong_loaders_are_an_error_on_every_rank(world):
-    config = {"parallel": {"tensor": 2, "data": 2}}
-    with paramp.launch_from_torch(config):
-        numbers = Numbers(8)
+    numbers = Numbers(8)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}}):
         everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # shards over all four ranks
-        with pytest.raises(
-            ConfigError,
-            match="train_dataloader: its DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2",
-        ):
-            engine_with(everywhere, config)
         once = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))  # wrong on two ranks
-        with pytest.raises(ConfigError, match="gives samples to rank 1 of 2, but this is data rank 0 of 2"):
-            engine_with(once, config)
         uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
-        with pytest.raises(
-            ConfigError,
-            match="test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, but rank 2 has 9 samples",
+        rank_0 = "DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2"
+        counts = "rank 0 has 8 samples in batches of 2, drop_last False, but rank 2 has 9 samples"
+        for loader, message, others in (
+            (everywhere, f"train_dataloader: its {rank_0}", {}),
+            (once, "gives samples to rank 1 of 2, but this is data rank 0 of 2", {}),
+            (None, f"test_dataloader: {counts}", {"test_dataloader": uneven}),
+            (
+                DataLoader(numbers, batch_size=8, drop_last=True),
+                "train_dataloader: batch_size 8, but a data rank has 4 samples, so drop",
+                {},
+            ),
         ):
-            engine_with(None, config, test_dataloader=uneven)
-        with pytest.raises(ConfigError, match="train_dataloader: batch_size 8, but a data rank has 4 samples, so drop"):
-            engine_with(DataLoader(numbers, batch_size=8, drop_last=True), config)
-        engine_with(DataLoader(numbers) if world.rank == 0 else None, config)
-
-
-def read_some(loader, count):
-    """The first samples of an epoch, as flat numbers."""
-    batches = iter(loader)
-    return [int(number) for _ in range(count) for number in _numbers(next(batches))]
-
-
-def _numbers(batch):
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
+            with pytest.raises(ConfigError, match=message):
+                engine_with(loader, **others)
+        engine_with(DataLoader(numbers) if world.rank == 0 else None)
 
 
 RESUMED = {
-    "shuffled": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True),
-    "a sampler of the user's": lambda: DataLoader(Numbers(20), batch_size=2, sampler=Shuffled()),
-    "with workers": lambda: DataLoader(Numbers(24), batch_size=2, shuffle=True, num_workers=1, **WORKERS),
-    "a stream": lambda: DataLoader(Stream(24), batch_size=2),
-    "a sampler that shards by itself": lambda: DataLoader(
-        Numbers(24), batch_size=2, sampler=DistributedSampler(Numbers(24), 1, 0, shuffle=False)
-    ),
+    "shuffled": {"dataset": Numbers(24), "shuffle": True},
+    "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
+    "with workers": {"dataset": Numbers(24), "shuffle": True, "num_workers": 1, **WORKERS},
+    "a stream": {"dataset": Stream(24)},
+    "a sampler that shards by itself": {
+        "dataset": Numbers(24),
+        "sampler": DistributedSampler(Numbers(24), 1, 0, shuffle=False),
+    },
 }
+
+
+def resumable(name, size=1, batch_size=2):
+    return on_all(lambda: DataLoader(batch_size=batch_size, **RESUMED[name]), size)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
-    def epoch(loader):
-        return [int(number) for batch in loader for number in _numbers(batch)]
-
-    (whole,), (stopped,), (resumed,) = (on_all(RESUMED[name], 1) for _ in range(3))
+    (whole,), (stopped,), (resumed,) = (resumable(name) for _ in range(3))
     expected = [epoch(whole) for _ in range(3)]
     assert stopped.state_dict() == {"epoch": 0, "given": 0}
     assert epoch(stopped) == expected[0]
     assert stopped.state_dict() == {"epoch": 1, "given": 0}
-    given = read_some(stopped, 3)
+    given = epoch(stopped, 3)
     state = stopped.state_dict()
     assert state == {"epoch": 1, "given": 6}
     resumed.load_state_dict(state)
@@ -419,21 +391,21 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
 
 
 def test_another_number_of_data_ranks_resumes_after_the_same_samples():
-    make = RESUMED["shuffled"]
-    order = read_some(on_all(make, 1)[0], 12)
-    before = on_all(make, 4)
-    assert sorted(number for loader in before for number in read_some(loader, 2)) == sorted(order[:16])
-    after = on_all(make, 2)
+    def read(loaders):
+        return sorted(flat(batch for loader in loaders for batch in epoch(loader, 2)))
+
+    order = flat(epoch(resumable("shuffled")[0]))
+    before, after = resumable("shuffled", 4), resumable("shuffled", 2)
+    assert read(before) == sorted(order[:16])
     for loader in after:
         loader.load_state_dict(before[0].state_dict())
-    assert sorted(number for loader in after for number in read_some(loader, 2)) == sorted(order[16:])
-    odd = on_all(lambda: DataLoader(Numbers(24), batch_size=5, shuffle=True), 2)
+    assert read(after) == sorted(order[16:])
     with pytest.warns(UserWarning, match="had read 16 samples of its epoch, not a multiple of the 10"):
-        odd[0].load_state_dict(before[0].state_dict())
+        resumable("shuffled", 2, batch_size=5)[0].load_state_dict(before[0].state_dict())
 
 
 def test_an_iterator_made_before_a_load_is_an_error():
-    (loader,) = on_all(RESUMED["shuffled"], 1)
+    (loader,) = resumable("shuffled")
     batches = iter(loader)
     loader.load_state_dict({"epoch": 3, "given": 4})
     with pytest.raises(RuntimeError, match="was made before a checkpoint was loaded"):
@@ -441,7 +413,7 @@ def test_an_iterator_made_before_a_load_is_an_error():
 
 
 def test_skipping_batches_draws_no_random_numbers():
-    (loader,) = on_all(RESUMED["a sampler that shards by itself"], 1)
+    (loader,) = resumable("a sampler that shards by itself")
     loader.load_state_dict({"epoch": 0, "given": 6})
     torch.manual_seed(1)
     batches = iter(loader)

@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import struct
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,107 +72,71 @@ def test_a_forked_reader_shares_no_file_position(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_truncated_file_is_an_error(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """A file of 200 bytes, 100 tokens of 0."""
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(200))
-    source = open_flat(path, "uint16")
-    os.truncate(path, 100)
-    with pytest.raises(DataError, match=r"t.bin' ends at byte 100, but a read expected bytes up to 120"):
-        source.read(40, 20)
+    return path
 
 
 def modify(path, how):
-    """Change a file of 200 bytes; its time of modification moves on even where the disk's clock is coarse."""
-    if how == "written to":
-        with path.open("r+b") as file:
-            file.write(b"\7")
-    elif how == "longer":
-        with path.open("ab") as file:
-            file.write(b"\7")
+    """Change the file; its time of modification moves on even where the disk's clock is coarse."""
+    written = path.stat().st_mtime_ns
+    if how == "truncated":
+        os.truncate(path, 100)
+    elif how == "missing":
+        path.unlink()
     elif how == "replaced":
         other = path.with_suffix(".new")
         other.write_bytes(bytes(200))
-        os.utime(other, ns=(0, path.stat().st_mtime_ns))
+        os.utime(other, ns=(0, written))
         os.replace(other, path)
-        return
     else:
-        path.unlink()
-        return
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+        with path.open("r+b" if how == "written to" else "ab") as file:
+            file.write(b"\7")
+        os.utime(path, ns=(0, written + 10**9))
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (
-            "written to",
-            r"t.bin' was changed during the run, found at byte 80: it was written to since .* at \d{4}-",
-        ),
-        (
-            "longer",
-            r"t.bin' was changed .* at byte 80: it had 200 bytes when it was opened and has 201 now",
-        ),
-    ],
-)
-def test_a_file_that_is_modified_during_reading_is_an_error(tmp_path, how, message):
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(200))
+CHANGES = {
+    "written to": r"t.bin' was changed during the run, found at byte {place}: it was written to since .* at \d\d\d\d-",
+    "longer": r"at byte {place}: it had 200 bytes when it was opened and has 201 now; restore the file",
+    "truncated": r"t.bin' ends at byte 100, but a read expected bytes up to 120",
+    "replaced": r"it was replaced by another file since it was opened",
+    "missing": r"t.bin' cannot be opened again, to read from byte 0 on: No such file or directory; restore",
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_file_that_changes_during_the_run_is_an_error_if_its_tokens_may_be_others(path, how):
+    """An open file that is deleted or replaced is still read, but a new process does not find it."""
     source = open_flat(path, "uint16")
-    assert source.read(40, 20).tolist() == [0] * 20
-    modify(path, how)
-    with pytest.raises(DataError, match=message):
-        source.read(40, 20)
-
-
-@pytest.mark.parametrize("how", ["replaced", "missing"])
-def test_a_deleted_or_replaced_file_is_still_read(tmp_path, how):
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(200))
-    source = open_flat(path, "uint16")
-    modify(path, how)
-    assert source.read(40, 20).tolist() == [0] * 20
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("written to", r"t.bin' was changed during the run, found at byte 0: it was written to"),
-        ("longer", r"it had 200 bytes when it was opened and has 201 now; restore the file"),
-        ("replaced", r"it was replaced by another file since it was opened"),
-        (
-            "missing",
-            r"t.bin' cannot be opened again, to read from byte 0 on: No such file or directory; restore",
-        ),
-    ],
-)
-def test_unpickling_detects_a_changed_file(tmp_path, how, message):
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(200))
-    pickled = pickle.dumps(SlicedTokens(open_flat(path, "uint16"), 3, 50))
+    pickled = pickle.dumps(SlicedTokens(source, 3, 50))
     assert pickle.loads(pickled).read(0, 2).tolist() == [0, 0]
+    if how != "truncated":  # of which a read finds the end
+        assert source.read(40, 20).tolist() == [0] * 20
     modify(path, how)
-    with pytest.raises(DataError, match=message):
-        pickle.loads(pickled)
+    if how in ("replaced", "missing"):
+        assert source.read(40, 20).tolist() == [0] * 20
+    else:
+        with pytest.raises(DataError, match=CHANGES[how].format(place=80)):
+            source.read(40, 20)
+    if how != "truncated":
+        with pytest.raises(DataError, match=CHANGES[how].format(place=0)):
+            pickle.loads(pickled)
 
 
-def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(200))
+def test_a_failing_disk_is_an_error(path, monkeypatch):
     source = open_flat(path, "uint16")
-
-    def pread(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(DataError, match=r"t.bin' cannot be read at byte 80: Input/output error; check its disk"):
         source.read(40, 20)
 
 
-@pytest.mark.parametrize(("bad", "token"), [(70, 900), (70, -1)])
-def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path, bad, token):
+@pytest.mark.parametrize("token", [900, -1])
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(path, token):
     numbers = np.zeros(100, "<i2")
-    numbers[bad] = token
-    path = tmp_path / "t.bin"
+    numbers[70] = token
     path.write_bytes(numbers.tobytes())
     source = SlicedTokens(CheckedTokens(SlicedTokens(FileTokens(path, "<i2"), 5, 95), 500), 5, 90)
     assert source.read(0, 60).tolist() == [0] * 60
@@ -201,12 +166,13 @@ def test_the_sample_covers_the_source_and_stays_small():
 
 
 def test_the_fingerprint_depends_on_lengths_and_tokens():
-    one = fingerprint(ArrayTokens(np.arange(100), "a"), ArrayTokens(np.arange(3), "b"))
-    assert one == fingerprint(ArrayTokens(np.arange(100), "other name"), ArrayTokens(np.arange(3), "b"))
-    assert one != fingerprint(ArrayTokens(np.arange(99), "a"), ArrayTokens(np.arange(3), "b"))
-    changed = np.arange(100)
-    changed[50] = 0
-    assert one != fingerprint(ArrayTokens(changed, "a"), ArrayTokens(np.arange(3), "b"))
+    def of(tokens, name="a"):
+        return fingerprint(ArrayTokens(tokens, name), ArrayTokens(np.arange(3), "b"))
+
+    changed = np.where(np.arange(100) == 50, 0, np.arange(100))
+    one, renamed, shorter, other = of(np.arange(100)), of(np.arange(100), "c"), of(np.arange(99)), of(changed)
+    assert one == renamed
+    assert len({one, shorter, other}) == 3
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<u1", 1), ("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)])
@@ -230,39 +196,32 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("case", [*DAMAGE, 60, 20, None])
 def test_a_damaged_index_is_an_error(tmp_path, case):
-    changes, message = DAMAGE[case]
+    """``case``: what its header says, the bytes that are left of it, or None where there is no .bin."""
+    changes, message = DAMAGE.get(case, ({}, ""))
     write_pair(tmp_path / "x", [np.arange(3), np.arange(4)], **changes)
+    if isinstance(case, int):
+        os.truncate(tmp_path / "x.idx", case)
+        whole = "x.idx' has 60 bytes, expected 82 for its 2 sequences and 3 doc"
+        message = whole if case == 60 else "expected b'MMIDIDX"
+    elif case is None:
+        (tmp_path / "x.bin").unlink()
+        message = "no file '.*x.bin'; Megatron's data is a pair"
     with pytest.raises(ConfigError, match=message):
         open_indexed(tmp_path / "x")
 
 
-def test_a_truncated_index_or_a_missing_bin_is_an_error(tmp_path):
-    write_pair(tmp_path / "x", [np.arange(3), np.arange(4)])
-    index = tmp_path / "x.idx"
-    os.truncate(index, 60)
-    with pytest.raises(ConfigError, match=r"x.idx' has 60 bytes, expected 82 for its 2 sequences and 3 doc"):
-        open_indexed(tmp_path / "x")
-    os.truncate(index, 20)
-    with pytest.raises(ConfigError, match="expected b'MMIDIDX"):
-        open_indexed(tmp_path / "x")
-    (tmp_path / "x.bin").unlink()
-    with pytest.raises(ConfigError, match=r"no file '.*x.bin'; Megatron's data is a pair"):
-        open_indexed(tmp_path / "x")
+def test_a_flat_file_of_the_wrong_dtype_is_an_error(path):
+    def refused(content, message, **options):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            open_flat(path, "uint16", **options)
 
-
-def test_a_flat_file_of_the_wrong_dtype_is_an_error(tmp_path):
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(1001))
-    with pytest.raises(ConfigError, match=r"t.bin' has 1001 bytes, not a multiple of the 2 of uint16; set train"):
-        open_flat(path, "uint16")
-    path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"t.bin' is empty"):
-        open_flat(path, "uint16")
-    path.write_bytes(np.arange(3000).astype("<u4").tobytes())
-    with pytest.raises(ConfigError, match=r"seems to hold uint32, not uint16.*data_dtype to 'uint32'"):
-        open_flat(path, "uint16", guessed=True)
+    wide = np.arange(3000).astype("<u4").tobytes()
+    refused(bytes(1001), r"t.bin' has 1001 bytes, not a multiple of the 2 of uint16; set train")
+    refused(b"", r"t.bin' is empty")
+    refused(wide, r"seems to hold uint32, not uint16.*data_dtype to 'uint32'", guessed=True)
     assert len(open_flat(path, "uint16")) == 6000  # said, not guessed
     assert open_flat(path, "uint32").read(2999, 1).tolist() == [2999]
     path.write_bytes(np.arange(3000).astype("<u2").tobytes())

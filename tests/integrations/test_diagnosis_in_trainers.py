@@ -3,26 +3,32 @@
 import contextlib
 import io
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from families import family, long
 from torch import nn
+from trainer_runs import run_code
 
 import paramp
-
-PAGE = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 
 
 def code(function):
     """The function of the page."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    (source,) = (body for body in blocks if f"def {function}(" in body)
-    names = {"paramp": paramp}
-    exec(compile(source, "docs/diagnosis.md", "exec"), names)
-    return names[function]
+    return run_code("diagnosis.md", f"def {function}(", paramp=paramp)[function]
+
+
+@contextlib.contextmanager
+def one_report(module=r"the model's \w+"):
+    """What is printed inside has one report, which names the layer."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        yield
+    found = re.findall(
+        r"no scale helps: (.*) produced NaN in the forward of microbatch 0 on rank 0$", out.getvalue(), re.M
+    )
+    assert len(found) == out.getvalue().count("no scale helps") == 1, out.getvalue()
+    assert re.fullmatch(module, found[0])
 
 
 class Model(nn.Module):
@@ -44,18 +50,15 @@ def dataset():
 
 def scaled(accelerator, optimizer):
     """As with an adopted accelerator: fp16's scaler on a CPU."""
+
+    def called(*args, **kwargs):
+        optimizer._accelerate_step_called = True
+        return optimizer._optimizer_original_step_method(*args, **kwargs)
+
     accelerator.scaler = optimizer.scaler = paramp.DistributedGradScaler("cpu", init_scale=8.0)
     optimizer._accelerate_step_called = False
     optimizer._optimizer_original_step_method = optimizer.optimizer.step
-    optimizer._optimizer_patched_step_method = lambda *args, **kwargs: called(optimizer, *args, **kwargs)
-
-
-def called(optimizer, *args, **kwargs):
-    optimizer._accelerate_step_called = True
-    return optimizer._optimizer_original_step_method(*args, **kwargs)
-
-
-EXPECTED = r"^no scale helps: the model's \w+ produced NaN in the forward of microbatch 0 on rank 0\n"
+    optimizer._optimizer_patched_step_method = called
 
 
 def test_accelerate():
@@ -66,10 +69,8 @@ def test_accelerate():
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         scaled(accelerator, optimizer)
         batches = torch.utils.data.DataLoader(dataset(), batch_size=1)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
+        with one_report():
             code("train_with_accelerate")(accelerator, model, optimizer, batches, lambda batch: model(**batch)["loss"])
-        assert re.match(EXPECTED, out.getvalue()), out.getvalue()
-        assert out.getvalue().count("no scale helps") == 1
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -92,11 +93,8 @@ def test_hugging_face_trainer(tmp_path):
     kind = code("diagnosing")(transformers.Trainer)
     trainer = kind(Model(), arguments, train_dataset=dataset(), callbacks=[Callback()])
     trainer._get_train_sampler = lambda *_: None
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with one_report():
         trainer.train()
-    reports = [line for line in out.getvalue().splitlines() if line.startswith("no scale helps")]
-    assert len(reports) == 1, out.getvalue()
-    assert re.match(EXPECTED, reports[0] + "\n"), reports
 
 
 @family
@@ -129,6 +127,5 @@ def test_lightning():
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     alone = lightning.fabric.plugins.environments.LightningEnvironment()  # does not look for MPI
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", plugins=[alone], callbacks=[callback], **quiet)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with one_report("model"):
         trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), batch_size=1))
-    assert "no scale helps: model produced NaN in the forward of microbatch 0 on rank 0" in out.getvalue()

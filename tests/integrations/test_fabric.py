@@ -13,7 +13,26 @@ import torch
 from pool import on_ranks
 from small_mlp import batch, build, tensor_parallel
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainer_runs import (
+    INF,
+    LR,
+    MAX_NORM,
+    ROUNDING,
+    SCALE,
+    STEPS,
+    UNITS,
+    check_classifier,
+    check_weights,
+    classifier,
+    in_batches,
+    in_plain_torch,
+    plain_epochs,
+    samples,
+    sgd,
+    spoil,
+    whole,
+)
 
 import paramp
 from paramp.integrations.shared_scale import SharedScale
@@ -23,19 +42,12 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 # What Fabric's document and plugins say: dtype of the weights and their gradients, of what the model is given, and of
 # tensors that it makes without a dtype. Outputs come back in fp32; 64-true keeps them in fp64, which Fabric rounds.
 FABRIC = {
-    "32-true": (FP32, FP32, FP32),
-    32: (FP32, FP32, FP32),
-    "32": (FP32, FP32, FP32),
-    "16-mixed": (FP32, FP16, FP32),
-    16: (FP32, FP16, FP32),
-    "16": (FP32, FP16, FP32),
+    **dict.fromkeys(("32-true", 32, "32"), (FP32, FP32, FP32)),
+    **dict.fromkeys(("16-mixed", 16, "16"), (FP32, FP16, FP32)),
+    **dict.fromkeys(("bf16-mixed", "bf16"), (FP32, BF16, FP32)),
+    **dict.fromkeys(("64-true", "64", 64), (FP64, FP64, FP64)),
     "16-true": (FP16, FP16, FP16),
-    "bf16-mixed": (FP32, BF16, FP32),
-    "bf16": (FP32, BF16, FP32),
     "bf16-true": (BF16, BF16, BF16),
-    "64-true": (FP64, FP64, FP64),
-    "64": (FP64, FP64, FP64),
-    64: (FP64, FP64, FP64),
 }
 
 
@@ -76,19 +88,6 @@ def test_the_engine_computes_as_fabric_does(name):
         check_dtypes(name, engine, engine, engine.backward)
 
 
-def test_without_lightning_an_error_names_the_extra(monkeypatch):
-    from paramp.integrations import lightning_precision
-
-    lightning_precision._with_lightning.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("lightning.fabric")]:
-        monkeypatch.delitem(sys.modules, name)  # of another test
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.fabric.plugins.precision.precision", None)
-    with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[fabric\]"'):
-        paramp.FabricPrecision("16-mixed")
-    assert "lightning.fabric" not in sys.modules
-
-
 def test_a_scale_that_is_read_before_there_is_a_model_moves_to_its_device(monkeypatch):
     state = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 3}
     models = set()
@@ -112,28 +111,8 @@ def test_a_scale_that_is_read_before_there_is_a_model_moves_to_its_device(monkey
 
 # --------------------------------------------------------------------------------------------- Fabric on two ranks
 
-SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 3, 0.5
-
-
-def reference():
-    """Plain torch in fp32, with the overflowing step left out: the weights and the norms before clipping."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    norms = []
-    for step in range(STEPS):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        if step != OVERFLOWS:
-            optimizer.step()
-        else:
-            norms[-1] = None
-    return {name: value.detach() for name, value in model.named_parameters()}, norms
-
-
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+OVERFLOWS = 3
+SCALED = {"mode": "16-mixed", "init_scale": SCALE}
 
 
 def train(fabric, plugin, model, optimizer, world, data_size):
@@ -145,29 +124,22 @@ def train(fabric, plugin, model, optimizer, world, data_size):
         fabric.backward(nn.functional.mse_loss(model(x), y))
         overflow = step == OVERFLOWS
         if overflow and world.rank == 1:
-            gradient = next(model.parameters()).grad
-            getattr(gradient, "_local_tensor", gradient).view(-1)[0] = float("inf")
+            spoil(next(model.parameters()).grad)
         before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
         norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
-        norms.append(None if overflow else norm.item())
-        assert overflow == (not norm.isfinite())
+        norms.append(norm.item() if norm.isfinite() else INF)
         optimizer.step()
         after = [whole(parameter.detach()) for parameter in model.parameters()]
-        assert overflow == all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert overflow == all(map(torch.equal, before, after))
     assert plugin.num_skipped == 1
     assert plugin.loss_scale == (SCALE / 2 if plugin.mode.scaling else 1.0)
-    return {name: whole(value.detach()) for name, value in model.module.named_parameters()}, norms
+    return dict(model.module.named_parameters()), norms
 
 
-def check_training(actual, expected, rounding):
-    weights, norms = actual
-    assert [norm is None for norm in norms] == [norm is None for norm in expected[1]]
-    for a, b in zip(norms, expected[1], strict=True):
-        assert a == b or a == pytest.approx(b, rel=24 * rounding)
-    for name, start in build().named_parameters():
-        way = expected[0][name] - start
-        found = weights[name] - start
-        assert (found - way).norm() / way.norm() < 24 * rounding, name
+def check_training(actual, rounding=ROUNDING["fp16"]):
+    _, norms, weights = in_plain_torch(overflow=OVERFLOWS)
+    assert actual[1] == pytest.approx(norms, rel=UNITS * rounding)
+    check_weights(actual[0], weights, dict(build().named_parameters()), rounding)
 
 
 @dataclass
@@ -190,36 +162,26 @@ class WithoutLibrary(types.ModuleType):
         raise RuntimeError("cannot load MPI library")
 
 
-def classify(model, optimizer, fabric=None):
-    """The example image_classifier, with Fabric on two ranks, or in plain torch: weights, and the losses of epochs."""
-    data = TensorDataset(*(torch.cat(parts) for parts in zip(*map(batch, range(4)), strict=True)))
-    loader = DataLoader(data, batch_size=16 if fabric is None else 8)
-    if fabric is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    else:
-        loader = fabric.setup_dataloaders(loader)
+def image_classifier(fabric, model, optimizer):
+    """The example of that name: weights, and the losses of epochs."""
+    loader = fabric.setup_dataloaders(DataLoader(samples(), batch_size=4))
     scheduler, losses = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), []
     for _ in range(2):
         model.train()
         for x, y in loader:
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward() if fabric is None else fabric.backward(loss)
+            loss = nn.functional.cross_entropy(model(x), y)
+            fabric.backward(loss)
             optimizer.step()
         scheduler.step()
         model.eval()
-        with torch.no_grad():
-            total = sum(nn.functional.mse_loss(model(x), y, reduction="sum") for x, y in loader)
-        if fabric is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's, about Lightning's code
-                total = fabric.all_gather(total).sum()
-        losses.append(float(total))
-    if fabric is None:
-        return list(model.parameters()), losses
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's, about Lightning's code
+            total = sum(nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in loader)
+            losses.append(float(fabric.all_gather(total).sum()))
     with tempfile.TemporaryDirectory() as folder:
         fabric.save(f"{folder}/model.pt", model.state_dict())
-    return list(model.module.parameters()), losses
+    return model.state_dict(), losses
 
 
 @on_ranks(2)
@@ -234,8 +196,6 @@ def test_fabric_with_the_plugin(world):
         from lightning.fabric.plugins.precision import Precision
         from lightning.fabric.strategies import ModelParallelStrategy
 
-    expected = reference()
-
     def start(mode, strategy, devices, model):
         plugin = paramp.FabricPrecision(mode)
         assert isinstance(plugin, Precision)
@@ -244,46 +204,43 @@ def test_fabric_with_the_plugin(world):
             warnings.simplefilter("ignore")  # of Lightning's, about the machine
             fabric = Fabric(plugins=plugin, strategy=strategy, accelerator="cpu", devices=devices)
             fabric.launch()
-            optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
             if isinstance(strategy, ModelParallelStrategy):
                 model = fabric.setup_module(model)
-                optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
+                optimizer = fabric.setup_optimizers(sgd(model.parameters()))
             else:
-                model, optimizer = fabric.setup(model, optimizer)
+                model, optimizer = fabric.setup(model, sgd(model.parameters()))
         return fabric, plugin, model, optimizer
 
-    scaled = {"mode": "16-mixed", "init_scale": SCALE}
+    def alone(mode, model):
+        return start(mode, "auto", 1, model)
 
     def parallelize(model, mesh):
         return tensor_parallel(model, mesh["tensor_parallel"])
 
-    for mode, rounding in ((scaled, 2.0**-11), ("bf16-mixed", 2.0**-8)):
+    for mode, rounding in ((SCALED, ROUNDING["fp16"]), ("bf16-mixed", ROUNDING["bf16"])):
         strategy = ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=2)
-        setup = start(mode, strategy, 2, build())
-        check_training(train(*setup, world, 1), expected, rounding)
+        check_training(train(*start(mode, strategy, 2, build()), world, 1), rounding)
 
     # A model that is sharded already, in a process that Fabric takes for a single device.
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    setup = start(scaled, "auto", 1, tensor_parallel(build(), mesh))
-    check_training(train(*setup, world, 1), expected, 2.0**-11)
+    setup = alone(SCALED, tensor_parallel(build(), mesh))
+    check_training(train(*setup, world, 1))
     state = setup[1].state_dict()
-    again = paramp.FabricPrecision(scaled)
+    again = paramp.FabricPrecision(SCALED)
     again.load_state_dict(state)
     assert again.loss_scale == SCALE / 2
     assert again.state_dict() == state
 
     # Data parallel: each rank its half of the batch.
-    setup = start(scaled, "ddp", 2, build())
-    check_training(train(*setup, world, 2), expected, 2.0**-11)
-    fabric, _, model, optimizer = start(scaled, "ddp", 2, build())
-    weights, losses = classify(model, optimizer, fabric)
-    expected_weights, expected_losses = classify(build(), None)
-    assert losses == pytest.approx(expected_losses, rel=1e-3)
-    first, found, wanted = (
-        torch.cat([value.detach().flatten() for value in values])
-        for values in (build().parameters(), weights, expected_weights)
-    )
-    assert 0 < (found - wanted).norm() / (wanted - first).norm() < 24 * 2.0**-11
+    check_training(train(*start(SCALED, "ddp", 2, build()), world, 2))
+    fabric, _, *trained = start(SCALED, "ddp", 2, classifier())
+    weights, losses = image_classifier(fabric, *trained)
+    x, y = samples().tensors
+    expected = []
+    for model, _ in plain_epochs([in_batches(8)] * 2, rates=[LR, LR / 2]):
+        expected.append(nn.functional.cross_entropy(model(x), y, reduction="sum").item())
+    assert losses == pytest.approx(expected, rel=1e-3)
+    check_classifier(weights, model)
 
     # mpi4py without an MPI library is no MPI, but under mpirun, where each process would train alone.
     with mock.patch.dict(sys.modules, {"mpi4py": WithoutLibrary("mpi4py")}):
@@ -293,7 +250,7 @@ def test_fabric_with_the_plugin(world):
             MPIEnvironment.detect()
 
     for name in FABRIC:
-        fabric, _, model, _ = start(name, "auto", 1, Recorder())
+        fabric, _, model, _ = alone(name, Recorder())
         check_dtypes(name, model, model, fabric.backward)
         with fabric.init_module():
             assert nn.Linear(2, 2).weight.dtype is FABRIC[name][0]
@@ -304,7 +261,7 @@ def test_fabric_with_the_plugin(world):
         for plugged in (False, True):
             torch.manual_seed(0)
             if plugged:
-                fabric, plugin, model, optimizer = start(name, "auto", 1, Recorder())
+                fabric, plugin, model, optimizer = alone(name, Recorder())
             else:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -326,15 +283,15 @@ def test_fabric_with_the_plugin(world):
         optimizer.step()  # without gradients there is nothing to do, and nothing to complain of
         for count in (2, 3):  # clipping does not make an overflow finite
             model(torch.ones(2, 4)).square().mean().backward()
-            model.linear.weight.grad[0, 0] = float("inf")
+            model.linear.weight.grad[0, 0] = INF
             with pytest.raises(RuntimeError, match="non-finite"):  # by Fabric's default
                 fabric.clip_gradients(model, optimizer, max_norm=1.0)
             fabric.clip_gradients(model, optimizer, clip_val=1.0)
             optimizer.step()
             assert plugin.num_skipped == count
             optimizer.zero_grad()
-    for mode in (scaled, "bf16-mixed"):
-        fabric, plugin, model, optimizer = start(mode, "auto", 1, Recorder())
+    for mode in (SCALED, "bf16-mixed"):
+        fabric, plugin, model, optimizer = alone(mode, Recorder())
         with pytest.raises(RuntimeError, match=r"requires you to call `fabric\.backward"):
             model(torch.ones(2, 4)).sum().backward()
 
@@ -356,12 +313,12 @@ def test_fabric_with_the_plugin(world):
     assert shared[0].one.dtype is FP16
 
     # An optimizer that adds up several backwards, while another makes the scale move.
-    fabric, plugin, fast, fast_optimizer = start(scaled, "auto", 1, nn.Linear(2, 1))
+    fabric, plugin, fast, fast_optimizer = alone(SCALED, nn.Linear(2, 1))
     slow = nn.Linear(2, 1)
-    slow, slow_optimizer = fabric.setup(slow, torch.optim.SGD(slow.parameters(), lr=LR))
+    slow, slow_optimizer = fabric.setup(slow, sgd(slow.parameters()))
     x = torch.ones(1, 2)
     fabric.backward((slow(x) + fast(x)).sum())
-    fast.weight.grad.fill_(float("inf"))
+    fast.weight.grad.fill_(INF)
     fast_optimizer.step()
     fast_optimizer.zero_grad()
     fabric.backward(slow(x).sum())
@@ -369,26 +326,12 @@ def test_fabric_with_the_plugin(world):
     assert plugin.loss_scale == SCALE / 2
     assert slow.weight.grad.tolist() == [[2.0, 2.0]]
 
-    # Two optimizers of one backward are unscaled with one scale, also where the first has made it move.
-    model = build()
-    fabric, plugin, model, optimizer = start(scaled, "auto", 1, model)
-    second = fabric.setup_optimizers(torch.optim.SGD([model.down.bias], lr=LR))
-    fabric.backward(nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1]))
-    plugin.scaler.set_growth_interval(1)
-    optimizer.step()
-    plugin.unscale_gradients(second.optimizer)
-    assert plugin.loss_scale == SCALE * 2
-    fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-    assert max(parameter.grad.abs().max() for parameter in model.parameters()) <= 1e-3
-
-    rounding = {"mode": "bf16-true", "rounding": "stochastic"}
-    refused = (
+    for mode, message in (
         ("O2", "steps fp32 masters"),
         ("16-naive", "masters"),
         ("fp8-mixed", "float8 ones"),
-        (rounding, "rounding"),
+        ({"mode": "bf16-true", "rounding": "stochastic"}, "rounding"),
         ({"mode": "32-true", "optimizer_state": "bf16"}, "optimizer_state"),
-    )
-    for mode, message in refused:
+    ):
         with pytest.raises(paramp.ConfigError, match=message):
             paramp.FabricPrecision(mode)

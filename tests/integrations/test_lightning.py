@@ -5,11 +5,9 @@ import dataclasses
 import gc
 import os
 import pickle
-import sys
 import warnings
 import weakref
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,32 +15,28 @@ import torch
 import torch.distributed as dist
 from families import family, long
 from pool import on_ranks, shared_folder
+from small_mlp import batch, build
 from torch import nn
 from torch.utils.data import DataLoader
 from trained_by_lightning import (
     EPOCH,
-    FP16,
-    MAX_NORM,
     OVERFLOWS,
     QUIET,
-    SCALE,
-    STEPS,
     averaged,
-    batch,
-    build,
     by_an_engine,
     fit,
-    in_plain_torch,
     lightning,
     model_parallel,
     shard,
     trained_module,
 )
+from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, difference_of, in_plain_torch
 
 import paramp
 from paramp.integrations.lightning import TrainerPrecision
 from paramp.integrations.module_masters import ModuleMasters
 
+FP16 = torch.float16
 SCALED = {"init_scale": SCALE}
 NAIVE = {"mode": "16-naive", "hysteresis": 1, **SCALED}
 TRUE = dataclasses.replace(paramp.Precision.parse("16-true"), scaling=paramp.LossScaling(**SCALED))
@@ -57,80 +51,59 @@ MODES = {
 }
 
 
-def test_without_lightning_an_error_names_the_extra(monkeypatch):
-    from paramp.integrations import lightning_precision
-
-    lightning_precision._with_lightning.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("lightning.pytorch")]:
-        monkeypatch.delitem(sys.modules, name)  # of another test
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(paramp.ConfigError, match=r'lightning cannot be imported .*pip install "paramp\[lightning\]"'):
-        TrainerPrecision("16-mixed")
-
-
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def strategy_of(layout):
     data, tensor, kind = layout
     return "ddp" if kind == "ddp" else model_parallel(data, tensor, save_distributed_checkpoint=kind == "folder")
 
 
+def check_module(module, expected, rounding):
+    state = {name.removeprefix("model."): value for name, value in module.state_dict().items()}
+    check_weights(state, expected, dict(build().named_parameters()), rounding)
+    return {value.dtype for value in state.values()}
+
+
 def check_layout(layout, name):
-    """Losses, norms, weights, an overflow on one rank, and a resume, in one layout and mode."""
+    """Losses, norms, weights, an overflow on one rank, and a resume, in one layout and mode; the engine's losses."""
     mode, rounding = MODES[name]
     data, tensor, kind = layout
-    gathered = mode_compute(mode) if kind != "ddp" and paramp.Precision.parse(mode).masters else None
+    precision = paramp.Precision.parse(mode)
+    gathered = precision.compute if kind != "ddp" and precision.masters else None
     sizes = {"data": data, "tensor": tensor, "gathered": gathered}
-    expected, norms, weights = in_plain_torch()
+    expected, norms, weights = in_plain_torch(overflow=OVERFLOWS, decay=0.9)
+    close = partial(pytest.approx, rel=UNITS * rounding)
 
     module = trained_module()(**sizes)
     module.save = shared_folder() / "after_one_epoch"
     trainer = fit(module, mode, strategy_of(layout), data * tensor)
     plugin = trainer.precision_plugin
     losses = averaged(module.losses)
-    assert losses == pytest.approx(expected, rel=24 * rounding)
-    assert [value for value in module.norms if value < float("inf")] == pytest.approx(
-        norms[:OVERFLOWS] + norms[OVERFLOWS + 1 :], rel=24 * rounding
-    )
+    assert losses == close(expected)
+    assert [norm for norm in module.norms if norm < INF] == close([norm for norm in norms if norm < INF])
     assert plugin.num_skipped == 1
     assert trainer.global_step == STEPS  # a skipped step counts, as with Lightning's plugin
     (schedule,) = trainer.lr_scheduler_configs
     assert schedule.scheduler.last_epoch == STEPS
-    state = {key.removeprefix("model."): whole(value) for key, value in module.state_dict().items()}
-    for key, start in build().named_parameters():
-        assert state[key].dtype is (FP16 if name == "16-true" else torch.float32)
-        way, found = weights[key] - start.detach(), state[key].float() - start.detach()
-        assert (found - way).norm() / way.norm() < 24 * rounding, key
+    assert check_module(module, weights, rounding) == {FP16 if name == "16-true" else torch.float32}
 
-    scale = SCALE / 2 if plugin.mode.scaling else 1.0
-    assert module.scales == [SCALE if plugin.mode.scaling else 1.0] * (OVERFLOWS + 1) + [scale] * (
-        STEPS - 1 - OVERFLOWS
-    )
+    first, later = (SCALE, SCALE / 2) if plugin.mode.scaling else (1.0, 1.0)
+    assert module.scales == [first] * (OVERFLOWS + 1) + [later] * (STEPS - 1 - OVERFLOWS)
     resumed = trained_module()(**sizes, seed=9)
     trainer = fit(resumed, mode, strategy_of(layout), data * tensor, ckpt_path=module.save)
-    assert resumed.scales == [scale] * EPOCH
+    assert resumed.scales == [later] * EPOCH
     # DDP sums its first batch in other buckets than the later ones, and so in another order of more than two ranks.
     exact = kind != "ddp" or dist.get_world_size() == 2
     assert averaged(resumed.losses) == (losses[EPOCH:] if exact else pytest.approx(losses[EPOCH:], rel=rounding))
     assert trainer.precision_plugin.num_skipped == 0
-    return losses
-
-
-def mode_compute(mode):
-    return paramp.Precision.parse(mode).compute
+    if kind != "ddp" and (kind == "folder" or data * tensor == 2) and name != "16-true":
+        assert losses == close(by_an_engine(mode, data, tensor))
 
 
 @on_ranks(2)
 def test_the_trainer_on_two_ranks(world):
-    """Each promise once: masters under tensor parallelism, sharded ones, and DDP; the engine's losses."""
-    for layout, name in (((1, 2, "file"), "16-naive"), ((2, 1, "folder"), "16-naive"), ((2, 1, "ddp"), "O2")):
-        losses = check_layout(layout, name)
-        if layout[2] != "ddp":
-            engine = by_an_engine(MODES[name][0], *layout[:2])
-            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+    """Each promise once: masters under tensor parallelism, sharded ones, and DDP."""
+    check_layout((1, 2, "file"), "16-naive")
+    check_layout((2, 1, "folder"), "16-naive")
+    check_layout((2, 1, "ddp"), "O2")
     check_layout((1, 2, "folder"), "O2")
 
 
@@ -140,10 +113,7 @@ def test_the_trainer_on_two_ranks(world):
 @on_ranks(4)
 def test_the_trainer_on_four_ranks(world, name):
     for layout in ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (4, 1, "ddp")):
-        losses = check_layout(layout, name)
-        if layout[2] == "folder" and name != "16-true":
-            engine = by_an_engine(MODES[name][0], *layout[:2])
-            assert losses == pytest.approx(engine, rel=24 * MODES[name][1])
+        check_layout(layout, name)
 
 
 @on_ranks(2)
@@ -228,7 +198,7 @@ def test_loops_of_the_trainer(world):
             for key, parameter in reference.named_parameters():
                 if step != OVERFLOWS or not key.startswith("down"):
                     parameter.data.add_(parameter.grad, alpha=-LR)
-        check_weights(module, reference, rounding)
+        check_module(module, dict(reference.named_parameters()), rounding)
 
         # Accumulation over two batches, of three: the last one of an epoch is stepped alone.
         module = module_class()
@@ -245,15 +215,7 @@ def test_loops_of_the_trainer(world):
                 nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.param_groups[0]["lr"] *= 0.9
-        check_weights(module, reference, rounding)
-
-
-def check_weights(module, reference, rounding):
-    state = module.state_dict()
-    for (key, value), start in zip(reference.named_parameters(), build().parameters(), strict=True):
-        way = value.detach() - start.detach()
-        found = state[f"model.{key}"] - start.detach()
-        assert (found - way).norm() / way.norm() < 24 * rounding, key
+        check_module(module, dict(reference.named_parameters()), rounding)
 
 
 @on_ranks(2)
@@ -261,18 +223,15 @@ def test_what_the_plugin_refuses(world):
     """Each by name, on every rank, before a collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    remainder = {"mode": "O2", "masters": "remainder"}
-    narrow = {"mode": "bf16-true", "rounding": "stochastic"}
-    wide = {"mode": "16-true", "grad_dtype": "float32"}
-    for mode, message in (
-        (remainder, "masters: got 'remainder', expected 'full'"),
-        (narrow, "rounding: got 'stochastic', expected 'nearest'"),
-        (wide, "grad_dtype: got torch.float32, expected torch.float16"),
-        ({"mode": "16-mixed", "reduce_dtype": "float32"}, "reduce_dtype: got ReduceDtypes"),
-        ("fp8-mixed", "float8"),
+    for mode, option, value, message in (
+        ("O2", "masters", "remainder", "masters: got 'remainder', expected 'full'"),
+        ("bf16-true", "rounding", "stochastic", "rounding: got 'stochastic', expected 'nearest'"),
+        ("16-true", "grad_dtype", "float32", "grad_dtype: got torch.float32, expected torch.float16"),
+        ("16-mixed", "reduce_dtype", "float32", "reduce_dtype: got ReduceDtypes"),
+        ("fp8-mixed", "recipe", "tensorwise", "float8"),
     ):
         with pytest.raises(paramp.ConfigError, match=message):
-            TrainerPrecision(mode)
+            TrainerPrecision({"mode": mode, option: value})
 
     mesh = init_device_mesh("cpu", (2,))
     for mode, gathered in (("16-naive", None), ("O2", torch.bfloat16), ("16-mixed", torch.bfloat16), ("32-true", FP16)):
@@ -435,7 +394,7 @@ def test_after_the_end_parameters_hold_the_masters():
     assert released() is None
 
 
-def test_copies_of_a_plugin_keep_its_group():
+def test_copies_of_a_plugin_keep_its_group_and_a_scale_of_lightnings_plugin_is_taken_over():
     group = mock.Mock(spec=dist.ProcessGroup)
     plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
     copied = copy.deepcopy(plugin)
@@ -444,23 +403,25 @@ def test_copies_of_a_plugin_keep_its_group():
     assert copied.scaler._group is group
     with pytest.raises(paramp.ConfigError, match="group: a process group cannot be pickled"):
         pickle.dumps(plugin)
+    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)
 
-
-PAGE = Path(__file__).parents[2] / "docs" / "from-lightning.md"
+    plugin = TrainerPrecision("16-mixed")  # the checkpoint is of the Trainer's own, whose plugin has torch's scaler
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
+    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
+    assert plugin.loss_scale == 2.0**9
+    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
+    assert plugin.loss_scale == 2.0**9
 
 
 @on_ranks(2)
 def test_the_difference_on_the_page_is_all_that_a_script_changes(world):
     """Both sides of the page's difference run; on the new one the same module trains."""
     TrainerPrecision("16-mixed")  # from now on mpi4py without an MPI library is no error
-    difference = PAGE.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0].splitlines()
-    assert len(difference) <= 10
+    difference = difference_of("from-lightning.md")
     assert all(line[0] in "-+" for line in difference)
     for sign in "-+":
-        names = {
-            "Trainer": partial(lightning().Trainer, devices=2, max_epochs=1, **QUIET),
-            "ModelParallelStrategy": partial(model_parallel, 1, 2),
-        }
+        trainer = partial(lightning().Trainer, devices=2, max_epochs=1, **QUIET)
+        names = {"Trainer": trainer, "ModelParallelStrategy": partial(model_parallel, 1, 2)}
         with warnings.catch_warnings(), mock.patch.dict(os.environ):
             warnings.simplefilter("ignore")
             exec("\n".join(line[1:] for line in difference if line[0] == sign), names)
@@ -601,15 +562,3 @@ def test_a_run_resumes_in_another_mode_from_its_masters(world):
         assert any(not torch.equal(value, value.half().float()) for value in saved.values())
         fit(Resumed(seed=9), MODES[after][0], "auto", 1, ckpt_path=path)
         torch.testing.assert_close(begun, dict(saved), rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_the_scale_of_lightnings_plugin_is_taken_over(world):
-    """A checkpoint of the Trainer's own 16-mixed, whose plugin has torch's scaler."""
-    plugin = TrainerPrecision("16-mixed")
-    state = torch.amp.GradScaler("cpu", init_scale=2.0**9).state_dict()
-    plugin.on_load_checkpoint({"MixedPrecision": {**state, "scale": 2.0**9}})
-    assert plugin.loss_scale == 2.0**9
-    plugin.on_load_checkpoint({"MixedPrecision": state, "TrainerPrecision": plugin.state_dict()})
-    assert plugin.loss_scale == 2.0**9
-    assert pickle.loads(pickle.dumps(TrainerPrecision(NAIVE))).mode == paramp.Precision.parse(NAIVE)

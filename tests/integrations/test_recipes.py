@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +12,9 @@ from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from trainer_runs import check_weights, code_of, quiet, run_code, text_of
 
 import paramp
-
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-
-
-def block(language, containing):
-    (found,) = (body for body in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S) if containing in body)
-    return found
 
 
 class Engine:
@@ -78,13 +70,12 @@ def half_of_mean_square(output, target):
 
 @on_ranks(2)
 def test_verls_engines_train_in_fp16_as_one_process_in_fp32(world):
-    names = {}
-    exec(compile(block("python", "class InFp16"), "docs/recipes.md", "exec"), names)
+    mixin = run_code("recipes.md", "class InFp16")["InFp16"]
     fp16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     module = policy()
     for layer in (module[0], module):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=fp16)
-    engine = type("InFp16", (names["InFp16"], Engine), {})(module, lr=0.1)
+    engine = type("InFp16", (mixin, Engine), {})(module, lr=0.1)
     plain = Engine(policy(), lr=0.1)
     for step in range(4):
         data = batches(step, world.rank, 2)
@@ -102,8 +93,8 @@ def test_verls_engines_train_in_fp16_as_one_process_in_fp32(world):
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / 2, torch.tensor(expected), rtol=5e-3, atol=0)  # the loss that is reported
         assert norm == pytest.approx(expected_norm, rel=5e-3)
-    for sharded, parameter in zip(module.parameters(), plain.module.parameters(), strict=True):
-        torch.testing.assert_close(sharded.full_tensor(), parameter, rtol=0, atol=2e-3)
+    found, expected, start = (dict(one.named_parameters()) for one in (module, plain.module, policy()))
+    check_weights(found, expected, start, 2.0**-11)
 
 
 def log_probabilities(model, tokens):
@@ -137,9 +128,8 @@ def test_fp16_brings_training_and_inference_closer_than_bf16():
 
 
 def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
-    diffs = [
-        body for body in re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S) if re.search(r"^[+-] ", body, re.M)
-    ]
+    texts = re.findall(r"^```text\n(.*?)^```$", text_of("recipes.md"), re.M | re.S)
+    diffs = [body for body in texts if re.search(r"^[+-] ", body, re.M)]
     assert len(diffs) == 2
     for diff in diffs:
         assert len(diff.splitlines()) <= 10
@@ -150,12 +140,11 @@ def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
 @family
 @long
 def test_the_script_for_ray_train_runs(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "ray[train]"', exc_type=ImportError)
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
-            source = block("text", "TorchTrainer(")
+            source = code_of("recipes.md", "TorchTrainer(", "text")
             exec(compile(source, "docs/recipes.md", "exec"), {"FOLDER": str(tmp_path), "__name__": "ray_recipe"})
         finally:
             with contextlib.suppress(Exception):

@@ -1,32 +1,26 @@
 """torchtitan's own Trainer in fp16. The references are the stock Trainer in fp32, and what torch's step does by hand.
 
-Everything but the first test needs torchtitan (0.3.0 or newer); what of it runs on CPUs and how:
+Everything needs torchtitan (0.3.0 or newer); what of it runs on CPUs and how:
 ``tests/support/titan.py``.
 """
 
 import importlib
 import math
 import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import titan
 import torch
-from families import cases, family, long
-from pool import on_ranks, run_on_ranks, shared_folder
+from families import cases, family
+from pool import run_on_ranks, shared_folder
+from trainer_runs import difference_of, spoil
 
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.integrations.torchtitan import IN_TRAINER, WORKS_WITH, ParampTrainer, adopt
-
-
-def test_without_torchtitan_the_extra_is_named():
-    with mock.patch.dict(sys.modules, {"torchtitan": None}), pytest.raises(ConfigError, match=r"paramp\[torchtitan\]"):
-        adopt(object())
 
 
 @pytest.fixture
@@ -55,8 +49,7 @@ def plant(trainer, here):
     def planted(**kwargs):
         loss = forward_backward(**kwargs)
         if here:
-            parameter = next(trainer.model_parts[0].parameters())
-            parameter.grad.to_local().view(-1)[0] = torch.inf
+            spoil(next(trainer.model_parts[0].parameters()).grad)
         trainer.forward_backward_step = forward_backward
         return loss
 
@@ -73,7 +66,6 @@ def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, c
     run_on_ranks(2, __name__, "against_stock", {"layout": layout, "chunked": chunked})
 
 
-@on_ranks(2)
 def against_stock(world, layout, chunked):
     options = {"chunked": chunked, **titan.LAYOUTS[layout]}
     stock = titan.tiny_config(**options)
@@ -119,7 +111,6 @@ def stopping_like_main(clip):
     return checked
 
 
-@on_ranks(2)
 def one_overflow(world, layout, backend, precision):
     trainer = titan.build(adopted(precision, backend=backend, **titan.LAYOUTS[layout]))
     titan.train(trainer, 1)
@@ -138,12 +129,17 @@ def one_overflow(world, layout, backend, precision):
     trainer.close()
 
 
-def test_a_resumed_run_has_the_scale_and_goes_on_as_if_uninterrupted(torchtitan):
-    run_on_ranks(2, __name__, "resumed", {})
+ON_TWO_RANKS = ["a_resumed_run_goes_on", "a_checkpoint_without_a_scale_is_loaded", "clips_elsewhere"]
 
 
-@on_ranks(2)
-def resumed(world):
+@family
+@pytest.mark.parametrize("body", cases("torchtitan bodies", ON_TWO_RANKS, ON_TWO_RANKS[:1], 1))
+def test_on_two_ranks(torchtitan, body):
+    run_on_ranks(2, __name__, body, {})
+
+
+def a_resumed_run_goes_on(world):
+    """With its scale, as if it was never interrupted."""
     options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
     trainer = titan.build(adopted(**options))
     plant(trainer, here=world.rank == 0)
@@ -159,14 +155,8 @@ def resumed(world):
     again.close()
 
 
-@family
-@long
-def test_a_checkpoint_without_a_scale_is_loaded_if_it_is_excluded(torchtitan):
-    run_on_ranks(2, __name__, "from_bf16", {})
-
-
-@on_ranks(2)
-def from_bf16(world):
+def a_checkpoint_without_a_scale_is_loaded(world):
+    """Of a run in bf16, if the scale is excluded."""
     options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
     stock = titan.build(titan.tiny_config(**options))
     titan.train(stock, 2)
@@ -193,39 +183,40 @@ def test_what_does_not_fit_is_refused(torchtitan):
         adopt(config)
 
 
-@pytest.mark.parametrize("kind", ["GroupedExperts", "VarlenAttention"])
-def test_modules_that_compute_in_bf16_are_refused_in_fp16(torchtitan, kind):
+@pytest.mark.parametrize(
+    ("kind", "model", "name"),
+    [
+        ("GroupedExperts", "deepseek_v3", "deepseek_v3_debugmodel"),
+        ("VarlenAttention", "llama3", "llama3_debugmodel_varlen_attn"),
+    ],
+)
+def test_modules_that_compute_in_bf16_are_refused_in_fp16(torchtitan, kind, model, name):
     titan.prepare("cpu")
-    if kind == "GroupedExperts":
-        config = importlib.import_module("torchtitan.models.deepseek_v3.config_registry").deepseek_v3_debugmodel()
-    else:
-        config = importlib.import_module("torchtitan.models.llama3.config_registry").llama3_debugmodel_varlen_attn()
+    config = getattr(importlib.import_module(f"torchtitan.models.{model}.config_registry"), name)()
     with pytest.raises(ConfigError, match=rf"{kind} computes in bfloat16 .* \(layers\.\d.*use precision='bfloat16'"):
         adopt(config)
     for precision in ("bfloat16", "float32"):
         assert adopt(config, precision=precision).precision == precision
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "distributed.utils.clip_grad_norm_",
-        "trainer.Trainer.train_step",
-        "components.loss.ChunkedLossWrapper.Config.loss_fn",
-    ],
+CONFIGURED = "Trainer.Config.training.mixed_precision_param"
+NAMES = (
+    "distributed.utils.clip_grad_norm_",
+    "trainer.Trainer.train_step",
+    "components.loss.ChunkedLossWrapper.Config.loss_fn",
 )
+
+
+@pytest.mark.parametrize("name", [*NAMES, CONFIGURED])
 def test_a_name_that_torchtitan_lacks_is_an_error_that_names_it(torchtitan, monkeypatch, name):
     config = titan.tiny_config()
-    monkeypatch.delattr(f"torchtitan.{name}")
-    lacks = rf"torchtitan \S+ has no torchtitan\.{re.escape(name)}; expected a version that has, as {WORKS_WITH}"
+    if name == CONFIGURED:
+        config.training = SimpleNamespace(dtype="float32")
+    else:
+        monkeypatch.delattr(f"torchtitan.{name}")
+        name = f"torchtitan.{name}"
+    lacks = rf"torchtitan \S+ has no {re.escape(name)}; expected a version that has, as {WORKS_WITH}"
     with pytest.raises(ConfigError, match=lacks):
-        adopt(config)
-
-
-def test_a_field_that_a_configuration_of_torchtitan_lacks_is_an_error_that_names_it(torchtitan):
-    config = titan.tiny_config()
-    config.training = SimpleNamespace(dtype="float32")
-    with pytest.raises(ConfigError, match=r"has no Trainer\.Config\.training\.mixed_precision_param; expected"):
         adopt(config)
 
 
@@ -242,9 +233,7 @@ def test_an_attribute_that_a_trainer_of_torchtitan_lacks_is_an_error_that_names_
 
 
 def test_the_diff_of_the_page_runs(torchtitan):
-    page = (Path(__file__).parents[2] / "docs" / "from-torchtitan.md").read_text(encoding="utf-8")
-    diff = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
-    assert len(diff) <= 10
+    diff = difference_of("from-torchtitan.md")
     before, after = ("\n".join(line[1:] for line in diff if line[:1] in (sign, " ")) for sign in "-+")
     titan.prepare("cpu")
     for source, name in ((before, "Trainer"), (after, "ParampTrainer")):
@@ -268,13 +257,6 @@ def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):
     assert issubclass(type(config)._owner, ParampTrainer)
 
 
-@family
-@long
-def test_a_torchtitan_that_clips_elsewhere_is_an_error(torchtitan):
-    run_on_ranks(2, __name__, "clips_elsewhere", {})
-
-
-@on_ranks(2)
 def clips_elsewhere(world):
     trainer = titan.build(adopted(**titan.LAYOUTS["dp_shard"]))
     from torchtitan.distributed import utils
@@ -282,11 +264,10 @@ def clips_elsewhere(world):
 
     assert dist_utils is utils
     other = mock.Mock(clip_grad_norm_=utils.clip_grad_norm_, dist_sum_tensor=utils.dist_sum_tensor)
+    fails = f"this version of torchtitan is not supported, expected {re.escape(WORKS_WITH)}"
     with (
         mock.patch.dict(Trainer.train_step.__globals__, {"dist_utils": other}),
-        pytest.raises(
-            RuntimeError, match=f"this version of torchtitan is not supported, expected {re.escape(WORKS_WITH)}"
-        ),
+        pytest.raises(RuntimeError, match=fails),
     ):
         titan.train(trainer, 1)
     trainer.close()

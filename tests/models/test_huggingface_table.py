@@ -17,10 +17,13 @@ from pool import on_ranks, run_on_ranks
 from reference import UNITS_WEIGHTS, rank_slice, rounding
 
 import paramp
+from paramp.parallel.adapters import adapter_for
+from paramp.parallel.huggingface.plan import pretrained_plan
+from paramp.parallel.partition import plan_stages
 
 pytest.importorskip("transformers")
 
-from pretrained import FAMILIES, batches, build
+from pretrained import FAMILIES, batches, build, plain_losses
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 STEPS = 3
@@ -62,15 +65,8 @@ def sgd(parameters):
 def plain_training(name):
     """Losses, and how far each trained weight has gone, in a plain loop."""
     model = build(name)
-    optimizer = sgd(model.parameters())
     start = {key: value.detach().clone() for key, value in model.named_parameters() if value.requires_grad}
-    losses = []
-    for batch in batches(name, STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, name, STEPS, sgd(model.parameters()))
     return losses, {key: model.get_parameter(key).detach() - value for key, value in start.items()}
 
 
@@ -88,7 +84,6 @@ def train(name, plan=None):
     return losses, {key: value - start[key] for key, value in engine.full_state_dict().items() if key in start}
 
 
-@on_ranks(2)
 def train_all(world, parallel, mode, names):
     """The cells of one layout and mode: one launch serves all of them."""
     with paramp.launch_from_torch({"parallel": parallel, "precision": from_small_scale(mode)}):
@@ -139,12 +134,15 @@ def test_a_family_follows_plain_torch(name, layout, mode, cells, green):
 @on_ranks(2)
 def test_the_tolerance_rejects_a_gradient_of_one_ranks_heads(world):
     """Without its style the norm of queries gets the gradient of each rank's own heads."""
-    from paramp.parallel.huggingface.plan import pretrained_plan
-
     with paramp.launch_from_torch({"parallel": {"tensor": 2}, "precision": from_small_scale("16-naive")}):
         plan = pretrained_plan(build("Qwen3"), 2, False)
         halved = train("Qwen3", {key: style for key, style in plan.items() if not key.endswith("0.self_attn.q_norm")})
     assert apart(halved, plain_training("Qwen3"), "16-naive")[1] > 2 * UNITS_WEIGHTS
+
+
+def stages_of(model, num_stages, split):
+    partition = adapter_for(model).partition(num_stages, None if num_stages == 2 else split)
+    return partition.stages(plan_stages(partition.units, num_stages, split))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +156,8 @@ def test_the_tolerance_rejects_a_gradient_of_one_ranks_heads(world):
 )
 def test_stages_one_after_another_are_the_model(name, split):
     """Wherever it is split: between towers, within one, and where several values cross."""
-    from paramp.parallel.adapters import adapter_for
-    from paramp.parallel.partition import plan_stages
-
-    model = build(name)
-    partition = adapter_for(model).partition(4, split)
-    stages = partition.stages(plan_stages(partition.units, 4, split))
+    model, expected = build(name), build(name)
+    stages = stages_of(model, 4, split)
     held = {key for stage in stages for key, _ in stage.named_parameters(remove_duplicate=False)}
     assert held == {key for key, _ in model.named_parameters(remove_duplicate=False)}
     batch = next(batches(name, 1))
@@ -171,10 +165,9 @@ def test_stages_one_after_another_are_the_model(name, split):
         value = stages[0](**batch)
         for stage in stages[1:]:
             value = stage(value, **batch)
-    expected = build(name)
-    loss = expected(**batch).loss
-    torch.testing.assert_close(value.logits, expected(**batch).logits)
-    loss.backward()
+    output = expected(**batch)
+    torch.testing.assert_close(value.logits, output.logits)
+    output.loss.backward()
     value.loss.backward()
     for key, parameter in expected.named_parameters():
         if parameter.grad is not None:
@@ -183,13 +176,7 @@ def test_stages_one_after_another_are_the_model(name, split):
 
 def test_a_split_that_loses_a_value_is_an_error():
     """The hidden states before the last vision layer are used behind the tower."""
-    from paramp.parallel.adapters import adapter_for
-    from paramp.parallel.partition import plan_stages
-
-    model = build("LLaVA")
-    partition = adapter_for(model).partition(2, None)
-    split = ["model.vision_tower.post_layernorm"]
-    first, second = partition.stages(plan_stages(partition.units, 2, split))
+    first, second = stages_of(build("LLaVA"), 2, ["model.vision_tower.post_layernorm"])
     batch = next(batches("LLaVA", 1))
     with pytest.raises(paramp.ConfigError, match=r"uses outputs of earlier stages .*post_layernorm"):
         second(first(**batch), **batch)

@@ -25,6 +25,15 @@ def test_sizes_are_the_published_ones():
     assert size_of(lambda: ViT.preset("vit-b16")) == 86_567_656
 
 
+def unsettle(model):
+    """Tell apart what starts equal: norms and biases that do nothing would hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
 # ------------------------------------------------------------------------------------------------------------ ResNet
 
 
@@ -57,60 +66,64 @@ def resnet_by_hand(state, x, depths, small_images):
 def test_a_resnet_equals_plain_torch(small_images):
     torch.manual_seed(0)
     config = ResNetConfig(depths=(2, 1, 1), width=4, num_classes=5, small_images=small_images)
-    model = ResNet(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms that start at 1 and 0 would hide mistakes
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = unsettle(ResNet(config).double())
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     expected = resnet_by_hand(model.state_dict(), x, config.depths, small_images)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        *(
-            (
-                lambda name=name, value=value: GPT.preset("tiny", **{name: value}),
-                f"^{name}: got {value!r}, expected an int",
-            )
-            for name in ("num_layers", "num_heads", "width", "max_seq_len", "vocab_size")
-            for value in (0, 1.0, "4", True)
-        ),
-        *(
-            (lambda name=name: ViT.preset("tiny", **{name: -1}), f"^{name}: got -1, expected an integer of 1 or more$")
-            for name in ("num_heads", "image_size", "patch_size", "in_channels", "num_classes")
-        ),
-        *(
-            (lambda name=name: ResNet.preset("tiny", **{name: 2.5}), f"^{name}: got 2.5, expected an integer of 1 or")
-            for name in ("width", "in_channels", "num_classes")
-        ),
-        (lambda: ResNet.preset("tiny", depths=(1, 2.0)), r"^depths: got \(1, 2.0\), expected a number of blocks of 1"),
-        (lambda: ResNet.preset("tiny", depths=3), "^depths: got 3, expected a number of blocks of 1 or more for each"),
-        (
-            lambda: ResNet.preset("tiny", num_class=1),
-            r"^num_class: got 1, but ResNetConfig has no such field; .* \(did you mean 'num_classes'\?\)$",
-        ),
-        (lambda: GPT.preset("tiny", seq_len=1), r"\(did you mean 'max_seq_len'\?\)$"),
-    ],
-)
+def tiny(kind, **changes):
+    return lambda: kind.preset("tiny", **changes)
+
+
+INTEGERS = {
+    GPT: (("num_layers", "num_heads", "width", "max_seq_len", "vocab_size"), (0, 1.0, "4", True)),
+    ViT: (("num_heads", "image_size", "patch_size", "in_channels", "num_classes"), (-1,)),
+    ResNet: (("width", "in_channels", "num_classes"), (2.5,)),
+}
+IMPOSSIBLE = [
+    *(
+        (tiny(kind, **{name: value}), f"^{name}: got {value!r}, expected an integer of 1 or more$")
+        for kind, (names, values) in INTEGERS.items()
+        for name in names
+        for value in values
+    ),
+    (tiny(ResNet, depths=(1, 2.0)), r"^depths: got \(1, 2.0\), expected a number of blocks of 1"),
+    (tiny(ResNet, depths=3), "^depths: got 3, expected a number of blocks of 1 or more for each"),
+    (tiny(ResNet, num_class=1), r"^num_class: got 1, but ResNetConfig has no such field; .*mean 'num_classes'\?\)$"),
+    (tiny(GPT, seq_len=1), r"\(did you mean 'max_seq_len'\?\)$"),
+    (lambda: ResNetConfig(depths=(2, 0)), r"depths: got \(2, 0\), expected a number of blocks of 1 or more"),
+    (lambda: resnet34(num_classes=0), "num_classes: got 0"),
+    (lambda: ResNet.preset("resnet43"), r"model: got 'resnet43', expected one of .*\(did you mean 'resnet34'\?\)"),
+    (lambda: ViT.preset("vit-b"), "model: got 'vit-b', expected one of tiny, vit-b16"),
+    (
+        lambda: replace(SMALL_VIT, image_size=30, patch_size=16),
+        "image_size: got 30, expected a multiple of patch_size 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), IMPOSSIBLE)
 def test_impossible_shapes_are_errors(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
 
 
-def test_impossible_layouts_of_a_resnet_are_errors():
-    with pytest.raises(ConfigError, match=r"depths: got \(2, 0\), expected a number of blocks of 1 or more"):
-        ResNetConfig(depths=(2, 0))
-    with pytest.raises(ConfigError, match="num_classes: got 0"):
-        resnet34(num_classes=0)
-    with pytest.raises(ConfigError, match=r"model: got 'resnet43', expected one of .*\(did you mean 'resnet34'\?\)"):
-        ResNet.preset("resnet43")
-    model = ResNet.preset("tiny")
-    with pytest.raises(ConfigError, match="a ResNet has no sequence"):
-        model.tensor_parallel_plan(2, True)
-    with pytest.raises(ConfigError, match="got 3, expected a divisor of the model's 64 features"):
-        model.tensor_parallel_plan(3, False)
+@pytest.mark.parametrize(
+    ("kind", "preset", "layout", "message"),
+    [
+        (ResNet, "tiny", (2, True), "a ResNet has no sequence"),
+        (ResNet, "tiny", (3, False), "got 3, expected a divisor of the model's 64 features"),
+        (ViT, "vit-b16", (8, False), "the model's 12 heads do not divide"),
+        (ViT, "vit-b16", (2, True), r"sequence of 197 .*size 2; expected False, .*class_token=False, of 196$"),
+        (ViT, "vit-b16", (3, True), r"sequence of 197 .*size 3; expected False$"),
+    ],
+)
+def test_impossible_layouts_of_a_vit_are_errors(kind, preset, layout, message):
+    with torch.device("meta"):
+        model = kind.preset(preset)
+    with pytest.raises(ConfigError, match=message):
+        model.tensor_parallel_plan(*layout)
 
 
 def test_a_resnets_plan_shards_its_classifier_only():
@@ -164,15 +177,6 @@ def vit_by_hand(state, x, config):
     return linear(x[:, 0] if config.class_token else x.mean(1), "head")
 
 
-def unsettle(model):
-    """Tell apart what starts equal: norms and biases that do nothing would hide mistakes."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return model
-
-
 @pytest.mark.parametrize("class_token", [True, False])
 def test_a_vit_equals_plain_torch(class_token):
     torch.manual_seed(0)
@@ -180,21 +184,6 @@ def test_a_vit_equals_plain_torch(class_token):
     model = unsettle(ViT(config).double())
     x = torch.randn(3, 2, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(model(x), vit_by_hand(model.state_dict(), x, config), rtol=1e-10, atol=1e-10)
-
-
-def test_impossible_layouts_of_a_vit_are_errors():
-    with pytest.raises(ConfigError, match="image_size: got 30, expected a multiple of patch_size 16"):
-        ViTConfig(num_layers=1, num_heads=1, width=8, image_size=30)
-    with pytest.raises(ConfigError, match="model: got 'vit-b', expected one of tiny, vit-b16"):
-        ViT.preset("vit-b")
-    with torch.device("meta"):
-        model = ViT.preset("vit-b16")
-    with pytest.raises(ConfigError, match="the model's 12 heads do not divide"):
-        model.tensor_parallel_plan(8, False)
-    with pytest.raises(ConfigError, match=r"sequence of 197 .*size 2; expected False, .*class_token=False, of 196$"):
-        model.tensor_parallel_plan(2, True)
-    with pytest.raises(ConfigError, match=r"sequence of 197 .*size 3; expected False$"):
-        model.tensor_parallel_plan(3, True)
     with pytest.raises(ValueError, match=r"images: got \(1, 2, 9, 8\), expected \(batch, 2, 8, 8\)"):
         ViT(SMALL_VIT)(torch.zeros(1, 2, 9, 8))
 
@@ -241,16 +230,12 @@ def plain_training(kind, steps):
     return losses, copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("resnet", "pp2-tp2"),
-        ("resnet", "dp2-tp2"),
-        ("vit", "pp2-tp2"),
-        ("vit", "dp2-tp2"),
-        ("vit-mean", "pp2-tp2-sp"),
-    ],
-)
+CELLS = [(kind, layout) for kind in ("resnet", "vit") for layout in ("pp2-tp2", "dp2-tp2")] + [
+    ("vit-mean", "pp2-tp2-sp")
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CELLS)
 @on_ranks(4)
 def test_training_in_every_layout_equals_plain_torch(world, kind, layout):
     losses, weights = plain_training(kind, 6)

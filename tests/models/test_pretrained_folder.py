@@ -1,23 +1,25 @@
 """Folders of Hugging Face models: written from every layout, and read shard by shard."""
 
-import warnings
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks, shared_folder
+from torch import nn
+from trainer_runs import quiet
 
 import paramp
+from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
 
 pytest.importorskip("transformers")
 
-from pretrained import batches, build
+from pretrained import batches, build, plain_losses
 
-PIPELINE = {"size": 2, "microbatches": 2}
 LAYOUTS = {
     "tp2": {"tensor": 2},
-    "pp2": {"pipeline": PIPELINE},
+    "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
     "zero": {"data": 2, "zero": 1},
     "fsdp2": {"data": {"shard": 2}},
 }
@@ -28,22 +30,18 @@ def sgd(parameters):
 
 
 def reloaded(name, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         return type(build(name)).from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "mode"),
-    [
-        *[("Mixtral", "tp2", "16-naive"), ("T5", "pp2", "32-true"), ("Qwen2", "zero", "16-naive")],
-        ("T5", "fsdp2", "16-naive"),
-    ],
-)
+SAVED = [("Mixtral", "tp2"), ("T5", "pp2"), ("Qwen2", "zero"), ("T5", "fsdp2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), SAVED)
 @on_ranks(2)
-def test_logits_after_reload_are_the_engines(world, name, layout, mode):
+def test_logits_after_reload_are_the_engines(world, name, layout):
     """With fused experts, which are stored one by one, and with tied weights on two stages."""
-    folder = shared_folder() / "model"
+    folder, mode = shared_folder() / "model", "32-true" if layout == "pp2" else "16-naive"
     batch = next(batches(name, 1))
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": mode}):
         engine, *_ = paramp.initialize(build(name), sgd)
@@ -75,9 +73,53 @@ def test_errors_of_saving_are_on_every_rank(world):
         with pytest.raises(OSError if world.rank == 0 else RuntimeError, match="file"):
             engine.save_pretrained(folder / "file" / "model")
     with paramp.launch_from_torch():
-        engine, *_ = paramp.initialize(torch.nn.Sequential(torch.nn.Linear(2, 2)), sgd)
+        engine, *_ = paramp.initialize(nn.Sequential(nn.Linear(2, 2)), sgd)
         with pytest.raises(paramp.ConfigError, match="got Sequential, expected a Hugging Face model"):
             engine.save_pretrained(folder)
+
+
+def adapted():
+    """With LoRA's adapters of peft."""
+    from peft import LoraConfig
+
+    model = build("Llama")
+    torch.manual_seed(1)
+    layers = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=layers))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros, behind which A would get no gradient
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def adapters_sgd(parameters):
+    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.5, momentum=0.9)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@on_ranks(2)
+def test_adapters_follow_plain_torch_and_are_saved_alone(world, layout):
+    plain, folder = adapted(), shared_folder()
+    losses = plain_losses(plain, "Llama", 3, adapters_sgd(plain.parameters()))
+    expected = {name: value for name, value in plain.named_parameters() if "lora" in name}
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+        engine, *_ = paramp.initialize(adapted(), adapters_sgd)
+        for batch, loss in zip(batches("Llama", 3), losses, strict=True):
+            assert engine.forward_backward(batch).item() == pytest.approx(loss, abs=1e-5)
+            assert engine.step().stepped
+            engine.zero_grad()
+        actual, start = engine.full_state_dict(), dict(adapted().named_parameters())
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, atol=2e-5, rtol=0)
+            assert (value - start[name]).abs().max() > 2e-4
+        engine.save_pretrained(folder)
+        assert not list(folder.glob("model*"))
+        model = build("Llama").eval()
+        model.load_adapter(folder)
+        engine.eval()
+        batch = next(batches("Llama", 1))
+        torch.testing.assert_close(engine(**batch).logits, model(**batch).logits.detach(), atol=2e-5, rtol=0)
 
 
 def on_meta(name, folder):
@@ -115,25 +157,17 @@ def test_a_model_on_meta_gets_its_files_values(world, name, layout):
 
 
 def test_a_tensor_of_a_file_is_a_view_and_a_missing_one_is_initialised(tmp_path):
-    from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
-
     build("Llama").model.save_pretrained(tmp_path)  # without the head
     files = PretrainedFiles(on_meta("Llama", tmp_path))
     assert "lm_head.weight" not in files
     weight, again = (files("model.layers.0.mlp.up_proj.weight") for _ in range(2))
     assert weight.data_ptr() == again.data_ptr()
     assert torch.equal(weight, build("Llama").model.layers[0].mlp.up_proj.weight)
+    model = on_meta("Llama", tmp_path)
     with paramp.launch_from_torch():
         engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)
         assert engine.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
         assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, weight)
-
-
-def test_a_model_on_meta_whose_files_are_gone(tmp_path):
-    from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
-
-    build("Llama").save_pretrained(tmp_path)
-    model = on_meta("Llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
         PretrainedFiles(model)

@@ -121,3 +121,15 @@ def _batch(family: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
         batch["pixel_values"] = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator)
         mask = mask * (torch.arange(LENGTH) >= 4)
     return batch | {"labels": input_ids.masked_fill(mask == 0, -100)}
+
+
+def plain_losses(model: torch.nn.Module, family: str, count: int, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The losses of ``count`` steps of a plain torch loop, which trains ``model``."""
+    losses = []
+    for batch in batches(family, count):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

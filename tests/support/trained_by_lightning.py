@@ -1,4 +1,4 @@
-"""A LightningModule, and the trainings of it by the Trainer, by an engine and by plain torch."""
+"""A LightningModule, and the trainings of it by the Trainer and by an engine."""
 
 import functools
 import os
@@ -10,22 +10,16 @@ import torch.distributed as dist
 from small_mlp import batch, build, tensor_parallel
 from torch import nn
 from torch.utils.data import DataLoader
+from trainer_runs import LR, MAX_NORM, STEPS, spoil
 
 import paramp
 from paramp.integrations.lightning import TrainerPrecision
 
-SCALE, LR, STEPS, OVERFLOWS, MAX_NORM = 1024.0, 0.2, 6, 1, 0.5
+OVERFLOWS = 1
 EPOCH = STEPS // 2
-FP16 = torch.float16
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+SWITCHES = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+QUIET = {"accelerator": "cpu", "logger": False} | dict.fromkeys(SWITCHES, False)
 
 
 def shard(model, mesh, dtype):
@@ -78,8 +72,7 @@ def trained_module():
         def on_after_backward(self):
             step = self.trainer.fit_loop.epoch_loop.total_batch_idx
             if step == OVERFLOWS and dist.get_rank() == dist.get_world_size() - 1:
-                gradient = self.model.down.weight.grad
-                getattr(gradient, "_local_tensor", gradient).view(-1)[0] = float("inf")
+                spoil(self.model.down.weight.grad)
 
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
             (whole,) = self.trainer.precision_plugin.main_params(optimizer)
@@ -122,41 +115,19 @@ def averaged(losses):
     return (total / dist.get_world_size()).tolist()
 
 
-def in_plain_torch():
-    """Losses, norms before clipping and weights of fp32 training in one process; the overflowing step is left out."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    losses, norms = [], []
-    for step in range(STEPS):
-        x, y = batch(step)
-        optimizer.param_groups[0]["lr"] = LR * 0.9**step  # also counts the step that is left out
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        if step != OVERFLOWS:
-            optimizer.step()
-    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
-
-
 def by_an_engine(mode, data=1, tensor=1):
     """The losses of paramp's engine in the same layout."""
     config = {"precision": mode, "clip_grad_norm": MAX_NORM, "parallel": {"tensor": tensor, "data": {"shard": data}}}
     losses = []
-    with paramp.launch_from_torch(config):
-        world_rank, model = dist.get_rank(), build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    with paramp.launch_from_torch(config) as context:
+        optimizer = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
         plan = {"up": "colwise", "down": "rowwise"} if tensor > 1 else {}
-        engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss, plan=plan)
+        engine, *_ = paramp.initialize(build(), optimizer, nn.functional.mse_loss, plan=plan)
         for step in range(STEPS):
-            x, y = batch(step, world_rank // tensor if data > 1 else 0, data)
-            for group in optimizer.param_groups:
+            for group in engine.optimizer.param_groups:
                 group["lr"] = LR * 0.9**step
             engine.zero_grad()
-            loss = engine.criterion(engine(x), y)
-            losses.append(loss.detach())
+            losses.append(engine.forward_backward(*batch(step, context.dp.rank, context.dp.size)).item())
             if step != OVERFLOWS:
-                engine.backward(loss)
                 engine.step()
-    return averaged(losses)
+    return losses
