@@ -67,6 +67,25 @@ ONE_AXIS = {
 PART = {(layout, mode) for layout, modes in (MANY_AXES | ONE_AXIS | SHARDED).items() for mode in modes}
 """The cells of ``make test``: every mode on every axis alone, on one layout of several axes, and on a sharded one."""
 
+HALVED = {
+    ("pp2", "32-true"),
+    ("fsdp2", "64-true"),
+    ("pp2·dp2·tp2", "16-mixed"),
+    ("fsdp2·tp2·pp2", "16-mixed"),
+    ("tp2 + sp", "bf16-mixed"),
+    ("fsdp4", "bf16-mixed"),
+    ("fsdp2·tp2", "16-naive"),
+    ("fsdp2·pp2", "bf16-naive"),
+    ("tp2", "O2"),
+    ("dp2", "O3"),
+    ("dp2 + zero1", "16-true"),
+    ("hsdp2x2", "bf16-true"),
+    ("pp2·tp2", "fp8-mixed"),
+    ("dp2·tp2", "transformer-engine"),
+    ("pp2·dp2", "transformer-engine-float16"),
+}
+"""Of :data:`PART`, those that ``make test`` also trains with one rank's gradient halved: each layout and each mode."""
+
 SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
 """In which every schedule of a pipeline is compared."""
 
