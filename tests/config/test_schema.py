@@ -337,7 +337,7 @@ def test_overrides_replace_single_values():
         ({"tensor": 2, "data": 3}, 6, 3, 4, "x data 3 = 6, but the world has 4 ranks"),
         ({"tensor": 2, "data": {"shard": 2}}, 8, 4, 6, "x shard 2 = 4 does not divide the world of 6 ranks"),
         ({"data": {"replicate": 2}}, 2, 2, 8, "x data 2 = 2, but the world has 8 ranks"),  # plain replicas
-        ({"data": {"replicate": 3, "shard": 2}}, 6, 6, 8, r"replicate 3 = 6, but has 8 ranks.*parallel\.data\.repl"),
+        ({"data": {"replicate": 3, "shard": 2}}, 6, 6, 8, r"replicate 3 = 6, but the world has 8.*data\.replicate"),
     ],
 )
 def test_the_data_axis_fills_the_world(parallel, fits, size, does_not, message):
