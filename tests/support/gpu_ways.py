@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from gpu_programs import PROGRAMS, STEPS, tokens
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paramp
 from paramp.engine.shared_failure import SharedFailure
@@ -143,6 +144,8 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
 def outcome(cell: dict[str, Any]) -> dict[str, Any]:
     """What the first and the last rank of the cell waited for in their last step, and the error of one that failed."""
     start, objects, found = time.process_time(), fake_cuda.Objects(), {}
+    torch._dynamo.reset()  # what other cells compiled, and what their operators returned, is not this one's
+    FakeTensorMode.cache_clear()
     for rank in sorted({0, cell["size"] - 1}):
         waits.begin_step()
         error = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class ChunkRun(Observer):
         self._counters = counters
         self._axis = context.batch_axis
         self._device = context.device
+        self._pipeline = context.config.parallel.pipeline
         self._accumulation = context.config.gradient_accumulation
         self._window_chunks = 1
         self._num_chunks = 0
@@ -49,14 +51,22 @@ class ChunkRun(Observer):
         """The chunks of a batch of ``num_samples`` on this data rank.
 
         Raises:
-            ConfigError: it does not divide into chunks.
+            ConfigError: it does not divide into chunks, or not into as many as the pipeline's schedule needs.
         """
         chunk = self.place.chunk
         if num_samples == 0 or num_samples % chunk:
             raise ConfigError(
                 f"batch: got {num_samples} samples on each data rank, expected a multiple of reproducible.chunk {chunk}"
             )
-        return num_samples // chunk
+        num_chunks = num_samples // chunk
+        try:
+            replace(self._pipeline, microbatches=num_chunks)
+        except ConfigError as error:
+            raise ConfigError(
+                f"batch: got {num_samples} samples on each data rank, which are {num_chunks} chunks of "
+                f"reproducible.chunk {chunk} and run as microbatches; {error}"
+            ) from None
+        return num_chunks
 
     def begin(self, chunks: Sequence[Batch]) -> ConfigError | None:
         """Begin a backward of ``chunks``, none after a failure; a collective of data ranks.
