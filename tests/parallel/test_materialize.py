@@ -144,6 +144,7 @@ def stack():
         ("O2", STAGE // 2 + STAGE // 4 + LAYER // 2 + LAYER // 4),
     ],
 )
+@pytest.mark.real_sizes  # long tensors begin apart, which takes a page each
 @on_ranks(4)
 def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
     """A bucket of weights, or of masters, is there twice while it moves in; here it is one shard of one layer."""
@@ -163,6 +164,7 @@ def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, precision, most):
         ({"data": {"shard": 2}, "pipeline": 2}, STAGE // 2),
     ],
 )
+@pytest.mark.real_sizes  # long tensors begin apart, which takes a page each
 @on_ranks(4)
 def test_a_rank_holds_its_shards_over_data_ranks_and_one_bucket_at_most(world, parallel, shards):
     """The shards are the masters, and there is no copy beside them."""
