@@ -108,6 +108,7 @@ def stack():
 
 
 @pytest.mark.parametrize(("parallel", "precision", "most"), HELD)
+@pytest.mark.real_sizes  # long tensors begin apart, which takes a page each
 @on_ranks(4)
 def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, parallel, precision, most):
     """A bucket of weights, or of masters, is there twice while it moves in; here it is one shard of one layer."""

@@ -106,10 +106,10 @@ def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group.size() == 2:
         all_reduce_(own, group)  # one addition an element, in any algorithm, and it commutes
         return
-    piece = sizes.SUM_PIECE
-    assert piece % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
+    count = sizes.SUM_PIECE
+    assert count % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
     rest = own.numel() % group.size()
-    for part in own[: own.numel() - rest].split(piece):
+    for part in own[: own.numel() - rest].split(count):
         all_gather_shards(part, own_slice_of_sum(part, group, 0), group)
     if rest:
         own[-rest:].copy_(sum_over(own[-rest:], group))
