@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from counting import Collectives
 from pool import on_ranks, shared_folder
+from reference import assert_trained
 from torch import nn
 
 import paramp
@@ -58,10 +59,7 @@ class Reference:
 
     def compare(self, engine, before, tolerance):
         """The engine's weights have moved as the reference's."""
-        expected = self.model.state_dict()
-        for name, value in engine.full_state_dict().items():
-            moved = (expected[name] - before[name]).norm()
-            assert (value - expected[name]).norm() <= tolerance * moved, name
+        assert_trained(engine.full_state_dict(), self.model.state_dict(), before, of_way=tolerance)
 
 
 # --------------------------------------------------------------------------------- counts unlike the target's elements
@@ -125,9 +123,7 @@ def test_labels_under_another_keyword_without_a_target(mode, loop):
             total, count = plain(x.double(), answers)["loss"]
             (total / count).backward()
             optimizer.step()
-        for name, value in engine.full_state_dict().items():
-            moved = (plain.state_dict()[name] - before[name]).norm()
-            assert (value - plain.state_dict()[name]).norm() <= 0.01 * moved, name
+        assert_trained(engine.full_state_dict(), plain.state_dict(), before, of_way=0.01)
 
 
 # ----------------------------------------------------------------------------------------------------- changing counts

@@ -1,10 +1,12 @@
 """The step over flat buffers against torch's own optimizers on separate tensors."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
-from reference import local
+from reference import assert_trained, local
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,14 +102,15 @@ def test_a_step_is_that_of_torchs_optimizer(name):
         engine = train(context, make, data(7), bad=(0, 4), used=used)
         assert isinstance(engine._optimizer_step.updates[0], kind)
         model, optimizer = reference(make, data(7), bad=(0, 4), used=used, clip=0.5)
-        for (key, actual), expected in zip(engine.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(actual.detach(), expected.detach(), atol=1e-5, rtol=1e-5, msg=key)
+        actual, expected = (dict(one.named_parameters()) for one in (engine, model))
+        atol = 5e-6 if name == "adam" else 5e-7  # amsgrad divides by what small gradients once were
+        assert_trained(actual, expected, Net().state_dict(), atol=atol, rtol=1e-6, still="never")
         pairs = zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True)
         for ours, theirs in ((a, b) for g, h in pairs for a, b in zip(g["params"], h["params"], strict=True)):
             if optimizer.state.get(theirs):
                 own = engine.optimizer.state[ours]
                 for key, value in optimizer.state[theirs].items():
-                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=1e-5, rtol=1e-5, msg=key)
+                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=1e-6, rtol=1e-5, msg=key)
 
 
 def test_a_group_has_the_state_of_its_own_options():
@@ -118,8 +121,8 @@ def test_a_group_has_the_state_of_its_own_options():
     with paramp.launch_from_torch({}) as context:
         engine = train(context, make, data(2))
         model, _ = reference(make, data(2))
-        for (key, actual), expected in zip(engine.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(actual.detach(), expected.detach(), atol=1e-6, rtol=1e-6, msg=key)
+        actual, expected = (dict(one.named_parameters()) for one in (engine, model))
+        assert_trained(actual, expected, Net().state_dict(), atol=1e-7, rtol=1e-6, still=("never", "sometimes"))
         with_momentum, without = (group["params"] for group in engine.optimizer.param_groups)
         assert all("momentum_buffer" in engine.optimizer.state[weight] for weight in with_momentum)
         assert not any(engine.optimizer.state.get(weight) for weight in without)
@@ -127,16 +130,18 @@ def test_a_group_has_the_state_of_its_own_options():
 
 @pytest.mark.parametrize("masters", ["full", "remainder"])
 @pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
-def test_masters_follow_torchs_optimizer_on_fp32(mode, masters):
-    """The masters are what AdamW makes of the half-precision model's own gradients, and the weights their rounding."""
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_masters_follow_torchs_optimizer_on_fp32(kind, mode, masters):
+    """The masters are what it makes of the half-precision model's own gradients, and the weights their rounding."""
+    makes = {"sgd": functools.partial(torch.optim.SGD, lr=0.1), "adamw": functools.partial(torch.optim.AdamW, lr=0.01)}
     config = {"precision": {"mode": mode} | ({"init_scale": 256.0} if mode == "16-naive" else {}), "masters": masters}
     with paramp.launch_from_torch(config) as context:
         model = Net()
-        by_hand = {name: value.detach().clone() for name, value in model.named_parameters()}
-        used = [name for name in by_hand if not name.startswith(("never", "sometimes"))]
-        copies = {name: nn.Parameter(by_hand[name]) for name in used}
-        optimizer = torch.optim.AdamW(copies.values(), lr=0.01)
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), F.mse_loss)
+        start = {name: value.detach().clone() for name, value in model.named_parameters()}
+        used = [name for name in start if not name.startswith(("never", "sometimes"))]
+        copies = {name: nn.Parameter(start[name].clone()) for name in used}
+        optimizer = makes[kind](copies.values())
+        engine, *_ = paramp.initialize(model, makes[kind](model.parameters()), F.mse_loss)
         for x, y in data(6):
             engine.forward_backward(x, y)
             for name, parameter in engine.named_parameters():
@@ -145,9 +150,9 @@ def test_masters_follow_torchs_optimizer_on_fp32(mode, masters):
             optimizer.step()
             engine.step()
             engine.zero_grad()
-        for name, master in engine._weights.full_precision().items():
-            expected = copies[name].detach() if name in copies else by_hand[name]
-            torch.testing.assert_close(master, expected, atol=1e-7, rtol=1e-6)
+        masters = engine._weights.full_precision()
+        assert_trained(masters, start | copies, start, atol=1e-7, rtol=1e-6, still=("never", "sometimes"))
+        for name, master in masters.items():
             assert torch.equal(engine.module.get_parameter(name).detach(), master.to(engine.precision.weights))
         assert context.config.precision.masters in (True, "remainder")
 
@@ -405,7 +410,7 @@ class Taps(nn.Module):
 
 
 def test_a_parameter_unused_in_a_skipped_step_counts_its_own_steps():
-    ours, theirs = Taps(), Taps()
+    ours, theirs, start = Taps(), Taps(), Taps().state_dict()
     reference = torch.optim.Adam(theirs.parameters(), lr=0.1)
     with paramp.launch_from_torch({}):
         engine, *_ = paramp.initialize(ours, torch.optim.Adam(ours.parameters(), lr=0.1), F.mse_loss)
@@ -418,8 +423,7 @@ def test_a_parameter_unused_in_a_skipped_step_counts_its_own_steps():
             if factor == 1.0:
                 F.mse_loss(theirs(x), y).backward()
                 reference.step()
-    torch.testing.assert_close(ours.a, theirs.a)
-    torch.testing.assert_close(ours.b, theirs.b)
+    assert_trained(ours.state_dict(), theirs.state_dict(), start, atol=1e-6)
 
 
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])
@@ -438,11 +442,12 @@ def test_other_optimizers_of_half_weights_get_unscaled_gradients(grad_dtype):
         assert 1e-4 < moved < 0.011
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 def test_clipping_is_exact_in_float64(kind):
     torch.manual_seed(0)
     ours, theirs = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
     theirs.load_state_dict(ours.state_dict())
+    start = {name: value.clone() for name, value in ours.state_dict().items()}
     reference = kind(theirs.parameters(), lr=0.01)
     with paramp.launch_from_torch({"precision": "64-true", "clip_grad_norm": 0.01}):
         engine, *_ = paramp.initialize(ours, kind(ours.parameters(), lr=0.01), F.mse_loss)
@@ -454,7 +459,7 @@ def test_clipping_is_exact_in_float64(kind):
             F.mse_loss(theirs(x), x[:, :3]).backward()
             nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
             reference.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-13)
+    assert_trained(ours.state_dict(), theirs.state_dict(), start, atol=1e-13)
 
 
 def test_a_state_saved_before_the_first_step_is_loaded_as_zeros():

@@ -10,7 +10,7 @@ from counting import Collectives
 from families import cases, family
 from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random
 from pool import on_ranks, run_on_ranks, shared_folder
-from reference import batches, rank_slice, small_gpt
+from reference import assert_trained, batches, rank_slice, small_gpt
 from torch import nn
 
 import paramp
@@ -72,7 +72,7 @@ def one_process(make, steps, noise=0.0, dtype=torch.float32):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in made if isinstance(made, list) else [made]:
             optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters()}
+    return model.state_dict()
 
 
 def start(parallel, make, precision="32-true", **options):
@@ -129,12 +129,13 @@ def test_muon_and_adamw_drift_no_more_than_rounding_makes_one_process(layout):
 
 
 def follows(world, layout, makes):
+    start = small_gpt(num_layers=2).state_dict()
     # Rounded to bfloat16 by Muon, gradients that are 1e-16 apart are equal.
     exact = one_process(muon_and_adamw, 3, dtype=torch.float64)
-    assert distance(trained(LAYOUTS[layout][1], muon_and_adamw, 3, "64-true"), exact) < 1e-12
+    assert_trained(trained(LAYOUTS[layout][1], muon_and_adamw, 3, "64-true"), exact, start, atol=1e-12)
     for make in makes:
         expected = one_process(globals()[make], 6)
-        assert distance(trained(LAYOUTS[layout][1], globals()[make], 6), expected) < 2e-5, make
+        assert_trained(trained(LAYOUTS[layout][1], globals()[make], 6), expected, start, atol=2e-5, what=make)
 
 
 MAKES = ["lamb", "adamw_and_lamb", "adafactor", "plain_steps"]
@@ -193,7 +194,8 @@ def steps_uneven_shards(world, parallel):
                 engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))
                 assert engine.step().stepped
                 engine.zero_grad()
-            assert distance(engine.full_state_dict(), dict(plain.named_parameters())) < 1e-12, index
+            start = Uneven().state_dict()
+            assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-12, still="spare")
 
 
 UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]

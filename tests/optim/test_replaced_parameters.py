@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
+from reference import assert_trained
 from torch import nn
 
 import paramp
@@ -80,8 +81,7 @@ def test_new_parameters_are_trained_from_their_values(replace, loop):
         optimizer.zero_grad()
         F.mse_loss(model(X), Y).backward()
         optimizer.step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6)
+    assert_trained(actual, model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", NAIVE], ids=str)
@@ -97,8 +97,7 @@ def test_new_parameters_between_backward_and_step_are_stepped(precision):
         assign(model)
         expected = {name: one.detach().float() - 0.5 * gradients[name] for name, one in model.named_parameters()}
         assert engine.step().stepped
-        for name, value in engine.full_state_dict().items():
-            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
+        assert_trained(engine.full_state_dict(), expected, new_values(model), atol=1e-6)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from families import cases, family
 from pool import on_ranks
-from reference import batches, plain_fp32_training, rank_slice, small_gpt
+from reference import assert_trained, batches, plain_fp32_training, rank_slice, small_gpt
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,19 +23,24 @@ MAKES = (
 )
 
 
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
 def trained(clear, config, optimizer):
     """Weights after steps between which gradients are cleared by ``clear``, once after a backward of no use."""
     with paramp.launch_from_torch(config):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss)
+        engine, *_ = paramp.initialize(linear(), optimizer, F.mse_loss)
         for step in range(3):
             if step == 1:
                 engine.forward_backward(torch.full((2, 4), 9.0), torch.ones(2, 4))
                 clear(engine)
                 assert not any(parameter.grad.any() for parameter in engine.module.parameters())
             loss = engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
-            assert engine.step().loss == pytest.approx(loss.item())
+            result = engine.step()
+            assert result.stepped
+            assert result.loss == pytest.approx(loss.item())
             clear(engine)
         assert copy.deepcopy(engine.optimizer).state_dict().keys() == engine.optimizer.state_dict().keys()
         return engine.full_state_dict()
@@ -49,7 +54,7 @@ def test_the_optimizers_zero_grad_is_the_engines(world):
                 config = {"precision": mode, "parallel": parallel}
                 expected = trained(lambda engine: engine.zero_grad(), config, make)
                 actual = trained(lambda engine: engine.optimizer.zero_grad(set_to_none=False), config, make)
-                assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+                assert_trained(actual, expected, linear().state_dict())
 
 
 def test_an_unfinished_window_accumulates_under_either():
@@ -134,6 +139,7 @@ def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
         return model, getattr(torch.optim, name)(model.parameters(), lr=0.01)
 
     plain, optimizer = build()
+    start = build()[0].state_dict()
     with paramp.launch_from_torch():
         engine, *_ = paramp.initialize(*build(), F.mse_loss)
         for step in range(4):
@@ -144,8 +150,7 @@ def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
             engine.forward_backward(x, x[:, :3])
             assert engine.step().stepped
             engine.zero_grad()
-        for key, value in engine.full_state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[key], atol=1e-6, rtol=1e-5)
+        assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-6, rtol=1e-5)
 
 
 LAYOUTS = {
@@ -182,10 +187,9 @@ def test_torchs_steps_get_plain_local_tensors_in_every_layout(world, layout):
             assert stepped
             assert not any(isinstance(one, DTensor) for one in stepped)
             state = engine.full_state_dict()
-            for name, value in state.items():
-                assert value.dtype is torch.float32
-                if precision == "32-true":
-                    torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=0)
+            assert all(value.dtype is torch.float32 for value in state.values())
+            if precision == "32-true":
+                assert_trained(state, expected, small_gpt(num_layers=2).state_dict(), atol=2e-5)
             sums = [None] * world.size
             dist.all_gather_object(sums, {name: value.double().sum().item() for name, value in state.items()})
             assert all(one == sums[0] for one in sums)

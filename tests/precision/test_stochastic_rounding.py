@@ -138,7 +138,7 @@ def test_zero_rounds_as_without(world):
             engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), model.loss)
             for x, y in batches(2):
                 engine.forward_backward(x, y)
-                engine.step()
+                assert engine.step().stepped
                 engine.zero_grad()
             states.append(engine.full_state_dict())
     check(*states)

@@ -54,10 +54,11 @@ def skip_without_library(mode):
 
 
 def modes_of_one_launch(layout, mode):
-    """At most five: all modes would take eight ranks on two cores longer than a body may."""
+    """A few: all modes would take eight ranks on two cores longer than a body may."""
     modes = [other for where, other in CELLS if where == layout and runs_here(other)]
-    start = modes.index(mode) // 5 * 5
-    return tuple(modes[start : start + 5])
+    most = 3 if LAYOUTS[layout][0] == 8 else 5
+    start = modes.index(mode) // most * most
+    return tuple(modes[start : start + most])
 
 
 def build():
