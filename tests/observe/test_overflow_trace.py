@@ -385,7 +385,7 @@ def compare_with_and_without(world, config):
     assert_same_tensors(actual[0], expected[0])
 
 
-@pytest.mark.parametrize("parallel", [None, {"pipeline": FOUR | {"schedule": "zbv"}}, {"zero": 1}, SHARDS])
+@pytest.mark.parametrize("parallel", [None, {"pipeline": FOUR | {"schedule": "zbv"}}, {"zero": 1}, SHARDS], ids=str)
 def test_training_continues_bit_equal_after_a_diagnosis(parallel):
     config = {"precision": {"mode": "16-naive", "init_scale": 16.0}, "parallel": parallel}
     if parallel is None:

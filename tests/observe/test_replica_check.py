@@ -169,7 +169,7 @@ def find_changes(world, parallel, config):
         assert ranks is None or engine.check_replicas() == []
 
 
-@pytest.mark.parametrize(("parallel", "config"), CASES)
+@pytest.mark.parametrize(("parallel", "config"), CASES, ids=str)
 @on_each_device
 def test_a_change_on_one_rank_is_found_and_repaired(parallel, config, device):
     ranks = 2 if parallel == {"data": 2} else 4
