@@ -7,7 +7,8 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from reference import batches, small_gpt
+from reference import batches
+from small_engines import assert_same_tensors, gpt_engine, train_step
 
 import paramp
 from paramp.base.errors import CheckpointError
@@ -24,11 +25,9 @@ def saved(tmp_path_factory):
     """A checkpoint after two steps in 16-naive, and the model's weights then."""
     path = tmp_path_factory.mktemp("exchange") / "checkpoint"
     with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 64.0}}):
-        model = small_gpt()
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), model.loss)
-        for x, y in batches(2):
-            engine.forward_backward(x, y)
-            engine.step()
+        engine = gpt_engine()
+        for batch in batches(2):
+            train_step(engine, *batch)
         engine.save(path)
         return path, engine.full_state_dict()
 
@@ -57,24 +56,16 @@ def test_safetensors_files_are_what_the_package_reads_and_writes(tmp_path):
     assert ours.read("empty", (slice(0, 0), slice(1, 3))).shape == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:5],
-        lambda data: data[:40],
-        lambda data: data[:-1],
-        lambda data: b"\xff" * 8 + data[8:],
-        lambda data: data.replace(b'"F32"', b'"F33"'),
-        lambda data: data.replace(b'"data_offsets":[0', b'"data_offsets":[4'),
-        lambda data: data[:8] + b"x" + data[9:],
-    ],
-)
-def test_what_is_no_safetensors_file_is_refused(tmp_path, damage):
+def test_what_is_no_safetensors_file_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     write_tensors(file, {"a": (torch.float32, (2,))}, lambda _: torch.ones(2))
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
-        TensorFile(file)
+    data = file.read_bytes()
+    replaced = ((b'"F32"', b'"F33"'), (b'"data_offsets":[0', b'"data_offsets":[4'), (data[8:9], b"x"))
+    damaged = [data[:5], data[:40], data[:-1], b"\xff" * 8 + data[8:], *(data.replace(*pair, 1) for pair in replaced)]
+    for wrong in damaged:
+        file.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+            TensorFile(file)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "stored"])
@@ -98,10 +89,9 @@ def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
     safetensors.torch.save_file({name: value.clone() for name, value in weights.items()}, file)
     assert main(["import", str(file), "--to", str(path)]) == 0
     with paramp.launch_from_torch({"precision": "bf16-mixed"}):
-        model = small_gpt(seed=1)
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), model.loss)
+        engine = gpt_engine(seed=1)
         engine.load(path)
-        assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
+        assert_same_tensors(engine.full_state_dict(), weights)
         assert engine.num_steps == 0
     assert main(["inspect", str(path)]) == 0
     assert "weights only, imported from model.safetensors" in capsys.readouterr().out

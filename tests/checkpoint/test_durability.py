@@ -5,13 +5,13 @@ Each save is recorded (:mod:`disk`), and every folder that a crash at any moment
 
 import contextlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from disk import NEEDS_ROOM, after, crashes, lines, make, picture_of, recording
 from families import family, number
 from pool import on_ranks, run_on_ranks, shared_folder
+from small_engines import filled_engine, only_value, save
 
 import paramp
 from paramp.base.errors import CheckpointError
@@ -23,31 +23,18 @@ from paramp.engine.checkpoint_manager import Best, Checkpoints, _write_best, fin
 RANDOM = re.compile(r"partial-[0-9a-f]{8}")
 
 
-def engine_of(value, **options):
-    """An engine of two layers, all whose weights are ``value``."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, **options)[0]
-
-
-def save(engine, path, wait=True):
-    engine.save(path, wait=wait)
-    engine.finish_saving()
-
-
-def only_value(tensors):
-    (value,) = {value for tensor in tensors for value in tensor.unique().tolist()}
-    return value
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
 
 
 class Loaded:
     """The one value of all weights in a checkpoint. What has the bytes of a checkpoint before is not loaded again."""
 
     def __init__(self):
-        self._engine = engine_of(0.0)
+        self._engine = filled_engine(0.0)
         self._values = {}
 
     def __call__(self, path):
@@ -86,19 +73,17 @@ def check_every_crash(before, operations, tmp_path, path, values):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path, wait):
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(disk, tmp_path, wait):
     """In a new folder of a new folder, and where a checkpoint is replaced; a later save cleans up."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
     with paramp.launch_from_torch({}):
         with recording(disk) as recorder:
             for value in (1.0, 2.0):
-                save(engine_of(value), disk / "runs" / "a" / "saved", wait)
+                save(filled_engine(value), disk / "runs" / "a" / "saved", wait)
                 recorder.note(str(value))
         recorder.check()
         found = check_every_crash({}, recorder.operations, tmp_path, "runs/a/saved", [1.0, 2.0])
         assert found == {None, 1.0, 2.0}
-        loaded, engine = Loaded(), engine_of(3.0)
+        loaded, engine = Loaded(), filled_engine(3.0)
         by_names = {
             tuple(sorted(str(path.relative_to(crash)) for path in crash.rglob("*"))): crash
             for crash in tmp_path.glob("crash *")
@@ -110,14 +95,12 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(tmp_path, wait):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_the_order_of_a_save(tmp_path, wait):
+def test_the_order_of_a_save(disk, wait):
     """Data before names, names before what they replace is deleted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
     with paramp.launch_from_torch({}):
-        save(engine_of(1.0), disk / "saved")
+        save(filled_engine(1.0), disk / "saved")
         with recording(disk) as recorder:
-            save(engine_of(2.0), disk / "saved", wait)
+            save(filled_engine(2.0), disk / "saved", wait)
     recorder.check()
     partial, doomed = dict.fromkeys(name for line in lines(recorder.operations) for name in RANDOM.findall(line))
     text = "\n".join(lines(recorder.operations)).replace(partial, "new").replace(doomed, "doomed")
@@ -140,39 +123,36 @@ def test_the_order_of_a_save(tmp_path, wait):
 
 @family
 @pytest.mark.parametrize("place", range(number(3, 24)))
-def test_a_crash_after_a_killed_save_and_another_one(tmp_path, place):
+def test_a_crash_after_a_killed_save_and_another_one(disk, tmp_path, place):
     """The names that a killed process has changed may not be on the disk when the next process deletes what it left."""
-    disk, again = tmp_path / "disk", tmp_path / "again"
-    disk.mkdir()
+    again = tmp_path / "again"
     with paramp.launch_from_torch({}):
-        save(engine_of(1.0), disk / "saved")
+        save(filled_engine(1.0), disk / "saved")
         before = picture_of(disk)
         with recording(disk) as first:
-            save(engine_of(2.0), disk / "saved")
+            save(filled_engine(2.0), disk / "saved")
         # After the renames first, then after every other operation.
         renames = [index + 1 for index, one in enumerate(first.operations) if one.kind == "rename"]
         places = list(dict.fromkeys([*renames, *range(len(first.operations))]))
         done = first.operations[: places[place % len(places)]]
         make(after(before, done), again)
         with recording(again) as second:
-            save(engine_of(3.0), again / "saved")
+            save(filled_engine(3.0), again / "saved")
             second.note("3.0")
         second.check()
         check_every_crash(before, [*done, *second.operations], tmp_path, "saved", [1.0, 2.0, 3.0])
 
 
-def test_a_crash_of_a_run_leaves_its_newest_and_its_best_checkpoint(tmp_path):
+def test_a_crash_of_a_run_leaves_its_newest_and_its_best_checkpoint(disk, tmp_path):
     """While a run makes its folder, thins out old checkpoints and writes which is the best."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
     metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5}
     with paramp.launch_from_torch({}):
-        loaded, engine = Loaded(), engine_of(1.0)
+        loaded, engine = Loaded(), filled_engine(1.0)
         with recording(disk) as recorder:
             checkpoints = Checkpoints(disk / "new" / "run", keep_last=1, keep_best="min")
             assert checkpoints.newest() is None
             for step, metric in metrics.items():
-                engine = engine_of(float(step))
+                engine = filled_engine(float(step))
                 checkpoints.save(engine, step, metric=metric, wait=step % 2 == 0)
                 engine.finish_saving()
                 recorder.note(str(step))
@@ -193,33 +173,27 @@ def test_a_crash_of_a_run_leaves_its_newest_and_its_best_checkpoint(tmp_path):
 
 # ----------------------------------------------------------------------------------------------- several ranks
 
-LAYOUTS = {
-    "dp2 + zero1": {"data": 2, "zero": 1},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "fsdp2": {"data": {"shard": 2}},
-}
 PLAN = {"0": "colwise", "1": "rowwise"}
 
 
-def record_of_a_rank(world, layout, wait, disk):
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        with recording(Path(disk)) as recorder:
+def record_of_a_rank(world, parallel, wait, disk):
+    with paramp.launch_from_torch({"parallel": parallel}):
+        with recording(disk) as recorder:
             for value in (1.0, 2.0):
                 torch.distributed.barrier()
-                engine = engine_of(value, **({"plan": PLAN} if layout == "tp2" else {}))
-                save(engine, Path(disk) / "saved", wait)
+                save(filled_engine(value, plan=PLAN if "tensor" in parallel else None), disk / "saved", wait)
                 torch.distributed.barrier()
                 recorder.note(str(value))
         return recorder.operations
 
 
-@pytest.mark.parametrize(("layout", "wait"), [("dp2 + zero1", True), ("tp2", False), ("pp2", True), ("fsdp2", False)])
-def test_a_crash_of_several_ranks_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout, wait):
+@pytest.mark.parametrize(
+    ("parallel", "wait"),
+    [({"data": 2, "zero": 1}, True), ({"tensor": 2}, False), ({"pipeline": 2}, True), ({"data": {"shard": 2}}, False)],
+)
+def test_a_crash_of_several_ranks_leaves_the_old_checkpoint_or_the_new_one(disk, tmp_path, parallel, wait):
     """Each rank writes a file; the records of all are put in order, and what is left is loaded in one process."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    records = run_on_ranks(2, __name__, "record_of_a_rank", {"layout": layout, "wait": wait, "disk": str(disk)})
+    records = run_on_ranks(2, __name__, "record_of_a_rank", {"parallel": parallel, "wait": wait, "disk": disk})
     operations = [one for record in records for one in record]
     assert after({}, operations) == picture_of(disk)
     for name, record in zip(("rank-00000", "rank-00001"), records, strict=True):
@@ -232,12 +206,10 @@ def test_a_crash_of_several_ranks_leaves_the_old_checkpoint_or_the_new_one(tmp_p
 # ---------------------------------------------------------------------------------------------------- single files
 
 
-def test_a_crash_leaves_an_exported_file_or_none(tmp_path):
+def test_a_crash_leaves_an_exported_file_or_none(disk, tmp_path):
     """A file of weights, in a new folder; and the checkpoint that is made of it."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
     with paramp.launch_from_torch({}):
-        save(engine_of(1.0), disk / "saved")
+        save(filled_engine(1.0), disk / "saved")
         before = picture_of(disk)
         with recording(disk) as recorder:
             export_weights(disk / "saved", disk / "new" / "weights.safetensors")
@@ -270,7 +242,7 @@ def value_of_file(path):
 def test_a_disk_that_is_full_at_any_moment_of_a_save(tmp_path, exists, wait):
     """An error if and only if a crash could lose the new checkpoint; the old one stays; the next save works."""
     with paramp.launch_from_torch({}):
-        old, new, next_, loaded, failed = engine_of(1.0), engine_of(2.0), engine_of(3.0), Loaded(), []
+        old, new, next_, loaded, failed = filled_engine(1.0), filled_engine(2.0), filled_engine(3.0), Loaded(), []
         for full_at in range(100):
             disk = tmp_path / f"disk {full_at}"
             path = disk / "runs" / "saved"
@@ -309,9 +281,9 @@ def error_of(call, *arguments):
 @on_ranks(2)
 def test_a_disk_that_is_full_on_one_rank_is_every_ranks_error(world):
     """Wherever the rank's file is when it is full; the old checkpoint stays."""
-    with paramp.launch_from_torch({"parallel": LAYOUTS["tp2"]}) as context:
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
         disk = shared_folder()
-        old, new = engine_of(1.0, plan=PLAN), engine_of(2.0, plan=PLAN)
+        old, new = filled_engine(1.0, plan=PLAN), filled_engine(2.0, plan=PLAN)
         save(old, disk / "saved")
         failed = []
         for full_at in range(100):
@@ -327,30 +299,26 @@ def test_a_disk_that_is_full_on_one_rank_is_every_ranks_error(world):
                 assert re.search(r"saved' was not written: rank 1 failed: .*No space left on device", text)
             assert sorted(path.name for path in disk.iterdir()) == ["saved"]
             assert problems(disk / "saved") == []
-            other = engine_of(0.0, plan=PLAN)
+            other = filled_engine(0.0, plan=PLAN)
             other.load(disk / "saved")
             assert only_value(other.full_state_dict().values()) == 1.0
         assert (first, second) == (None, None)
         assert set(failed) == {"create", "write", "sync"}
 
 
-def export(folder, disk):
-    export_weights(folder / "saved", disk / "weights.safetensors")
-
-
-def import_(folder, disk):
-    import_weights(folder / "weights.safetensors", disk / "imported")
-
-
-def write_best(folder, disk):
-    _write_best(disk, Best(2, 1.0, "second"))
-
-
-@pytest.mark.parametrize("write", [export, import_, write_best])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder, disk: export_weights(folder / "saved", disk / "weights.safetensors"),
+        lambda folder, disk: import_weights(folder / "weights.safetensors", disk / "imported"),
+        lambda _, disk: _write_best(disk, Best(2, 1.0, "second")),
+    ],
+    ids=["export", "import", "best"],
+)
 def test_a_disk_that_is_full_while_a_single_file_is_written(tmp_path, write):
     """The file is whole or not there, or the one before."""
     with paramp.launch_from_torch({}):
-        save(engine_of(1.0), tmp_path / "saved")
+        save(filled_engine(1.0), tmp_path / "saved")
         export_weights(tmp_path / "saved", tmp_path / "weights.safetensors")
         loaded = Loaded()
         for full_at in range(100):

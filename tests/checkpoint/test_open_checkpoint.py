@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from pool import on_ranks, shared_folder
-from test_under_load import engine_of, weights_in
+from small_engines import filled_engine, only_value, value_at
 
 import paramp
 from paramp.base.errors import CheckpointError
@@ -14,36 +14,38 @@ from paramp.checkpoint import open_checkpoint
 from paramp.checkpoint.atomic_dir import remove
 from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.run_folder import checkpoints_in
 
 
 def test_what_was_opened_is_read_though_it_was_replaced(tmp_path):
     """And its folder is there until it is closed."""
     path = tmp_path / "saved"
     with paramp.launch_from_torch({}):
-        engine_of(1.0).save(path)
+        filled_engine(1.0).save(path)
         with OpenCheckpoint(path) as checkpoint:
-            engine_of(2.0).save(path)
+            filled_engine(2.0).save(path)
             held = [name for name in os.listdir(tmp_path) if name != "saved"]
             assert len(held) == 1
             assert checkpoint.problems() == []
-            assert read_tensor(checkpoint, "model.weight").unique().tolist() == [1.0]
-            engine_of(3.0).save(path)
+            assert only_value([read_tensor(checkpoint, "model.0.weight")]) == 1.0
+            filled_engine(3.0).save(path)
             assert held[0] in os.listdir(tmp_path)
-        engine_of(4.0).save(path)
+        filled_engine(4.0).save(path)
         assert os.listdir(tmp_path) == ["saved"]
-        assert weights_in(path) == 4.0
+        assert value_at(path) == 4.0
 
 
 def test_between_its_two_renames_the_old_one_is_read_and_stays_there(tmp_path):
-    path = tmp_path / "saved"
+    path = tmp_path / "step-00000001"
     with paramp.launch_from_torch({}):
-        engine_of(1.0).save(path)
+        filled_engine(1.0).save(path)
         (tmp_path / "latest").symlink_to(path)
-        path.rename(tmp_path / "saved.replaced")
-        assert weights_in(path) == weights_in(tmp_path / "latest") == 1.0
-        assert sorted(os.listdir(tmp_path)) == ["latest", "saved.replaced"]
-        engine_of(2.0).save(path)
-        assert sorted(os.listdir(tmp_path)) == ["latest", "saved"]
+        path.rename(tmp_path / "step-00000001.replaced")
+        assert checkpoints_in(tmp_path) == [(1, path)]
+        assert value_at(path) == value_at(tmp_path / "latest") == 1.0
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001.replaced"]
+        filled_engine(2.0).save(path)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
@@ -54,17 +56,17 @@ def test_files_that_go_while_they_are_opened(tmp_path, monkeypatch, change):
         opened.append(name)
         descriptor = open_folder(name)
         if len(opened) == 1:
-            engine_of(2.0).save(path) if change == "replaced" else remove(path)
+            filled_engine(2.0).save(path) if change == "replaced" else remove(path)
         return descriptor
 
     with paramp.launch_from_torch({}):
-        engine_of(1.0).save(path)
+        filled_engine(1.0).save(path)
         monkeypatch.setattr(open_checkpoint, "_open_folder", open_and_change)
         if change == "replaced":
-            assert weights_in(path) == 2.0
+            assert value_at(path) == 2.0
         else:
             with pytest.raises(CheckpointError, match=r"saved': no such checkpoint"):
-                weights_in(path)
+                value_at(path)
 
 
 @on_ranks(2)
@@ -74,7 +76,7 @@ def test_all_ranks_read_one_save(world):
     with paramp.launch_from_torch({}) as context:
         folder = shared_folder()
         for value in (1.0, 2.0):
-            engine_of(value).save(folder / str(value))
+            filled_engine(value).save(folder / str(value))
 
         def open_old_first(path):
             opened.append(path)
@@ -82,17 +84,17 @@ def test_all_ranks_read_one_save(world):
 
         open_checkpoint._open_folder = open_old_first
         try:
-            assert weights_in(folder / "2.0") == 2.0
+            assert value_at(folder / "2.0") == 2.0
             assert len(opened) == 2
             open_checkpoint._open_folder = lambda path: open_folder(folder / f"{context.rank + 1}.0")
             open_checkpoint.ATTEMPTS = 2
             with pytest.raises(CheckpointError, match=r"different checkpoints on different ranks"):
-                weights_in(folder / "2.0")
+                value_at(folder / "2.0")
             open_checkpoint._open_folder = open_old_first
             (folder / "1.0" / "checkpoint.json").unlink(missing_ok=True)
             opened.clear()
             with pytest.raises(CheckpointError, match=r"checkpoint.json' is missing"):  # it has its name still
-                weights_in(folder / "1.0")
+                value_at(folder / "1.0")
         finally:
             open_checkpoint._open_folder, open_checkpoint.ATTEMPTS = open_folder, attempts
 
@@ -101,13 +103,13 @@ def test_more_files_than_a_process_may_open(tmp_path):
     """The limit is raised, as far as the system lets it."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with paramp.launch_from_torch({}):
-        engine_of(1.0).save(tmp_path / "saved")
+        filled_engine(1.0).save(tmp_path / "saved")
         soft = min(set(range(10_000)) - set(map(int, os.listdir("/proc/self/fd"))))  # not one more
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
         try:
             with ExitStack() as stack:
                 for _ in range(soft // 4 + 1):  # each has four files open
                     stack.enter_context(OpenCheckpoint(tmp_path / "saved"))
-            assert weights_in(tmp_path / "saved") == 1.0
+            assert value_at(tmp_path / "saved") == 1.0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

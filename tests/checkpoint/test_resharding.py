@@ -7,7 +7,7 @@ import torch
 from families import cases, family
 from matrix import from_small_scale
 from pool import on_ranks, run_on_ranks, shared_folder
-from reference import rank_slice
+from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
@@ -15,23 +15,17 @@ from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.parallel.tensor.linear import PackedRowwise
 
+TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
 LAYOUTS = {
     "fsdp4": {"data": {"shard": 4}},
     "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
     "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
     "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}},
-    "fsdp2·pp2, two stages a rank": {
-        "data": {"shard": 2},
-        "pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2},
-    },
+    "fsdp2·pp2, two stages a rank": {"data": {"shard": 2}, "pipeline": TWO_STAGES},
     "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
 }
-PLAN = {
-    "table": "vocab",
-    "blocks.*.packed": "packed_colwise_3",
-    "blocks.*.back": PackedRowwise(3),
-    "head": "colwise_gather",
-}
+PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3)}
+PLAN |= {"head": "colwise_gather"}
 
 
 class Block(nn.Module):
@@ -70,10 +64,8 @@ def cross_entropy(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def batch(seed, rank=0, size=1):
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(0, 14, (8, 5), generator=generator), torch.randint(0, 14, (8, 5), generator=generator)
-    return rank_slice(x, rank, size), rank_slice(y, rank, size)
+def batch(engine, seed):
+    return own_part(engine, *torch.randint(0, 14, (2, 8, 5), generator=torch.Generator().manual_seed(seed)))
 
 
 def launch(precision, parallel):
@@ -84,19 +76,14 @@ def launch(precision, parallel):
 def start(context, seed):
     torch.manual_seed(seed)
     plan = PLAN if context.tp.size > 1 else None
-    engine, *_ = paramp.initialize(
-        Model(), lambda parameters: torch.optim.AdamW(parameters, lr=0.05), cross_entropy, plan=plan
-    )
+    engine = engine_of(Model(), cross_entropy, torch.optim.AdamW, 0.05, plan=plan)
     train(engine, 2)
     return engine
 
 
 def train(engine, count):
-    axis = engine.context.dp
     for step in range(count):
-        engine.forward_backward(*batch(step, axis.rank, axis.size))
-        assert engine.step().stepped
-        engine.zero_grad()
+        assert train_step(engine, *batch(engine, step)).stepped
 
 
 def contents(path):
@@ -109,13 +96,8 @@ def contents(path):
 
 def assert_same(path, other):
     (tensors, values), (expected, expected_values) = contents(path), contents(other)
-    assert tensors.keys() == expected.keys()
-    different = [
-        name
-        for name, value in expected.items()
-        if tensors[name].dtype is not value.dtype or not torch.equal(tensors[name], value)
-    ]
-    assert not different
+    assert_same_tensors(tensors, expected)
+    assert [value.dtype for value in tensors.values()] == [expected[name].dtype for name in tensors]
     assert values == expected_values
 
 
@@ -135,10 +117,9 @@ def saved(tmp_path_factory):
 
 
 def losses(engine):
-    own = batch(9, engine.context.dp.rank, engine.context.dp.size)
-    loss = engine.evaluate(*own).item()
+    loss = engine.evaluate(*batch(engine, 9)).item()
     with engine.ema.applied():
-        return loss, engine.evaluate(*own).item()
+        return loss, engine.evaluate(*batch(engine, 9)).item()
 
 
 @on_ranks(4)
@@ -156,7 +137,7 @@ def load_and_save(world, precision, path, expected, layout):
         train(engine, 1)
         engine.load(folder / "own")
         for before, after in zip(own, (engine.full_state_dict(), engine.ema.full_state_dict()), strict=True):
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
+            assert_same_tensors(after, before)
     assert_same(folder / "again", path)
     return str(folder / "own")
 

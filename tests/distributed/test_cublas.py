@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from small_engines import each_raises
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -47,17 +48,14 @@ def test_a_workspace_that_was_set_is_kept(monkeypatch, value, initialized):
     assert os.environ[VARIABLE] == value
 
 
-def test_another_workspace_is_an_error(monkeypatch):
-    monkeypatch.setenv(VARIABLE, ":0:0")
-    with pytest.raises(ConfigError, match=r"got ':0:0', expected ':4096:8' or ':16:8', because reproducible is set"):
-        choose_workspace()
-
-
-def test_without_a_workspace_after_cuda_has_begun_the_fix_is_named(unset, monkeypatch):
+def test_a_workspace_that_is_missing_or_another_one_is_an_error(unset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"not set, but CUDA is in use already.*set CUBLAS_WORKSPACE_CONFIG=:4096:8"):
-        choose_workspace()
+    missing = r"not set, but CUDA is in use already.*set CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    each_raises(ConfigError, {missing: choose_workspace})
     assert VARIABLE not in os.environ
+    monkeypatch.setenv(VARIABLE, ":0:0")
+    another = r"got ':0:0', expected ':4096:8' or ':16:8', because reproducible is set"
+    each_raises(ConfigError, {another: choose_workspace})
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])

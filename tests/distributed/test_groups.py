@@ -1,10 +1,15 @@
 """The process groups of a context: each rank makes only its own, under names on which its members agree."""
 
+import math
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from commands import torchrun
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
+from reference import batches
+from small_engines import assert_trained_alike, engine_of, gpt_engine, own_part, train_step
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,10 +31,11 @@ def coordinates(rank, sizes):
 
 def peers(rank, sizes, axes):
     """The ranks whose coordinates are those of ``rank`` on all axes but ``axes``."""
-    others = [axis for axis in range(3) if axis not in axes]
-    here = coordinates(rank, sizes)
-    world = range(sizes[0] * sizes[1] * sizes[2])
-    return [rank for rank in world if all(coordinates(rank, sizes)[axis] == here[axis] for axis in others)]
+
+    def others(rank):
+        return [place for axis, place in enumerate(coordinates(rank, sizes)) if axis not in axes]
+
+    return [other for other in range(math.prod(sizes)) if others(other) == others(rank)]
 
 
 def check_group(group, ranks):
@@ -41,11 +47,15 @@ def check_group(group, ranks):
     assert total.item() == sum(2**rank for rank in ranks)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1)])
-@on_ranks(4)
-def test_the_groups_of_a_context_and_their_sums(world, sizes):
-    pp, dp, tp = sizes
-    with paramp.launch_from_torch({"parallel": {"pipeline": pp, "data": dp, "tensor": tp}}) as context:
+SIZES = [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2)]
+
+
+def launch(sizes):
+    return paramp.launch_from_torch({"parallel": dict(zip(("pipeline", "data", "tensor"), sizes, strict=True))})
+
+
+def check_groups(world, sizes):
+    with launch(sizes) as context:
         for axis, (name, here) in enumerate(zip(("pp", "dp", "tp"), (context.pp, context.dp, context.tp), strict=True)):
             check_group(here.group, peers(world.rank, sizes, [axis]))
             assert (here.rank, here.size) == (coordinates(world.rank, sizes)[axis], sizes[axis])
@@ -55,6 +65,15 @@ def test_the_groups_of_a_context_and_their_sums(world, sizes):
         check_group(context.model_group, peers(world.rank, sizes, [0, 2]))
         assert context.mesh.get_coordinate() == coordinates(world.rank, sizes)
         check_group(context.mesh["dp", "tp"]._flatten("all").get_group(), peers(world.rank, sizes, [1, 2]))
+        stage, last = context.pp.rank, context.pp.size - 1
+        assert (context.is_first_stage, context.is_last_stage) == (stage == 0, stage == last)
+        assert context.is_main == (world.rank == 0)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_groups_of_a_context_and_their_sums(sizes):
+    """tp varies fastest over the ranks, and pp slowest."""
+    run_on_ranks(math.prod(sizes), __name__, "check_groups", {"sizes": sizes})
 
 
 @on_ranks(4)
@@ -81,12 +100,15 @@ def maps():
 
 @on_ranks(4)
 def test_a_closed_context_leaves_no_groups_and_the_next_one_works(world):
+    """Of another layout too: DTensor remembers decisions by the shape of a mesh, and would take a dead group."""
     before = maps()
-    for sizes in ((2, 1, 2), (1, 2, 2), (2, 1, 2)):
-        pp, dp, tp = sizes
-        with paramp.launch_from_torch({"parallel": {"pipeline": pp, "data": dp, "tensor": tp}}) as context:
+    for sizes in ((2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2)):
+        with launch(sizes) as context:
             check_group(context.tp.group, peers(world.rank, sizes, [2]))
             context.make_group("some", torch.tensor([[0, 3]]))
+            engine = gpt_engine(num_layers=2)
+            assert engine.forward_backward(*next(batches(1))).item() == pytest.approx(5.0, abs=0.6)
+            assert engine.step().stepped
             assert maps() != before
         assert maps() == before
 
@@ -135,8 +157,6 @@ def test_a_rank_of_4096_makes_as_many_groups_as_one_of_16(monkeypatch, rank_of_w
 @on_ranks(2)
 def test_a_group_is_returned_once_every_member_is_in_it(world):
     """Else a member that destroys it at once breaks the connection of one that is still being connected."""
-    import time
-
     store, new_group = dist.distributed_c10d._get_default_store(), dist.new_group
 
     def slow_new_group(*arguments, **options):
@@ -201,7 +221,7 @@ def test_ties_between_the_same_stages_share_a_group(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "split": ["2", "4", "6"]}}}) as context:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
         model[2].weight, model[3].weight = model[0].weight, model[1].weight
-        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        engine_of(model)
         assert len(context.ties) == (2 if world.rank < 2 else 0)
         for tie in context.ties:
             check_group(tie.group, [0, 1])
@@ -223,22 +243,17 @@ def tied_chain():
 @on_ranks(4)
 def test_ties_between_several_stages_follow_plain_torch(world, schedule):
     split = [str(2 * index) for index in range(1, 4)]
-    reference = tied_chain()
+    reference, start = tied_chain(), tied_chain().state_dict()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 4, "split": split, **schedule}}}):
-        model = tied_chain()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        engine = engine_of(tied_chain())
         for number in range(3):
             x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(number))
             plain.zero_grad()
-            loss = nn.functional.mse_loss(reference(x), y)
-            loss.backward()
+            nn.functional.mse_loss(reference(x), y).backward()
             plain.step()
-            axis = engine.context.dp
-            engine.forward_backward(x.chunk(axis.size)[axis.rank], y.chunk(axis.size)[axis.rank])
-            engine.step()
-        for name, value in engine.full_state_dict().items():
-            torch.testing.assert_close(value, reference.state_dict()[name], atol=1e-6, rtol=0)
+            train_step(engine, *own_part(engine, x, y))
+        assert_trained_alike(engine.full_state_dict(), reference, start, atol=1e-6)
 
 
 @pytest.mark.cuda

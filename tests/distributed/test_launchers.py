@@ -1,9 +1,11 @@
 """Contexts: who is where, one after the other, and what goes wrong."""
 
 import contextlib
+import functools
 import os
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from commands import TORCHRUN, run, torchrun
 from counting import Collectives
 from pool import on_ranks
+from small_engines import each_raises, engine_of, train_step
 
 import paramp
 from paramp.distributed import launcher_env, launchers, rendezvous
@@ -18,18 +21,21 @@ from paramp.distributed.rendezvous import free_port
 
 
 def test_a_world_of_one_needs_no_launcher():
-    with paramp.launch_from_torch({"seed": 3}) as context:
-        assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
-        assert context.is_first_stage
-        assert context.is_last_stage
-        assert context.is_main
-        assert context.mesh.mesh_dim_names == ("pp", "dp", "tp")
-        assert tuple(context.mesh.mesh.shape) == (1, 1, 1)
-        assert paramp.get_context() is context
-        assert context.config.seed == 3
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="no parallel context"):
-        paramp.get_context()
+    """One context after another, which may be closed twice; and the seed."""
+    for config, options, seed in (({"seed": 3}, {}, 3), ({"seed": 7}, {"seed": 8}, 8), (None, {}, 1024)):
+        with paramp.launch_from_torch(config, **options) as context:
+            assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
+            assert context.is_first_stage
+            assert context.is_last_stage
+            assert context.is_main
+            assert context.mesh.mesh_dim_names == ("pp", "dp", "tp")
+            assert tuple(context.mesh.mesh.shape) == (1, 1, 1)
+            assert paramp.get_context() is context
+            assert context.config.seed == seed
+        context.close()
+        assert not dist.is_initialized()
+        with pytest.raises(RuntimeError, match="no parallel context"):
+            paramp.get_context()
 
 
 def test_one_process_with_a_gpu_needs_no_nccl(monkeypatch):
@@ -43,74 +49,44 @@ def test_one_process_with_a_gpu_needs_no_nccl(monkeypatch):
 @pytest.mark.parametrize("config", [{}, {"precision": "16-mixed", "clip_grad_norm": 1.0}, {"reproducible": True}])
 def test_a_step_of_one_process_makes_no_collective(config):
     with paramp.launch_from_torch(config):
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
+        engine = engine_of(torch.nn.Linear(4, 4))
         for _ in range(2):
             with Collectives() as collectives:
-                engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
-                engine.step()
+                train_step(engine, torch.ones(2, 4))
                 engine.zero_grad()
         assert not any(collectives.counts.values()), collectives.counts
-
-
-def test_a_layout_that_needs_more_than_one_process():
-    with pytest.raises(paramp.ConfigError, match="does not divide the world of 1 ranks; start a multiple of 4"):
-        paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}})
-    assert not dist.is_initialized()
-
-
-def test_one_context_after_another():
-    for seed in (1, 2, 3):
-        with paramp.launch_from_torch({"seed": seed}) as context:
-            assert context.config.seed == seed
-            assert dist.is_initialized()
-        context.close()  # twice is harmless
-        assert not dist.is_initialized()
-
-
-def test_the_seed_argument_and_the_configurations():
-    with paramp.launch_from_torch({"seed": 7}) as context:
-        assert context.config.seed == 7
-    with paramp.launch_from_torch({"seed": 7}, seed=8) as context:
-        assert context.config.seed == 8
 
 
 def test_launch_with_everything_given():
     with paramp.launch(None, 0, 1, "127.0.0.1", free_port()) as context:
         assert context.world_size == 1
-        assert torch.distributed.get_backend() == "gloo" or context.device.type == "cuda"
+        assert dist.get_backend() == "gloo" or context.device.type == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("rank", "world", "port", "message"),
-    [(2, 2, 29500, "rank: got 2, expected 0 to 1"), (0, 1, 0, "port: got 0"), (0, 1, 70000, "port: got 70000")],
-)
-def test_launch_with_nonsense(rank, world, port, message):
-    with pytest.raises(paramp.LaunchError, match=message):
-        paramp.launch(None, rank, world, "127.0.0.1", port)
+def launch(rank, world_size, port):
+    return lambda: paramp.launch(None, rank, world_size, "127.0.0.1", port)
 
 
-def test_some_variables_missing(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(paramp.LaunchError, match="RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
-        paramp.launch_from_torch()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_asking_for_a_gpu_that_is_not_there():
-    with pytest.raises(paramp.LaunchError, match="torch sees no GPU"):
-        paramp.launch_from_torch(device="cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own(monkeypatch):
-    with pytest.raises(paramp.LaunchError, match=r"backend: got 'nccl', .* on each of 1 rank\(s\), .*rank 0 has cpu"):
-        paramp.launch_from_torch(backend="nccl")
-    assert not torch.distributed.is_initialized()
+def test_launches_that_are_refused(monkeypatch):
+    calls = {
+        "rank: got 2, expected 0 to 1": launch(2, 2, 29500),
+        "port: got 0": launch(0, 1, 0),
+        "port: got 70000": launch(0, 1, 70000),
+    }
+    if not torch.cuda.is_available():
+        calls["torch sees no GPU"] = lambda: paramp.launch_from_torch(device="cuda")
+        own = r"backend: got 'nccl', .* on each of 1 rank\(s\), .*rank 0 has cpu"
+        calls[own] = lambda: paramp.launch_from_torch(backend="nccl")
+    each_raises(paramp.LaunchError, calls)
+    with pytest.raises(paramp.ConfigError, match="does not divide the world of 1 ranks; start a multiple of 4"):
+        paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}})
+    assert not dist.is_initialized()
     monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
     launchers._check_own_gpus(None, torch.device("cuda", 0), 0, 1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    some = "RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    each_raises(paramp.LaunchError, {some: paramp.launch_from_torch})
 
 
 def test_free_ports_are_free_and_no_connection_takes_them():
@@ -161,62 +137,19 @@ def test_worlds_one_after_another_under_torchrun(standalone):
     assert len(set(losses)) == 1
 
 
-@on_ranks(8)
-def test_tp_varies_fastest_over_the_ranks_and_pp_slowest(world):
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}) as context:
-        assert (context.pp.size, context.dp.size, context.tp.size) == (2, 2, 2)
-        rank = world.rank
-        assert (context.pp.rank, context.dp.rank, context.tp.rank) == (rank // 4, rank // 2 % 2, rank % 2)
-        assert dist.get_process_group_ranks(context.tp.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert dist.get_process_group_ranks(context.pp.group) == [rank % 4, rank % 4 + 4]
-        first = rank // 2 % 2 * 2
-        assert dist.get_process_group_ranks(context.model_group) == [first, first + 1, first + 4, first + 5]
-        assert context.is_first_stage == (rank < 4)
-        assert context.is_last_stage == (rank >= 4)
-        assert context.is_main == (rank == 0)
-
-
-@on_ranks(4)
-def test_contexts_of_different_layouts_in_one_process(world):
-    """DTensor remembers decisions by the shape of a mesh, and would take a dead group for a live one."""
-    for parallel in (
-        {"tensor": 2, "pipeline": 2},
-        {"tensor": 2, "data": 2},
-        {"tensor": 4},
-        {"tensor": 2, "pipeline": 2},
-    ):
-        with paramp.launch_from_torch({"parallel": parallel}):
-            from reference import batches, small_gpt
-
-            model = small_gpt(num_layers=2)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
-            assert engine.forward_backward(*next(batches(1))).item() == pytest.approx(5.0, abs=0.6)
-            engine.step()
-    assert dist.is_initialized()  # the world was not paramp's to end
-
-
 @on_ranks(4)
 def test_a_world_that_differs_from_the_launchers(world):
-    os.environ["WORLD_SIZE"] = "8"
-    try:
-        with pytest.raises(paramp.LaunchError, match=r"initialised as rank . of 4, but the launcher gave rank . of 8"):
-            paramp.launch_from_torch()
-    finally:
-        os.environ["WORLD_SIZE"] = "4"
+    differs = pytest.raises(paramp.LaunchError, match=r"as rank . of 4, but the launcher gave rank . of 8")
+    with mock.patch.dict(os.environ, WORLD_SIZE="8"), differs:
+        paramp.launch_from_torch()
 
 
 @contextlib.contextmanager
 def environment(**variables):
     """Torchrun's variables as given, the others unset."""
-    before = dict(os.environ)
-    for name in launcher_env.TORCHRUN_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-    try:
+    others = {name: value for name, value in os.environ.items() if name not in launcher_env.TORCHRUN_VARIABLES}
+    with mock.patch.dict(os.environ, others | variables, clear=True):
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @on_ranks(2)
@@ -227,12 +160,8 @@ def test_a_process_group_that_is_there_needs_no_variables(world):
         with environment(**variables), paramp.launch_from_torch({"precision": "16-mixed"}) as context:
             assert (context.rank, context.world_size, context.local_rank) == (world.rank, 2, world.rank)
             assert context.heartbeat is None
-            model = torch.nn.Linear(4, 4)
-            engine, *_ = paramp.initialize(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
-            )
-            engine.forward_backward(torch.ones(2, 4) * world.rank, torch.ones(2, 4))
-            assert engine.step().stepped
+            engine = engine_of(torch.nn.Linear(4, 4))
+            assert train_step(engine, torch.ones(2, 4) * world.rank, torch.ones(2, 4)).stepped
         assert list(dist.distributed_c10d._world.pg_map) == groups
     total = torch.ones(())
     dist.all_reduce(total)  # the group is alive
@@ -244,16 +173,13 @@ def test_a_process_group_that_does_not_fit(world):
     with environment():
         with pytest.raises(paramp.ConfigError, match="does not divide the world of 2 ranks"):
             paramp.launch_from_torch({"parallel": {"tensor": 4}})
-        with pytest.raises(
-            paramp.LaunchError, match=r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g"
-        ):
-            paramp.launch_from_torch(backend="nccl")
-        with pytest.raises(paramp.LaunchError, match="backend: got 'cpu:mpi,cuda:nccl', but"):
-            paramp.launch_from_torch(backend="cpu:mpi,cuda:nccl")
-        with pytest.raises(
-            paramp.LaunchError, match=r"device: got 'meta', but torch\.distributed is initialised with 'cpu:g"
-        ):
-            paramp.launch_from_torch(device="meta")
+        calls = {
+            r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g": {"backend": "nccl"},
+            "backend: got 'cpu:mpi,cuda:nccl', but": {"backend": "cpu:mpi,cuda:nccl"},
+            r"device: got 'meta', but torch\.distributed is initialised with 'cpu:g": {"device": "meta"},
+        }
+        launch = paramp.launch_from_torch
+        each_raises(paramp.LaunchError, {words: functools.partial(launch, **given) for words, given in calls.items()})
         for backend in ("gloo", "cpu:gloo,cuda:nccl"):
             with paramp.launch_from_torch(backend=backend, device="cpu") as context:
                 assert context.world_size == 2

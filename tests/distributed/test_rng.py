@@ -2,27 +2,18 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import on_ranks
-from reference import SMALL, batches, rank_slice, small_gpt
+from reference import SMALL, batches
+from small_engines import assert_same_tensors, engine_of, everywhere, gpt_engine, train_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paramp
 from paramp.distributed.rng import derive_seed, sharded_random
 from paramp.models import GPT
 from paramp.parallel.materialize import materialize
 
-LAYOUTS = {
-    "pp2-tp2": {"pipeline": 2, "tensor": 2},
-    "dp2-tp2-sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
-    "pp4": {"pipeline": 4},
-}
-
-
-def everywhere(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+LAYOUTS = [{"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2, "sequence_parallel": True}, {"pipeline": 4}]
 
 
 def meta_gpt():
@@ -36,22 +27,24 @@ def single_process_start():
     return model.state_dict()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parallel", LAYOUTS)
 @on_ranks(4)
-def test_a_model_on_meta_starts_the_same_in_every_layout(world, layout):
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "seed": 5}):
+def test_a_model_on_meta_starts_the_same_in_every_layout(world, parallel):
+    with paramp.launch_from_torch({"parallel": parallel, "seed": 5}):
         engine, *_ = paramp.initialize(meta_gpt, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        expected = single_process_start()
-        actual = engine.full_state_dict()
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+        assert_same_tensors(engine.full_state_dict(), single_process_start())
 
 
 @on_ranks(4)
 def test_a_model_built_after_launch_is_the_same_on_every_rank(world):
+    """And shuffled loaders agree within a model group."""
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}, "seed": 11}):
-        first = GPT(SMALL).head.weight[0, 0].item()
+        model = GPT(SMALL)
+        first = model.head.weight[0, 0].item()
         assert everywhere(first) == [first] * 4
+        engine_of(model, model.loss)
+        order = next(iter(torch.utils.data.DataLoader(range(50), shuffle=True, batch_size=50))).tolist()
+        assert everywhere(order) == [order] * 4
     torch.manual_seed(11)
     assert GPT(SMALL).head.weight[0, 0].item() == first
 
@@ -102,10 +95,7 @@ class Draws(nn.Module):
 @on_ranks(8)
 def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 2, "data": 2, "tensor": 2}}) as context:
-        model = nn.Sequential(Draws(), Draws())
-        engine, *_ = paramp.initialize(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, plan={}
-        )
+        engine = engine_of(nn.Sequential(Draws(), Draws()), plan={})
         torch.manual_seed(0)
         engine.forward_backward(torch.ones(4, 1), torch.ones(4, 1))
         outside = torch.rand(()).item()
@@ -124,8 +114,6 @@ def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
 
 @on_ranks(2)
 def test_checkpointed_dropout_on_shards_draws_the_same_mask_again(world):
-    from torch.utils.checkpoint import checkpoint
-
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
         x = torch.ones(1000, requires_grad=True)
 
@@ -136,63 +124,30 @@ def test_checkpointed_dropout_on_shards_draws_the_same_mask_again(world):
         output = checkpoint(drop, x, use_reentrant=False)
         output.sum().backward()
         assert torch.equal(output.detach(), x.grad)
-        assert everywhere(output.tolist())[0] != everywhere(output.tolist())[1]
-
-
-@on_ranks(4)
-def test_shuffled_loaders_agree_within_a_model_group(world):
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2, "tensor": 2}}):
-        model = small_gpt()
-        paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = torch.utils.data.DataLoader(range(50), shuffle=True, batch_size=50)
-        order = next(iter(loader)).tolist()
-        assert everywhere(order) == [order] * 4
+        first, second = everywhere(output.tolist())
+        assert first != second
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(4)
 def test_dropout_in_the_model_follows_the_rule(world, sequence_parallel):
-    """tp 4: masks on replicated activations are equal, masks on pieces of the sequence are not."""
-    parallel = {"tensor": 4, "sequence_parallel": sequence_parallel}
-    masks = {}
-    with paramp.launch_from_torch({"parallel": parallel}):
-        model = small_gpt(dropout=0.5)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
-
-        def watch(name):
-            def hook(module, inputs, output):
-                masks[name] = (output == 0).tolist()
-
-            return hook
-
-        for name, module in engine.module.named_modules():
-            if isinstance(module, nn.Dropout):
-                module.register_forward_hook(watch(name))
-        loss = engine.forward_backward(*next(batches(1)))
-        assert loss.isfinite()
-        assert engine.step().stepped
-    embedding, block = "embedding.dropout", "blocks.0.dropout"
-    gathered = everywhere(masks)
-    assert all(other[embedding] == masks[embedding] for other in gathered)
-    if sequence_parallel:
-        assert len({str(other[block]) for other in gathered}) == 4
-    else:
-        assert all(other[block] == masks[block] for other in gathered)
-
-
-@on_ranks(4)
-def test_training_with_dropout_is_reproducible(world):
-    runs = []
+    """tp 4: masks on replicated activations are equal, masks on pieces of the sequence are not; again the same ones."""
+    runs, parallel = [], {"tensor": 4, "sequence_parallel": sequence_parallel}
     for _ in range(2):
-        with paramp.launch_from_torch({"parallel": LAYOUTS["pp2-tp2"]}) as context:
-            model = small_gpt(dropout=0.3)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
-            losses = []
-            for x, y in batches(3):
-                losses.append(engine.forward_backward(*(rank_slice(t, context.dp.rank, 1) for t in (x, y))).item())
-                engine.step()
-            runs.append(losses)
+        masks = {}
+        with paramp.launch_from_torch({"parallel": parallel}):
+            engine = gpt_engine(dropout=0.5)
+            for name, module in engine.module.named_modules():
+                if isinstance(module, nn.Dropout):
+                    module.register_forward_hook(
+                        lambda _, inputs, output, masks=masks, name=name: masks.update({name: (output == 0).tolist()})
+                    )
+            losses = [train_step(engine, *batch).loss for batch in batches(2)]
+        runs.append((losses, everywhere(masks)))
     assert runs[0] == runs[1]
+    (*_, gathered), embedding, block = runs[0], "embedding.dropout", "blocks.0.dropout"
+    assert all(other[embedding] == gathered[0][embedding] for other in gathered)
+    assert len({str(other[block]) for other in gathered}) == (4 if sequence_parallel else 1)
 
 
 def test_filling_a_model_on_meta_seeds_no_gpu(monkeypatch):

@@ -3,12 +3,11 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from pool import on_ranks
-from reference import batches, rank_slice, small_gpt
+from reference import batches
+from small_engines import engine_of, gpt_engine, numpys, own_part, train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,31 +18,17 @@ from paramp.tools.plot import draw_histogram, plot_histogram
 SCALED = {"mode": "16-naive", "init_scale": 2.0**12}
 
 
-def numpys(gradients):
-    """Exponents, zeros and what is not finite, of whole gradients."""
-    values = np.concatenate([gradient.detach().double().numpy().ravel() for gradient in gradients])
-    finite = values[np.isfinite(values) & (values != 0)]
-    exponents, counts = np.unique(np.floor(np.log2(np.abs(finite))).astype(int), return_counts=True)
-    return (
-        dict(zip(exponents.tolist(), counts.tolist(), strict=True)),
-        (values == 0).sum(),
-        (~np.isfinite(values)).sum(),
-    )
-
-
 def test_the_counts_equal_numpys():
     with paramp.launch_from_torch({"precision": SCALED}):
-        model = small_gpt(num_layers=1)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        engine = gpt_engine(num_layers=1)
         engine.forward_backward(*next(batches(1)))
         gradients = [parameter.grad for _, parameter in engine.named_parameters()]
         gradients[3].view(-1)[:2] = torch.tensor([math.inf, math.nan])
         histogram = engine.gradient_histogram()
-    counts, zeros, bad = numpys(gradients)
+    counts, zeros, bad, total = numpys(gradients)
     assert histogram.counts == counts
-    assert (histogram.zeros, histogram.non_finite, bad) == (zeros, bad, 2)
+    assert (histogram.zeros, histogram.non_finite, bad, histogram.total) == (zeros, bad, 2, total)
     whole = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    assert histogram.total == whole.numel()
     assert histogram.largest == whole[whole.isfinite()].abs().max()
     assert (histogram.scale, histogram.dtype) == (2.0**12, torch.float16)
     assert histogram.underflow == (whole.abs() < 2.0**-14).sum() / whole.numel()
@@ -51,8 +36,7 @@ def test_the_counts_equal_numpys():
 
 def test_gradients_of_a_past_step_are_refused():
     with paramp.launch_from_torch({"precision": SCALED}):
-        model = small_gpt(num_layers=1)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        engine = gpt_engine(num_layers=1)
         for batch in batches(2):
             engine.forward_backward(*batch)
             assert engine.gradient_histogram().total > 0
@@ -66,24 +50,19 @@ def test_gradients_of_a_past_step_are_refused():
 @on_ranks(2)
 def test_each_element_is_counted_once_over_ranks(world, parallel):
     with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}) as context:
-        model = small_gpt(num_layers=1)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
-        x, y = (rank_slice(part, context.dp.rank, context.dp.size) for part in next(batches(1)))
-        engine.forward_backward(x, y)
-        engine.step()  # shows where gradients lie
-        engine.zero_grad()
-        engine.forward_backward(x, y)
+        engine = gpt_engine(num_layers=1)
+        batch = own_part(engine, *next(batches(1)))
+        train_step(engine, *batch)  # shows where gradients lie
+        engine.forward_backward(*batch)
         replaced = next(engine.module.parameters())
         replaced.grad = replaced.grad.clone()  # then every data rank has all of it, under ZeRO too
         histogram = engine.gradient_histogram()
-        whole = []
-        for param in engine._weights.params:
-            gradient = param.parameter.grad
-            whole.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        gradients = [param.parameter.grad for param in engine._weights.params]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
     untied = [shape for name, shape in engine._params.shapes.items() if name != "head.weight"]
     assert histogram.total == pytest.approx(sum(math.prod(shape) for shape in untied))
     if context.dp.size == 1 and not context.config.parallel.sequence_parallel:
-        counts, zeros, _ = numpys(whole)
+        counts, zeros, *_ = numpys(whole)
         assert histogram.counts == pytest.approx(counts)
         assert histogram.zeros == pytest.approx(zeros)
 
@@ -96,7 +75,7 @@ def test_counts_are_summed_over_stages_and_averaged_over_data_ranks(world):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             for parameter in model.parameters():
                 nn.init.constant_(parameter, 0.25)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+            engine = engine_of(model)
             x = torch.ones(2, 4) * (1 + world.rank * (parallel == {"data": 2}))
             engine.forward_backward(x, -x)
             totals.append(engine.gradient_histogram())

@@ -25,38 +25,37 @@ def test_the_flops_of_gpt2_equal_hand_arithmetic():
     assert model.flops_per_token(4) == 6 * (2 * 12 * 64 + 10 * 8) + 12 * 2 * 2 * 4 * 4
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "teraflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
-        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
-        ("NVIDIA H100 PCIe", torch.float16, 756.0),
-        ("NVIDIA H100 NVL", torch.float16, 835.5),
-        ("NVIDIA H200", torch.bfloat16, 989.4),
-        ("NVIDIA B200", torch.bfloat16, 2250.0),
-        ("Tesla V100-PCIE-16GB", torch.float16, 112.0),
-        ("Tesla V100-SXM2-32GB", torch.float16, 125.0),
-        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
-        ("NVIDIA A10G", torch.float16, 70.0),
-        ("NVIDIA A10", torch.float16, 125.0),
-        ("NVIDIA L40S", torch.float16, 362.05),
-        ("NVIDIA L40", torch.float16, None),
-        ("NVIDIA GeForce RTX 4090", torch.float16, 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.float16, None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.float16, None),
-        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
-        ("Something else", torch.float16, None),
-        ("NVIDIA H100 80GB HBM3", torch.float64, None),
-    ],
-)
-def test_the_peak_of_a_device_is_found_by_its_name(name, dtype, teraflops):
-    assert peak_flops(name, dtype) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+PEAKS = {  # in teraflops
+    "NVIDIA A100-SXM4-80GB": {BF16: 312.0, FP32: 19.5},
+    "NVIDIA H100 80GB HBM3": {HALF: 989.4, FP64: None},
+    "NVIDIA H100 PCIe": {HALF: 756.0},
+    "NVIDIA H100 NVL": {HALF: 835.5},
+    "NVIDIA H200": {BF16: 989.4},
+    "NVIDIA B200": {BF16: 2250.0},
+    "Tesla V100-PCIE-16GB": {HALF: 112.0},
+    "Tesla V100-SXM2-32GB": {HALF: 125.0, BF16: None},
+    "NVIDIA A10G": {HALF: 70.0},
+    "NVIDIA A10": {HALF: 125.0},
+    "NVIDIA L40S": {HALF: 362.05},
+    "NVIDIA L40": {HALF: None},
+    "NVIDIA GeForce RTX 4090": {HALF: 165.2},
+    "NVIDIA GeForce RTX 4090 Laptop GPU": {HALF: None},
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": {HALF: None},
+    "AMD Instinct MI300X": {BF16: 1307.4},
+    "Something else": {HALF: None},
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_device_is_found_by_its_name(name):
+    for dtype, teraflops in PEAKS[name].items():
+        assert peak_flops(name, dtype) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
 def test_the_tf32_peak_is_used_where_torch_may_use_tf32():
-    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == pytest.approx(156e12)
-    assert peak_flops("Tesla T4", torch.float32, tf32=True) == pytest.approx(8.1e12)
+    assert peak_flops("NVIDIA A100-SXM4-80GB", FP32, tf32=True) == pytest.approx(156e12)
+    assert peak_flops("Tesla T4", FP32, tf32=True) == pytest.approx(8.1e12)
 
 
 def test_a_cpu_has_a_peak_only_if_it_is_given():

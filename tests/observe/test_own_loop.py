@@ -2,17 +2,18 @@
 
 import contextlib
 import math
-import os
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from families import family, long
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
+from reference import local
+from small_engines import Planted, each_raises, engine_of, everywhere, numpys, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,28 +22,15 @@ import paramp
 NAN, INF = math.nan, math.inf
 
 
-class Planted(torch.autograd.Function):
-    """The identity; it adds a value to the output, or in the backward to the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, value, backward):
-        ctx.value = value if backward else 0.0
-        return x.clone() if backward else x + value
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient + ctx.value, None, None
-
-
 class Layer(nn.Linear):
     """A linear layer that can spoil its output, the gradient of that, or its weight's gradient."""
 
     fault, value, calls, number = None, 0.0, (), 0
 
     def forward(self, x):
-        spoils = not self.calls or self.number in self.calls
+        spoils = self.fault is not None and (not self.calls or self.number in self.calls)
         self.number += 1
-        if self.fault is None or not spoils:
+        if not spoils:
             return super().forward(x)
         if self.fault == "weight gradient":
             return nn.functional.linear(x, Planted.apply(self.weight, self.value, True), self.bias)
@@ -52,9 +40,9 @@ class Layer(nn.Linear):
 class Scale(nn.Module):
     """A parameter that tensor parallelism leaves plain."""
 
-    def __init__(self, size):
+    def __init__(self, size, dtype=torch.float32):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
 
     def forward(self, x):
         return x * self.weight
@@ -70,6 +58,20 @@ def plain_model():
     return model
 
 
+def batches(num=2):
+    generator = torch.Generator().manual_seed(3)
+    return [{name: torch.randint(-2, 3, (4, 4), generator=generator).float() for name in "xy"} for _ in range(num)]
+
+
+def loss_of(model):
+    return lambda batch: nn.functional.mse_loss(model(batch["x"]).float(), batch["y"])
+
+
+def on_mesh(**axes):
+    """A context over a mesh of torch's own."""
+    return paramp.ParallelContext.from_mesh(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
+
+
 KINDS = {
     "ddp": {"dp": 2},
     "fsdp2": {"dp_shard": 2},
@@ -77,23 +79,28 @@ KINDS = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "fsdp2-tp": {"dp_shard": 2, "tp": 2},
 }
+of_each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[family, long] if len(axes) > 1 else ()) for kind, axes in KINDS.items()]
+)
+
+
+def on_kind(kind, body):
+    run_on_ranks(math.prod(KINDS[kind].values()), __name__, body, {"kind": kind})
 
 
 @contextlib.contextmanager
-def distributed(kind, dtype=None):
+def distributed(kind):
     """A context, and the model in it: in DDP, sharded or parallelised by torch alone."""
-    axes = KINDS[kind]
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with paramp.ParallelContext.from_mesh(mesh) as context:
+    with on_mesh(**KINDS[kind]) as context:
         model = plain_model()
-        if "tp" in axes:
-            parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        if "tp" in kind:
+            parallelize_module(model, context.mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
         if kind == "ddp":
             model = DistributedDataParallel(model)
-        data = tuple(name for name in axes if name.startswith("dp_"))
+        data = tuple(name for name in KINDS[kind] if name.startswith("dp_"))
         inside = [model[1]] if kind in ("fsdp2", "hsdp") else []  # of tensor parallelism, outputs are views
         for module in [*inside, model] if data else ():
-            fully_shard(module, mesh=mesh[data], mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            fully_shard(module, mesh=context.mesh[data])
         yield context, model
 
 
@@ -101,23 +108,29 @@ def inner(model, name):
     return model.get_submodule(f"module.{name}" if isinstance(model, DistributedDataParallel) else name)
 
 
-def local(tensor):
-    return getattr(tensor, "_local_tensor", tensor)
+def parameter_of(model, name):
+    module, _, leaf = name.rpartition(".")
+    return getattr(inner(model, module), leaf)
+
+
+@contextlib.contextmanager
+def unchanged(tensors):
+    before = [local(tensor.detach()).clone() for tensor in tensors]
+    yield
+    assert all(torch.equal(local(tensor.detach()), old) for tensor, old in zip(tensors, before, strict=True))
 
 
 class Loop:
     """A plain loop with the stand-alone scaler, which is told of every batch of a step."""
 
-    def __init__(self, model, scale=4.0):
-        self.model = model
+    def __init__(self, model):
+        self.model, self.loss = model, loss_of(model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        self.scaler = paramp.DistributedGradScaler(init_scale=scale)
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.model(batch["x"]).float(), batch["y"])
+        self.scaler = paramp.DistributedGradScaler(init_scale=4.0)
 
     def step(self, batches):
         """The diagnosis of a step that is skipped, equal on every rank; None for one that is not."""
+        self.rewind()
         for batch in batches:
             self.scaler.scale(self.loss(batch)).backward()
         self.scaler.step(self.optimizer)
@@ -125,13 +138,10 @@ class Loop:
         if self.scaler.has_overflowed(self.optimizer):
             self.rewind()
             report = paramp.trace_overflow(self.model, self.loss, batches, scale=self.scaler.get_scale())
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, report)
-            assert everyone == [report] * len(everyone)
+            assert everywhere(report) == [report] * dist.get_world_size()
             assert all(parameter.grad is None for parameter in self.model.parameters())
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.rewind()
         return report
 
     def rewind(self):
@@ -139,26 +149,21 @@ class Loop:
             module.number = 0
 
 
-def batches(num=2):
-    generator = torch.Generator().manual_seed(3)
-    return [{name: torch.randint(-2, 3, (4, 4), generator=generator).float() for name in "xy"} for _ in range(num)]
+FAULTS = [
+    ("1", "activation", NAN),
+    ("3", "activation", INF),
+    ("3", "gradient", INF),
+    ("1", "weight gradient", NAN),
+]
 
 
-def name_faults(kind, world):
-    """Faults on the last rank, each in the second batch of the step; the place is known, because it is planted there.
-
-    A rank of FSDP2 computes with the weights of all, so that a weight is not finite on the lowest one too.
-    """
+def name_faults(world, kind):
+    """Each on the last rank, in the second batch of the step."""
     bad = world.size - 1
     with distributed(kind) as (context, model):
         loop = Loop(model)
         assert loop.step(batches()) is None
-        for name, fault, value in (
-            ("1", "activation", NAN),
-            ("3", "activation", INF),
-            ("3", "gradient", INF),
-            ("1", "weight gradient", NAN),
-        ):
+        for name, fault, value in FAULTS:
             layer = inner(model, name)
             if world.rank == bad:
                 layer.fault, layer.value, layer.calls = fault, value, (1,)
@@ -179,7 +184,13 @@ def name_faults(kind, world):
 
 
 def name_a_batch_and_a_weight(loop, context, bad):
-    group = [rank for rank in range(context.world_size) if alike(context, rank, bad, "tp")]
+    def alike(axis):
+        """The ranks whose coordinates are those of the bad one on all other axes."""
+        coordinates = [context.coordinates_of(rank) for rank in range(context.world_size)]
+        others = [name for name in context.roles if name != axis]
+        return [rank for rank, own in enumerate(coordinates) if all(own[x] == coordinates[bad][x] for x in others)]
+
+    group = alike("tp")
     for leaf in "xy":
         given = batches()
         if context.rank in group:  # the ranks of a model group have the same batch
@@ -187,58 +198,116 @@ def name_a_batch_and_a_weight(loop, context, bad):
         origin = loop.step(given).origin
         assert (origin.module, origin.call, origin.during) == (f"inputs[{leaf!r}] of the batch", 1, "forward")
         assert origin.place.rank == group[0]
-    bias = inner(loop.model, "1").bias
-    kept = local(bias).detach().clone()
+    bias = local(inner(loop.model, "1").bias).detach()
+    kept = bias.clone()
     if context.rank == bad:
-        local(bias).detach()[0] = NAN
+        bias[0] = NAN
     origin = loop.step(batches()).origin
-    gathered_by = [rank for rank in range(context.world_size) if alike(context, rank, bad, "dp_shard")]
-    assert (origin.module, origin.weight, origin.place.rank, origin.call) == ("1", "bias", gathered_by[0], 0)
-    local(bias).detach().copy_(kept)
+    # Every rank of FSDP2 computes with the weights of all.
+    assert (origin.module, origin.weight, origin.place.rank, origin.call) == ("1", "bias", alike("dp_shard")[0], 0)
+    bias.copy_(kept)
     assert loop.step(batches()) is None
 
 
-def alike(context, rank, other, axis):
-    """Whether two ranks have the same coordinates on all axes but one."""
-    own, others = context.coordinates_of(rank), context.coordinates_of(other)
-    return all(own[name] == others[name] for name in context.roles if name != axis)
+@of_each_kind
+def test_planted_faults_are_named(kind):
+    on_kind(kind, "name_faults")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
-@on_ranks(2)
-def test_planted_faults_are_named_on_two_ranks(world, kind):
-    name_faults(kind, world)
+def count_gradients(world, kind):
+    reference, batch = plain_model(), batches(1)[0]
+    (loss_of(reference)(batch) * 64).backward()
+    counts, *_, total = numpys(parameter.grad for parameter in reference.parameters())
+    with distributed(kind) as (context, model):
+        (loss_of(model)(batch) * 64).backward()
+        with unchanged([*model.parameters(), *(parameter.grad for parameter in model.parameters())]):
+            histogram = paramp.gradient_histogram(model, scale=64.0, context=context)
+        assert histogram.counts == counts
+        assert (histogram.total, histogram.scale, histogram.dtype) == (total, 64.0, torch.float16)
+        assert histogram.largest == max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+        if context.rank == 1:
+            local(inner(model, "1").weight.grad).view(-1)[0] = INF
+        copies = 2 if kind in ("ddp", "hsdp") else 1  # the replicas of the element, of which one is bad
+        assert paramp.gradient_histogram(model, scale=64.0).non_finite == 1 / copies
+        model.zero_grad()
+        with pytest.raises(paramp.ConfigError, match="no parameter has a gradient; call it after backward"):
+            paramp.gradient_histogram(model)
 
 
-@family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
+@of_each_kind
+def test_every_element_of_a_gradient_counts_once(kind):
+    """Against numpy on the gradients of one process."""
+    on_kind(kind, "count_gradients")
+
+
+COPIES = {  # the ranks that hold an element of the last one's
+    "ddp": {"1.weight": (0, 1), "0.weight": (0, 1)},
+    "fsdp2": {"1.weight": (1,)},
+    "tp": {"0.weight": (0, 1), "3.bias": (0, 1), "3.weight": (1,)},
+    "hsdp": {"1.weight": (1, 3), "0.weight": (1, 3)},
+    "fsdp2-tp": {"0.weight": (2, 3), "1.weight": (3,)},
+}
+
+
+def find_copies(world, kind):
+    bad = world.size - 1
+    with distributed(kind) as (context, model):
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), paramp.DistributedGradScaler()
+        loss_of(model)(batches(1)[0]).backward()
+        optimizer.step()
+        state = [value for one in optimizer.state.values() for value in one.values()]
+        with unchanged([*model.parameters(), *(parameter.grad for parameter in model.parameters()), *state]):
+            assert paramp.check_replicas(model, optimizer, scaler) == []
+        for name, holders in COPIES[kind].items():
+            parameter = parameter_of(model, name)
+            for what, tensor in (("weight", parameter), ("optimizer state", optimizer.state[parameter]["exp_avg"])):
+                words = local(tensor.detach()).view(-1).view(torch.int32)
+                words[0] ^= world.rank == bad
+                found = paramp.check_replicas(model, optimizer, scaler, context=context)
+                expected = [(what, name, (bad,), holders[:-1])] if len(holders) > 1 else []
+                assert [(one.kind, one.parameter, one.ranks, one.others) for one in found] == expected
+                words[0] ^= world.rank == bad
+        assert paramp.check_replicas(model, optimizer, scaler) == []
+
+
+@of_each_kind
+def test_a_copy_that_differs_in_a_bit_is_found(kind):
+    on_kind(kind, "find_copies")
+
+
 @on_ranks(4)
-def test_planted_faults_are_named_on_four_ranks(world, kind):
-    name_faults(kind, world)
+def test_a_rank_without_copies_takes_part(world):
+    """It has a pipeline stage without parameters."""
+    with on_mesh(pp=2, dp=2) as context:
+        model = nn.ReLU() if context.is_first_stage else plain_model()
+        assert paramp.check_replicas(model) == []
+        if world.rank == 3:
+            model[1].bias.detach()[0] += 1.0
+        (found,) = paramp.check_replicas(model)
+        assert (found.parameter, found.ranks, found.others) == ("1.bias", (3,), (2,))
 
 
-def test_the_report_is_the_engines():
-    """The same record, value for value, of a fault planted in the forward and in the backward."""
-    batch = batches(1)[0]
-    for fault in ("activation", "gradient", "weight gradient"):
-        model = plain_model()
-        model[3].fault, model[3].value = fault, INF
-        with paramp.launch_from_torch() as context:
-            own = paramp.trace_overflow(model, Loop(model).loss, [batch], scale=1.0, context=context)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-            engine, *_ = paramp.initialize(model, sgd, nn.functional.mse_loss)
-            engine.forward_backward(batch["x"], batch["y"])
-            assert engine.step().overflow
-            assert engine.diagnose_overflow() == own
-            assert own.origin.module == "3"
+# ----------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("fault", ["activation", "gradient", "weight gradient"])
+def test_the_report_is_the_engines(fault):
+    """The same record, value for value."""
+    batch, model = batches(1)[0], plain_model()
+    model[3].fault, model[3].value = fault, INF
+    with paramp.launch_from_torch() as context:
+        own = paramp.trace_overflow(model, loss_of(model), [batch], scale=1.0, context=context)
+        engine = engine_of(model, lr=0.0)
+        assert train_step(engine, batch["x"], batch["y"]).overflow
+        assert engine.diagnose_overflow() == own
+        assert own.origin.module == "3"
 
 
 def test_without_a_context_in_one_process_all_four_work():
     model = plain_model()
     loop = Loop(model)
     loop.loss(batches(1)[0]).backward()
-    counts, total = numpys([parameter.grad for parameter in model.parameters()])
+    counts, *_, total = numpys(parameter.grad for parameter in model.parameters())
     histogram = paramp.gradient_histogram(model)
     assert (histogram.counts, histogram.total) == (counts, total)
     assert paramp.check_replicas(model, loop.optimizer, loop.scaler) == []
@@ -259,8 +328,7 @@ class Trap(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.dropout = nn.Dropout(0.5)
+        self.norm, self.dropout = nn.BatchNorm1d(2), nn.Dropout(0.5)
 
     def forward(self, x):
         return 1.0 / self.dropout(torch.ones_like(self.norm(x)))[0, 0] + x.sum() * self.norm.weight.sum()
@@ -272,17 +340,15 @@ def drops(seed):
 
 
 def test_a_recorded_batch_runs_with_the_random_numbers_of_its_step():
-    model = Trap()
-    seed = next(seed for seed in range(100) if drops(seed) == [True, False])
-    torch.manual_seed(seed)
-    x = torch.arange(8.0).view(4, 2)
+    model, x = Trap(), torch.arange(8.0).view(4, 2)
+    torch.manual_seed(next(seed for seed in range(100) if drops(seed) == [True, False]))
     recorded = paramp.record_batch(x)
     assert not model(x).isfinite()
-    states, mean = torch.get_rng_state(), model.norm.running_mean.clone()
-    report = paramp.trace_overflow(model, model, [recorded], scale=1.0)
-    assert (report.kind, report.origin.kind) == ("forward", "inf")
+    states = torch.get_rng_state()
+    with unchanged([model.norm.running_mean]):
+        report = paramp.trace_overflow(model, model, [recorded], scale=1.0)
     assert torch.equal(torch.get_rng_state(), states)
-    assert torch.equal(model.norm.running_mean, mean)
+    assert (report.kind, report.origin.kind) == ("forward", "inf")
     bare = paramp.trace_overflow(model, model, [x], scale=1.0)
     assert "a rerun of the batch gave finite values" in str(bare)
     assert "scale or batches are not those of the step" in str(bare)
@@ -296,218 +362,77 @@ def test_a_compiled_and_checkpointed_model_is_run_eagerly_under_its_own_names():
     model[3] = checkpoint_wrapper(model[3])
     model[1].compile(backend="eager")
     compiled = torch.compile(model, backend="eager")
-    report = paramp.trace_overflow(compiled, Loop(compiled).loss, batches(1), scale=1.0)
+    report = paramp.trace_overflow(compiled, loss_of(compiled), batches(1), scale=1.0)
     assert report.origin.module == "3"
     assert {found.name for found in report.gradients} >= {"3.weight", "3.bias"}
     assert "ran eagerly" in str(report)
 
 
-class Half(nn.Module):
-    """Its gradient is the scale times the mean of x, in fp16."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-
-    def forward(self, x):
-        return (x * self.weight).mean()
-
-
 @on_ranks(2)
 def test_an_overflow_in_the_sum_over_ranks_or_batches_is_named(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with paramp.ParallelContext.from_mesh(mesh):
-        model, x = Half(), torch.full((2, 1), 1.5, dtype=torch.float16)
-        for scale, given, during in (
-            (2.0**15, [x], "sum over ranks"),  # 49152 on each, of 65504
-            (2.0**15, [x, x], "sum over microbatches"),
-        ):
-            report = paramp.trace_overflow(model, model, given, scale=scale)
-            assert (report.origin.during, report.origin.parameter) == (during, "weight")
-        report = paramp.trace_overflow(model, model, [x], scale=2.0**17)
+    with on_mesh(dp=2):
+        model = nn.Sequential(Scale(1, torch.float16))
+        x = torch.full((2, 1), 1.5, dtype=torch.float16)  # times the scale: 49152, of 65504, or more
+        for given, during in (([x], "sum over ranks"), ([x, x], "sum over microbatches")):
+            report = paramp.trace_overflow(model, lambda x: model(x).mean(), given, scale=2.0**15)
+            assert (report.origin.during, report.origin.parameter) == (during, "0.weight")
+        report = paramp.trace_overflow(model, lambda x: model(x).mean(), [x], scale=2.0**17)
         assert (report.kind, report.origin.helped_by_scale) == ("backward", True)
-
-
-# ------------------------------------------------------------------------------------------------------- histogram
-
-
-def numpys(gradients):
-    """Counts of the exponents of whole gradients, and of their elements."""
-    values = np.concatenate([gradient.detach().double().numpy().ravel() for gradient in gradients])
-    finite = values[np.isfinite(values) & (values != 0)]
-    exponents, counts = np.unique(np.floor(np.log2(np.abs(finite))).astype(int), return_counts=True)
-    return dict(zip(exponents.tolist(), counts.tolist(), strict=True)), values.size
-
-
-def count_gradients(kind):
-    """The histogram of a distributed model, against numpy on the gradients of one process; one of them is planted."""
-    reference = plain_model()
-    batch = batches(1)[0]
-    (nn.functional.mse_loss(reference(batch["x"]), batch["y"]) * 64).backward()
-    with distributed(kind) as (context, model):
-        (Loop(model).loss(batch) * 64).backward()
-        everything = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
-        before = [local(tensor.detach()).clone() for tensor in everything]
-        histogram = paramp.gradient_histogram(model, scale=64.0, context=context)
-        assert all(torch.equal(local(tensor.detach()), old) for tensor, old in zip(everything, before, strict=True))
-        counts, total = numpys([parameter.grad for parameter in reference.parameters()])
-        assert histogram.counts == counts
-        assert (histogram.total, histogram.scale, histogram.dtype) == (total, 64.0, torch.float16)
-        assert histogram.largest == max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
-        if context.rank == 1:
-            local(inner(model, "1").weight.grad).view(-1)[0] = INF
-        copies = {"ddp": 2, "hsdp": 2}.get(kind, 1)  # the replicas of the element, of which one is bad
-        assert paramp.gradient_histogram(model, scale=64.0).non_finite == 1 / copies
-        model.zero_grad()
-        with pytest.raises(paramp.ConfigError, match="no parameter has a gradient; call it after backward"):
-            paramp.gradient_histogram(model)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
-@on_ranks(2)
-def test_every_element_of_a_gradient_counts_once_on_two_ranks(world, kind):
-    count_gradients(kind)
-
-
-@family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
-@on_ranks(4)
-def test_every_element_of_a_gradient_counts_once_on_four_ranks(world, kind):
-    count_gradients(kind)
-
-
-# -------------------------------------------------------------------------------------------------------- replicas
-
-
-def find_replicas(kind, changes):
-    """A bit of one rank's copy is found: ``changes`` has its parameter, and the ranks that hold the element."""
-    with distributed(kind) as (context, model):
-        optimizer = torch.optim.AdamW(model.parameters())
-        Loop(model).loss(batches(1)[0]).backward()
-        optimizer.step()
-        scaler = paramp.DistributedGradScaler()
-        state = [value for one in optimizer.state.values() for value in one.values()]
-        everything = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *state]
-        before = [local(tensor.detach()).clone() for tensor in everything]
-        assert paramp.check_replicas(model, optimizer, scaler) == []
-        assert all(torch.equal(local(tensor.detach()), old) for tensor, old in zip(everything, before, strict=True))
-        for name, holders in changes.items():
-            module, _, leaf = name.rpartition(".")
-            parameter = getattr(inner(model, module), leaf)
-            for what, tensor in (
-                ("weight", local(parameter).detach()),
-                ("optimizer state", local(optimizer.state[parameter]["exp_avg"])),
-            ):
-                bad = context.world_size - 1
-                kept = tensor.clone()
-                if context.rank == bad:
-                    tensor.view(-1).view(torch.int32)[0] ^= 1
-                found = paramp.check_replicas(model, optimizer, scaler, context=context)
-                expected = [(what, name, (bad,), tuple(sorted(set(holders) - {bad})))] if len(holders) > 1 else []
-                assert [(one.kind, one.parameter, one.ranks, one.others) for one in found] == expected
-                tensor.copy_(kept)
-        assert paramp.check_replicas(model, optimizer, scaler) == []
-
-
-REPLICAS = {
-    "ddp": {"1.weight": (0, 1), "0.weight": (0, 1)},
-    "fsdp2": {"1.weight": (1,)},  # each element has one copy
-    "tp": {"0.weight": (0, 1), "3.bias": (0, 1), "3.weight": (1,)},
-    "hsdp": {"1.weight": (1, 3), "0.weight": (1, 3)},
-    "fsdp2-tp": {"0.weight": (2, 3), "1.weight": (3,)},
-}
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
-@on_ranks(2)
-def test_a_copy_that_differs_is_found_on_two_ranks(world, kind):
-    find_replicas(kind, REPLICAS[kind])
-
-
-@family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
-@on_ranks(4)
-def test_a_copy_that_differs_is_found_on_four_ranks(world, kind):
-    find_replicas(kind, REPLICAS[kind])
-
-
-@on_ranks(4)
-def test_a_rank_without_copies_takes_part(world):
-    """It has a pipeline stage without parameters."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    with paramp.ParallelContext.from_mesh(mesh) as context:
-        model = nn.ReLU() if context.is_first_stage else plain_model()
-        assert paramp.check_replicas(model) == []
-        if world.rank == 3:
-            model[1].bias.detach()[0] += 1.0
-        (found,) = paramp.check_replicas(model)
-        assert (found.parameter, found.ranks, found.others) == ("1.bias", (3,), (2,))
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
-def raises(match, call, *args, **kwargs):
-    with pytest.raises(ValueError, match=match):
-        call(*args, **kwargs)
-
-
 @on_ranks(2)
 def test_a_mistake_on_one_rank_raises_on_every_rank(world):
-    model, (batch, other) = plain_model(), batches()
-    loop = Loop(model)
-    raises("got no context in a world of 2 ranks", paramp.check_replicas, model)
-    raises("from_mesh", paramp.trace_overflow, model, loop.loss, [batch], scale=1.0)
-    raises("from_mesh", paramp.gradient_histogram, model)
-    raises("from_mesh", paramp.start_heartbeat)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    first = world.rank == 0
-    with paramp.ParallelContext.from_mesh(mesh) as context:
-        on_zero = "" if first else "rank 0: "
-        raises(f"^{on_zero}model: got list", paramp.check_replicas, [] if first else model)
-        raises(
-            f"^{on_zero}loss: got str", paramp.trace_overflow, model, "loss" if first else loop.loss, [batch], scale=1.0
+    model, (batch, other), first = plain_model(), batches(), world.rank == 0
+    check, count, beat, loss = paramp.check_replicas, paramp.gradient_histogram, paramp.start_heartbeat, loss_of(model)
+
+    def trace(loss=loss, batches=(batch,), scale=1.0):
+        return paramp.trace_overflow(model, loss, batches, scale=scale)
+
+    def one_each():
+        return check(model) if first else count(model)
+
+    each_raises(ValueError, {"got no context in a world of 2 ranks": lambda: check(model)})
+    for call in (trace, lambda: count(model), beat):
+        each_raises(ValueError, {"from_mesh": call})
+    on_zero = "" if first else "rank 0: "
+    with on_mesh(dp=2) as context:
+        each_raises(
+            ValueError,
+            {
+                f"^{on_zero}model: got list": lambda: check([] if first else model),
+                f"^{on_zero}loss: got str": lambda: trace("loss" if first else loss),
+                "scale: got 0.0, expected": lambda: count(model, scale=0.0 if first else 1.0),
+                "scale: got nan, expected": lambda: trace(scale=NAN),
+                "dtype: got torch.int64": lambda: count(model, dtype=torch.int64),
+                "batches: got dict": lambda: trace(batches=batch),
+                "batches: got none": lambda: trace(batches=[]),
+                "optimizer: got .*expected a torch.optim": lambda: check(model, "sgd"),
+                "scaler: got .*expected a paramp.Dist": lambda: check(model, None, torch.amp.GradScaler("cpu")),
+                "timeout: got -1": lambda: beat(-1),
+                "timeout: rank 0 has '5.0', but rank 1 has '6.0'": lambda: beat(5.0 + world.rank),
+                "number of batches: rank 0 has 2": lambda: trace(batches=[batch, other] if first else [batch]),
+                "the parameters of rank 0 .6, hash": lambda: check(model if first else nn.Linear(4, 4)),
+                "context: got 'dp', expected": lambda: check(model, context="dp"),
+                "start one process for each GPU": lambda: count(nn.DataParallel(nn.Linear(2, 2))),
+                "rank 0 calls check_replicas, but rank 1 gradient_histogram": one_each,
+            },
         )
-        raises("scale: got 0.0, expected", paramp.gradient_histogram, model, scale=0.0 if first else 1.0)
-        raises("scale: got nan, expected", paramp.trace_overflow, model, loop.loss, [batch], scale=NAN)
-        raises("dtype: got torch.int64", paramp.gradient_histogram, model, dtype=torch.int64)
-        raises("batches: got dict", paramp.trace_overflow, model, loop.loss, batch, scale=1.0)
-        raises("batches: got none", paramp.trace_overflow, model, loop.loss, [], scale=1.0)
-        raises("optimizer: got .*expected a torch.optim", paramp.check_replicas, model, "sgd")
-        raises("scaler: got .*expected a paramp.Dist", paramp.check_replicas, model, None, torch.amp.GradScaler("cpu"))
-        raises("timeout: got -1", paramp.start_heartbeat, -1)
-        raises("timeout: rank 0 has '5.0', but rank 1 has '6.0'", paramp.start_heartbeat, 5.0 + world.rank)
-        given = [batch, other] if first else [batch]
-        raises("number of batches: rank 0 has 2", paramp.trace_overflow, model, loop.loss, given, scale=1.0)
-        small = nn.Linear(4, 4)
-        raises("the parameters of rank 0 .6, hash", paramp.check_replicas, model if first else small)
-        raises("context: got 'dp', expected", paramp.check_replicas, model, context="dp")
-        wrapped = nn.DataParallel(nn.Linear(2, 2))
-        raises("start one process for each GPU", paramp.gradient_histogram, wrapped)
-        if first:
-            raises("rank 0 calls check_replicas, but rank 1 gradient_histogram", paramp.check_replicas, model)
-        else:
-            raises("rank 0 calls check_replicas, but rank 1 gradient_histogram", paramp.gradient_histogram, model)
-        assert paramp.check_replicas(model) == []
-    raises("this one was closed", paramp.check_replicas, model, context=context)
-    staged = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    with paramp.ParallelContext.from_mesh(staged):
-        raises("2 pipeline stages", paramp.trace_overflow, model, loop.loss, [batch], scale=1.0)
+        assert check(model) == []
+    each_raises(ValueError, {"this one was closed": lambda: check(model, context=context)})
+    with on_mesh(pp=2):
+        each_raises(ValueError, {"2 pipeline stages": trace})
 
 
 @on_ranks(2)
 def test_a_rank_that_calls_alone_raises_in_bounded_time(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with paramp.ParallelContext.from_mesh(mesh):  # whose next call on all ranks is as any other
+    with on_mesh(dp=2):  # whose next call on all ranks is as any other
         if world.rank == 0:
-            os.environ["PARAMP_LAUNCH_TIMEOUT"] = "0.3"
-            try:
-                with pytest.raises(paramp.LaunchError, match=r"every rank has to call it; .* 1 did not join"):
-                    paramp.check_replicas(plain_model())
-            finally:
-                del os.environ["PARAMP_LAUNCH_TIMEOUT"]
+            error = pytest.raises(paramp.LaunchError, match=r"every rank has to call it; .* 1 did not join")
+            with mock.patch.dict("os.environ", PARAMP_LAUNCH_TIMEOUT="0.3"), error:
+                paramp.check_replicas(plain_model())
         dist.barrier()
         assert paramp.check_replicas(plain_model()) == []
 
@@ -516,7 +441,7 @@ def test_a_rank_that_calls_alone_raises_in_bounded_time(world):
 def test_a_batch_that_fails_on_one_rank_is_reported_on_every_rank(world):
     with distributed("ddp") as (_, model):
         batch = batches(1)[0] if world.rank == 0 else {"x": torch.ones(1, 3), "y": torch.ones(1, 4)}
-        report = paramp.trace_overflow(model, Loop(model).loss, [batch], scale=1.0)
+        report = paramp.trace_overflow(model, loss_of(model), [batch], scale=1.0)
         assert "the rerun failed: RuntimeError: The size of tensor a (3)" in str(report)
         assert paramp.trace_overflow(model, lambda _: 1.0, [batch], scale=1.0).unknown == (
             "the rerun failed: ConfigError: loss: returned float, expected a tensor of one element with a gradient"

@@ -2,53 +2,50 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from counting import Collectives
-from pool import on_ranks
-from reference import batches, local, rank_slice, small_gpt
+from pool import on_each_device, on_ranks, run_on_ranks
+from reference import batches, local, small_gpt
+from small_engines import engine_of, own_part
 
 import paramp
 from paramp.base import sizes
 from paramp.observe.bit_hash import _multipliers, hash_bits
 
-CONFIG = {"clip_grad_norm": 1.0}
+HSDP = {"data": {"replicate": 2, "shard": 2}}
 
 
-def build(context, optimizer=torch.optim.AdamW, **options):
+def launch(parallel, precision="32-true", **config):
+    return paramp.launch_from_torch({"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0, **config})
+
+
+def build(frozen=""):
     """A small GPT after one step."""
     model = small_gpt(num_layers=2)
-    engine, *_ = paramp.initialize(model, optimizer(model.parameters(), lr=1e-2, **options), model.loss)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    engine = engine_of(model, model.loss, torch.optim.AdamW, 1e-2)
     train(engine, 1)
     return engine
 
 
 def train(engine, steps, overflow_at=None):
-    dp = engine.context.dp
-    for step, (x, y) in enumerate(batches(steps)):
-        engine.forward_backward(rank_slice(x, dp.rank, dp.size), rank_slice(y, dp.rank, dp.size))
+    for step, batch in enumerate(batches(steps)):
+        engine.forward_backward(*own_part(engine, *batch))
         if step == overflow_at and engine.context.rank == 0:
             local(next(engine.module.parameters()).grad).view(-1)[0] = float("inf")
         engine.step()
-        engine.zero_grad()
 
 
-def flip(tensor, index=-1, bit=0):
-    """Turn one bit, the lowest, of one element."""
+def flip(tensor, bit=0):
+    """Turn one bit of the last element."""
     words = tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-    words[index] ^= 1 << bit
+    words[-1] ^= 1 << bit
 
 
-def parameter(engine, ending):
-    return next((name, value) for name, value in engine.named_parameters() if name.endswith(ending))
-
-
-def master(engine, ending):
-    """The part of a master, or of a remainder, that this rank steps; None if it steps none of it."""
-    for param, _, buffer in engine._weights.pairs():
-        if param.name.endswith(ending):
-            (stored,) = buffer.masters.state
-            return stored[buffer.own_range(param)]
-    return None
+def weight_of(engine, ending):
+    """None if this rank's stage does not have it."""
+    found = (local(value).detach() for name, value in engine.named_parameters() if name.endswith(ending))
+    return next(found, None)
 
 
 # ------------------------------------------------------------------------------------------------------- the hash
@@ -75,8 +72,7 @@ def test_a_hash_equals_the_formula_of_its_docstring(monkeypatch):
     monkeypatch.setitem(sizes.HASHED_WORDS, "cpu", 4)
     values = torch.randn(10, generator=torch.Generator().manual_seed(1))
     odd = _multipliers(values.device, 4).tolist()
-    assert len(odd) == 4
-    assert all(number % 2 == 1 for number in odd)
+    assert [number % 2 for number in odd] == [1] * 4
     words = values.view(torch.int32).tolist()
     expected = sum(word * odd[place % 4] * (2 * (place // 4) + 1) for place, word in enumerate(words))
     assert int(hash_bits(values)) % 2**64 == expected % 2**64
@@ -94,142 +90,87 @@ def test_tensors_of_any_strides_are_hashed():
 # ------------------------------------------------------------------------------------------------------ one bit
 
 
-def assert_found(engine, kind, name, ranks, others):
-    """This is what differs, and all; every rank sees it; and it can be repaired."""
-    (found,) = engine.check_replicas()
-    assert (found.kind, found.ranks, found.others) == (kind, ranks, others), found
-    assert found.parameter.endswith(name), found
-    what = f"the {kind} of {found.parameter!r}" if name else f"the {kind}"
-    assert str(found).startswith(f"{what} on rank {ranks[0]} (pp "), found
-    engine._replicas.repair([found])
-    assert engine.check_replicas() == []
+def master_of(engine, ending):
+    """The part of it, or of its remainder, that this rank steps, if any."""
+    buffers = ((param, buffer) for param, _, buffer in engine._weights.pairs() if param.name.endswith(ending))
+    return next((buffer.masters.state[0][buffer.own_range(param)] for param, buffer in buffers), None)
 
 
-@on_ranks(4, cuda=True)
-def test_a_changed_norm_weight_on_one_tensor_rank_is_found(world):
-    """In fp32, where the weight is what is stepped: dp2·tp2, so that three are right."""
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}, **CONFIG}, device=world.device) as context:
-        engine = build(context)
-        if world.rank == 3:
-            flip(local(parameter(engine, "norm.weight")[1]))
-        (found,) = engine.check_replicas()
-        assert (found.kind, found.ranks, found.others) == ("weight", (3,), (0, 1, 2))
-        assert found.parameter == parameter(engine, "norm.weight")[0]
-        assert str(found) == (
-            f"the weight of {found.parameter!r} on rank 3 (pp 0, dp 1, tp 1) differs from rank 0 (pp 0, dp 0, tp 0), "
-            "rank 1 (pp 0, dp 0, tp 1), rank 2 (pp 0, dp 1, tp 0)"
-        )
+def state_of(engine, ending):
+    weights = (one for param, one, _ in engine._weights.pairs() if param.name.endswith(ending))
+    return next((engine.optimizer.state[one]["exp_avg_sq"] for one in weights), None)
 
 
-@on_ranks(4)
-def test_a_changed_tied_embedding_on_one_stage_is_found(world):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}, **CONFIG}) as context:
-        engine = build(context)
-        (tie,) = context.ties
-        if world.rank == 3:
-            flip(local(tie.parameter))
-        # Rank 3 and rank 1 have the same shard; of two the lower one counts.
-        assert_found(engine, "weight", "head.weight", (3,), (1,))
+CHANGED = {
+    "weight": weight_of,
+    "master": master_of,
+    "optimizer state": state_of,
+    "loss scale": lambda engine, _: engine.scaler.tensors()[0],
+}
+NAIVE, REMAINDER = {"precision": "16-naive"}, {"precision": "16-naive", "masters": "remainder"}
+TP2, PP2_TP2, FSDP2_TP2 = {"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"data": {"shard": 2}, "tensor": 2}
+MLP = "mlp.up.weight"
+CHANGES = [  # parallel, configuration, what is changed, of which parameter, on which rank; which differs, from which
+    (TP2, {}, "weight", "norm.weight", 3, (3,), (0, 1, 2)),
+    (PP2_TP2, {}, "weight", "head.weight", 3, (3,), (1,)),  # tied to the embedding of rank 1's stage
+    ({"data": 2}, {"precision": "64-true"}, "weight", MLP, 0, (1,), (0,)),  # of two the lower one counts
+    ({"data": 2}, {"precision": "bf16-naive"}, "weight", "norm.weight", 0, (1,), (0,)),
+    ({"data": 2}, {}, "weight", "blocks.1.norm1.bias", 1, (1,), (0,)),  # which is frozen
+    (TP2, NAIVE, "master", "norm.weight", 3, (3,), (0, 1, 2)),
+    (TP2, REMAINDER, "master", "norm.weight", 3, (3,), (0, 1, 2)),
+    (TP2 | {"zero": 1}, NAIVE, "master", "norm.weight", 3, (3,), (2,)),  # each data rank has a part of its own
+    (TP2 | {"zero": 1}, REMAINDER, "master", "norm.weight", 3, (3,), (2,)),
+    ({"pipeline": 2}, {"precision": "16-mixed"}, "optimizer state", "norm.weight", 2, (3,), (2,)),
+    ({"pipeline": 2}, {"precision": "16-mixed"}, "loss scale", "", 1, (1,), (0, 2, 3)),
+    (FSDP2_TP2, {}, "weight", "norm1.weight", 2, (3,), (2,)),
+    (FSDP2_TP2, {}, "weight", MLP, 2, None, None),  # of which there is one copy
+    (HSDP, NAIVE, "loss scale", "", 2, (2,), (0, 1, 3)),
+    (HSDP, NAIVE, "loss scale", "", 0, (0,), (1, 2, 3)),
+]
+for mode in ("32-true", "16-naive", "bf16-true"):  # in 16-naive the shards are the masters
+    for victim, same in ((3, 1), (1, 3), (2, 0)):
+        pair = (max(victim, same),), (min(victim, same),)
+        CHANGES += [(HSDP, {"precision": mode}, what, MLP, victim, *pair) for what in ("weight", "optimizer state")]
+CASES = [(parallel, config) for parallel, config, *_ in CHANGES]
+CASES = [case for index, case in enumerate(CASES) if case not in CASES[:index]]
 
 
-@on_ranks(2)
-def test_a_changed_shard_on_one_data_rank_is_found(world):
-    with paramp.launch_from_torch({"parallel": {"data": 2}, "precision": "64-true", **CONFIG}) as context:
-        engine = build(context)
-        if world.rank == 0:
-            flip(local(parameter(engine, "mlp.up.weight")[1]), 5)
-        assert_found(engine, "weight", "mlp.up.weight", (1,), (0,))
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("masters", ["full", "remainder"])
-@pytest.mark.parametrize("zero", [0, 1])
-def test_a_changed_master_on_one_rank_is_found(world, masters, zero):
-    """Of a norm, which tensor ranks share; under ZeRO each data rank has a part of its own."""
-    config = {"precision": "16-naive", "masters": masters, "parallel": {"tensor": 2, "zero": zero}, **CONFIG}
-    with paramp.launch_from_torch(config) as context:
-        engine = build(context)
-        has_it = [None] * 4
-        dist.all_gather_object(has_it, master(engine, "norm.weight") is not None)
-        victim = max(rank for rank in range(4) if has_it[rank])
-        if world.rank == victim:
-            flip(master(engine, "norm.weight"))
-        same = [victim - 1] if zero else [0, 1, 2]
-        assert_found(engine, "master", "norm.weight", (victim,), tuple(same))
-        train(engine, 2)
-        assert engine.check_replicas() == []
-
-
-HSDP = {"data": {"replicate": 2, "shard": 2}}
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("precision", ["32-true", "16-naive", "bf16-true"])
-def test_changes_on_one_replica_of_shards_are_found(world, precision):
-    """Ranks 1 and 3 have the same shards; in 16-naive the shards are the masters."""
-    with paramp.launch_from_torch({"precision": precision, "parallel": HSDP, **CONFIG}) as context:
-        engine = build(context)
-        for victim, same in ((3, 1), (1, 3), (2, 0)):
+def find_changes(world, parallel, config):
+    """Those of one layout: this is what differs, and all; every rank sees it; and it is repaired."""
+    with launch(parallel, **config):
+        engine = build(frozen="blocks.1.norm1.bias")
+        for what, name, victim, ranks, others in [case[2:] for case in CHANGES if case[:2] == (parallel, config)]:
+            tensor = CHANGED[what](engine, name)
+            before = None if tensor is None else tensor.clone()
             if world.rank == victim:
-                flip(local(parameter(engine, "mlp.up.weight")[1]))
-            assert_found(engine, "weight", "mlp.up.weight", (max(victim, same),), (min(victim, same),))
-            if world.rank == victim:
-                stepped = next(one for param, one, _ in engine._weights.pairs() if param.name.endswith("mlp.up.weight"))
-                flip(engine.optimizer.state[stepped]["exp_avg_sq"])
-            assert_found(engine, "optimizer state", "mlp.up.weight", (max(victim, same),), (min(victim, same),))
-        if engine.scaler.is_enabled():
-            if world.rank == 2:
-                flip(engine.scaler.tensors()[0])
-            assert_found(engine, "loss scale", "", (2,), (0, 1, 3))
+                flip(tensor)
+            found = engine.check_replicas()
+            if ranks is None:
+                assert found == []
+                continue
+            (one,) = found
+            assert (one.kind, one.ranks, one.others) == (what, ranks, others), one
+            assert one.parameter.endswith(name)
+            of = f" of {one.parameter!r}" if name else ""
+            assert str(one).startswith(f"the {what}{of} on rank {ranks[0]} (pp ")
+            if (parallel, others) == (TP2, (0, 1, 2)):
+                places = [f"rank {rank} (pp 0, dp {rank // 2}, tp {rank % 2})" for rank in range(4)]
+                assert str(one) == f"the {what}{of} on {places[3]} differs from {', '.join(places[:3])}"
+            engine._replicas.repair(found)
+            assert engine.check_replicas() == []
+            # The lowest rank's is copied, but a weight is rounded from its master.
+            right = victim != min(*ranks, *others) or (what, config) == ("weight", {"precision": "bf16-naive"})
+            if tensor is not None and world.rank in (victim, *ranks):
+                assert torch.equal(tensor, before) == right
         train(engine, 2)
-        assert engine.check_replicas() == []
+        assert ranks is None or engine.check_replicas() == []
 
 
-@on_ranks(4)
-def test_pure_shards_have_no_replicas_but_over_tensor_ranks(world):
-    """Those of norms, which both tensor ranks hold."""
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}, "tensor": 2}, **CONFIG}) as context:
-        engine = build(context)
-        if world.rank == 2:
-            flip(local(parameter(engine, "mlp.up.weight")[1]))
-            flip(local(parameter(engine, "norm1.weight")[1]))
-        assert_found(engine, "weight", "norm1.weight", (3,), (2,))
-
-
-@on_ranks(2)
-def test_a_repaired_weight_is_rounded_from_its_master(world):
-    """The lowest rank's weight is the wrong one, but its master is right."""
-    with paramp.launch_from_torch({"precision": "bf16-naive", "parallel": {"data": 2}, **CONFIG}) as context:
-        engine = build(context)
-        right = local(parameter(engine, "norm.weight")[1]).detach().clone()
-        if world.rank == 0:
-            flip(local(parameter(engine, "norm.weight")[1]))
-        assert_found(engine, "weight", "norm.weight", (1,), (0,))
-        assert torch.equal(local(parameter(engine, "norm.weight")[1]), right)
-
-
-@on_ranks(4)
-def test_changes_of_optimizer_state_and_loss_scale_are_found(world):
-    with paramp.launch_from_torch({"precision": "16-mixed", "parallel": {"pipeline": 2}, **CONFIG}) as context:
-        engine = build(context)
-        if world.rank == 2:
-            flip(engine.optimizer.state[parameter(engine, "norm.weight")[1]]["exp_avg_sq"])
-        assert_found(engine, "optimizer state", "norm.weight", (3,), (2,))
-        if world.rank == 1:
-            flip(engine.scaler.tensors()[0])
-        assert_found(engine, "loss scale", "", (1,), (0, 2, 3))
-
-
-@on_ranks(2)
-def test_a_changed_frozen_weight_is_found(world):
-    with paramp.launch_from_torch({"parallel": {"data": 2}}):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
-        if world.rank == 1:
-            flip(engine.module.get_parameter("0.bias"))
-        assert_found(engine, "weight", "0.bias", (1,), (0,))
+@pytest.mark.parametrize(("parallel", "config"), CASES, ids=str)
+@on_each_device
+def test_a_change_on_one_rank_is_found_and_repaired(parallel, config, device):
+    ranks = 2 if parallel == {"data": 2} else 4
+    run_on_ranks(ranks, __name__, "find_changes", {"parallel": parallel, "config": config}, device)
 
 
 # -------------------------------------------------------------------------------------------------- in training
@@ -238,11 +179,10 @@ def test_a_changed_frozen_weight_is_found(world):
 @on_ranks(4)
 def test_training_stops_at_the_next_check(world):
     """Skipped steps count, too."""
-    config = {"precision": "16-mixed", "parallel": {"tensor": 2}, "check_replicas_every": 3, **CONFIG}
-    with paramp.launch_from_torch(config) as context:
-        engine = build(context)
+    with launch(TP2, "16-mixed", check_replicas_every=3):
+        engine = build()
         if world.rank == 1:
-            flip(local(parameter(engine, "norm.bias")[1]), bit=20)  # the lowest might be rounded away in the step
+            flip(weight_of(engine, "norm.bias"), bit=20)  # the lowest might be rounded away in the step
         train(engine, 1, overflow_at=0)
         assert engine.num_skipped == 1
         with pytest.raises(paramp.ReplicaDrift, match=r"the weight of '.*norm.bias' on rank 1 \(pp 0, dp 0, tp 1\)"):
@@ -250,15 +190,13 @@ def test_training_stops_at_the_next_check(world):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, HSDP], ids=["pp2-tp2", "hsdp2x2"])
+@pytest.mark.parametrize("parallel", [PP2_TP2, HSDP], ids=["pp2-tp2", "hsdp2x2"])
 def test_training_continues_after_a_repair(world, parallel):
     """A whole weight is wrong, so that all that follows from it differs as well."""
-    settings = {"check_replicas_every": 2, "repair_replicas": True}
-    with paramp.launch_from_torch({"parallel": parallel, **settings, **CONFIG}) as context:
-        engine = build(context)
+    with launch(parallel, check_replicas_every=2, repair_replicas=True) as context:
+        engine = build()
         if world.rank == 1:
-            with torch.no_grad():
-                local(parameter(engine, "norm1.weight")[1]).mul_(3.0)
+            weight_of(engine, "norm1.weight").mul_(3.0)
         if context.is_main:
             with pytest.warns(UserWarning, match=r"replicas: .* copied from the lowest rank that holds it"):
                 train(engine, 1)
@@ -272,26 +210,28 @@ def test_training_continues_after_a_repair(world, parallel):
 @pytest.mark.parametrize(
     ("precision", "parallel", "options"),
     [
-        ("32-true", {"tensor": 2, "pipeline": 2}, {}),
-        ("16-mixed", {"tensor": 2, "sequence_parallel": True}, {}),
-        ("16-naive", {"tensor": 2, "zero": 1}, {}),
+        ("32-true", PP2_TP2, {}),
+        ("16-mixed", TP2 | {"sequence_parallel": True}, {}),
+        ("16-naive", TP2 | {"zero": 1}, {}),
         ("16-naive", {"pipeline": 2, "zero": 1}, {}),
         ("bf16-naive", {"data": 4}, {"masters": "remainder"}),
         ("O2", {"pipeline": 2}, {}),
         ("bf16-true", {"tensor": 4}, {}),
         ("16-naive", {"data": {"shard": 2}}, {}),
-        ("16-mixed", {"data": {"shard": 2}, "tensor": 2}, {}),
+        ("16-mixed", FSDP2_TP2, {}),
         ("16-mixed", {"data": {"shard": 2}, "pipeline": 2}, {}),
+        ("16-naive", HSDP, {}),
     ],
 )
 def test_no_difference_is_found_without_a_fault(world, precision, parallel, options):
-    """With an overflow on the way."""
-    settings = {"precision": precision, "parallel": parallel, "check_replicas_every": 2}
-    with paramp.launch_from_torch({**settings, **options, **CONFIG}) as context:
-        engine = build(context)
+    """With an overflow on the way; a comparison is one all-gather of a few sums."""
+    with launch(parallel, precision, check_replicas_every=2, **options):
+        engine = build()
         train(engine, 5, overflow_at=2)
         assert engine.num_skipped >= 1
-        assert engine.check_replicas() == []
+        with Collectives() as collectives:
+            assert engine.check_replicas() == []
+        assert collectives.counts == {"allgather": 1}
 
 
 @on_ranks(8)
@@ -299,22 +239,10 @@ def test_no_difference_is_found_with_deterministic_sums(world):
     """Four data ranks, whose sums depend on a gradient's place in its buffer, and a tied embedding on two stages, in
     buffers of other sizes."""
     for zero in (0, 1):
-        parallel = {"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}
-        with paramp.launch_from_torch({"parallel": parallel, "check_replicas_every": 1, **CONFIG}) as context:
-            train(build(context), 2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "zero": 1}, HSDP])
-def test_a_comparison_is_one_all_gather_of_a_few_sums(world, parallel):
-    with paramp.launch_from_torch({"precision": "16-naive", "parallel": parallel, **CONFIG}) as context:
-        engine = build(context)
-        engine.check_replicas()  # the first one exchanges which ranks hold the same
-        with Collectives() as collectives:
-            assert engine.check_replicas() == []
-        assert collectives.counts == {"allgather": 1}
+        with launch({"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}, check_replicas_every=1):
+            train(build(), 2)
 
 
 def test_a_world_of_one_compares_nothing():
-    with paramp.launch_from_torch({"check_replicas_every": 1, **CONFIG}) as context:
-        assert build(context).check_replicas() == []
+    with launch({}, check_replicas_every=1):
+        assert build().check_replicas() == []

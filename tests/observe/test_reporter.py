@@ -11,17 +11,8 @@ from paramp.observe.metrics import Metrics
 from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, step_line
 from paramp.tools.plot import read_run
 
-RECORD = {
-    "step": 1,
-    "loss": 2.5,
-    "grad_norm": math.inf,
-    "loss_scale": 8.0,
-    "skipped": 1,
-    "lr": 0.1,
-    "tokens_per_second": 1000.0,
-    "step_seconds": 0.5,
-    "memory_bytes": 3 * 2**20,
-}
+RECORD = {"step": 1, "loss": 2.5, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": 1, "lr": 0.1}
+RECORD |= {"tokens_per_second": 1000.0, "step_seconds": 0.5, "memory_bytes": 3 * 2**20}
 
 
 def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, capsys):
@@ -41,11 +32,8 @@ def test_files_of_an_earlier_run_are_kept(tmp_path):
     for index in range(3):
         with Reporter(1, str(tmp_path), enabled=True) as reporter:
             reporter.step({**RECORD, "loss": float(index)})
-    losses = [
-        json.loads((tmp_path / name).read_text())["loss"]
-        for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
-    ]
-    assert losses == [0.0, 1.0, 2.0]
+    files = [tmp_path / name for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")]
+    assert [json.loads(file.read_text())["loss"] for file in files] == [0.0, 1.0, 2.0]
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):

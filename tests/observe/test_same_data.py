@@ -1,12 +1,13 @@
 """Ranks of one model group that are given different data: an error on each of them before the batch runs."""
 
 import itertools
+import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from counting import Collectives
 from pool import on_ranks
+from small_engines import engine_of, train_step
 from torch import nn
 from torch.distributed import HashStore
 
@@ -14,22 +15,14 @@ import paramp
 from paramp.observe.same_data import NUM_COMPARED, LaterBatches, Leaf
 
 PLAN = {"0": "colwise", "2": "rowwise"}
-RANKS = {"tensor": [f"rank {rank} (pp 0, dp 0, tp {rank})" for rank in (0, 1)]}
-RANKS["pipeline"] = [f"rank {rank} (pp {rank}, dp 0, tp 0)" for rank in (0, 1)]
+RANKS = {
+    "tensor": ("rank 0 (pp 0, dp 0, tp 0)", "rank 1 (pp 0, dp 0, tp 1)"),
+    "pipeline": ("rank 0 (pp 0, dp 0, tp 0)", "rank 1 (pp 1, dp 0, tp 0)"),
+}
 
 
-def build(**kwargs):
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return paramp.initialize(model, optimizer, F.mse_loss, plan=PLAN, **kwargs)[0]
-
-
-def outcome(function, *args):
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+def build():
+    return engine_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), plan=PLAN)
 
 
 @pytest.mark.parametrize("axis", RANKS)
@@ -37,25 +30,19 @@ def outcome(function, *args):
 def test_different_batches_are_an_error_on_every_rank(world, axis):
     first, second = RANKS[axis]
     x, y = torch.ones(4, 4), torch.zeros(4, 4)
-    wrong = {
-        "other values": (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
-        "sizes": (
-            *(x[: 4 - 2 * world.rank], y[: 4 - 2 * world.rank]),
-            f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)",
-        ),
-        "dtype": (x, y.to((torch.float32, torch.int64)[world.rank]), f"{second} has int64 (4, 4)"),
-    }
-    for name, (own_x, own_y, message) in wrong.items():
+    half = 4 - 2 * world.rank
+    wrong = [
+        (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
+        (x[:half], y[:half], f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)"),
+        (x, y.to((torch.float32, torch.int64)[world.rank]), f"{second} has int64 (4, 4)"),
+    ]
+    for own_x, own_y, message in wrong:
         with paramp.launch_from_torch({"parallel": {axis: 2}}):
             engine = build()
-            for call in ("forward_backward", "evaluate"):
-                found = outcome(getattr(engine, call), own_x, own_y)
-                assert found.startswith("ConfigError: "), (name, found)
-                assert message in found, (name, call, found)
-                assert "use the loader that initialize returns" in found
-                engine.zero_grad()
-                engine.forward_backward(x, y)  # nothing is lost, and no rank is out of step
-                assert engine.step().stepped
+            for call in (engine.forward_backward, engine.evaluate):
+                with pytest.raises(paramp.ConfigError, match=f"{re.escape(message)}.*use the loader that initialize r"):
+                    call(own_x, own_y)
+                assert train_step(engine, x, y).stepped  # nothing is lost, and no rank is out of step
 
 
 @on_ranks(2)
@@ -65,9 +52,7 @@ def test_arguments_of_a_call_are_compared_by_their_names(world):
             return super().forward(x) * mask
 
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        model = Masked(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss, plan={})
+        engine = engine_of(Masked(4, 4), plan={})
         mask = torch.ones(4, dtype=torch.bool)
         engine(torch.ones(2, 4), mask=mask)
         mask[3] = bool(world.rank)
@@ -122,13 +107,11 @@ def test_the_report_of_replicas_that_differ_says_that_data_differed(world):
         with paramp.launch_from_torch(config):
             engine = build()
             for _ in range(NUM_COMPARED):
-                engine.forward_backward(x, y)
-                engine.step()
+                train_step(engine, x, y)
             engine.forward_backward(x, y + other * world.rank)
             engine.module[2].bias.grad.add_(float(world.rank))
             with pytest.raises(paramp.ReplicaDrift) as found:
                 engine.step()
             assert "the weight of '2.bias' on rank 1" in str(found.value)
-            assert ("had different data: target of batch 1 of the last window: rank 0" in str(found.value)) == bool(
-                other
-            )
+            words = "had different data: target of batch 1 of the last window: rank 0"
+            assert (words in str(found.value)) == bool(other)

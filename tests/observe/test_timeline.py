@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from pool import on_ranks
+from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
@@ -44,22 +45,10 @@ def test_the_chrome_trace_has_every_span(tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == sum(len(own.spans) for own in timeline.ranks)
-    assert spans[1] == {
-        "ph": "X",
-        "name": "backward 0",
-        "cat": "backward",
-        "pid": 0,
-        "tid": 0,
-        "ts": 4e6,
-        "dur": 2e6,
-        "args": {"stage": 0, "microbatch": 0, "call": 0},
-    }
-    named = {
-        (event["name"], event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["ph"] == "M"
-    }
-    assert named == {
+    times, place = {"ts": 4e6, "dur": 2e6}, {"pid": 0, "tid": 0, "args": {"stage": 0, "microbatch": 0, "call": 0}}
+    assert spans[1] == {"ph": "X", "name": "backward 0", "cat": "backward", **times, **place}
+    named = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert {(event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in named} == {
         ("process_name", 0, 0): "rank 0",
         ("thread_name", 0, -1): "step",
         ("thread_name", 0, 0): "stage 0",
@@ -72,15 +61,12 @@ def test_the_chrome_trace_has_every_span(tmp_path):
 def record(parallel, accumulation=1):
     """The timeline of one step of a chain of eight layers, on four microbatches where there is a pipeline."""
     with paramp.launch_from_torch({"parallel": parallel, "gradient_accumulation": accumulation}) as context:
-        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        x = torch.ones(8, 3)
+        engine, x = engine_of(nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))), torch.ones(8, 3)
         engine.forward_backward(x, x)  # unrecorded, and finds shapes
         engine.zero_grad()
         with engine.recording() as timeline:
             for _ in range(accumulation):
-                engine.forward_backward(x, x)
-                engine.step()
+                train_step(engine, x)
         engine.forward_backward(x, x)
         return timeline, context.config.parallel.pipeline
 
@@ -109,11 +95,7 @@ def test_every_operation_of_every_schedule_is_recorded_once(world):
             for microbatch in range(4):
                 assert found["loss", pipeline.num_stages - 1, microbatch, call]
                 for stage in range(pipeline.num_stages):
-                    kinds = {
-                        kind
-                        for kind in ("forward", "backward", "backward input", "backward weight")
-                        if found[kind, stage, microbatch, call]
-                    }
+                    kinds = {kind for kind in KINDS - {"loss", "step"} if found[kind, stage, microbatch, call]}
                     assert kinds in ({"forward", "backward"}, {"forward", "backward input", "backward weight"})
         for rank, own in enumerate(timeline.ranks):
             assert {item.stage for item in own.spans} == {*pipeline.stages_of(rank), None}

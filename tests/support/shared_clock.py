@@ -6,14 +6,16 @@ ranks turns it (:meth:`SharedClock.tick`).
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
 from paramp.distributed import heartbeat, launchers
+from paramp.distributed.failures import LOST
 from paramp.distributed.heartbeat import Heartbeat
 
 STEP = 0.5
@@ -58,13 +60,17 @@ class SharedClock:
             counts[rank] += 1
             return clock.now()
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
             """A thread of the heartbeat waits, and lets the clock go on."""
             until = clock.now() + seconds
-            while clock.now() < until:
+            while clock.now() < until and not is_over():
                 clock._beats[rank] += 1
                 clock._looks[rank] += 1
                 time.sleep(PAUSE)
+
+        def linger(all_have_read: Callable[[], bool], seconds: float) -> None:
+            with contextlib.suppress(*LOST):
+                sleep(seconds, all_have_read)
 
         class OnThisClock(Heartbeat):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +92,7 @@ class SharedClock:
 
         launchers.Heartbeat = OnThisClock  # type: ignore[misc]
         heartbeat.time = SimpleNamespace(monotonic=self.now, sleep=sleep)  # type: ignore[assignment]
+        heartbeat.linger = linger  # type: ignore[assignment]
 
     def wait(self, seconds: float) -> None:
         """The program of a rank waits for so long on this clock."""

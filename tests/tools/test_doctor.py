@@ -45,11 +45,15 @@ def put(path, text):
     path.chmod(0o755)
 
 
-def gpu(monkeypatch, major, minor, name="GPU X"):
+def gpu(monkeypatch, major, minor, torchao=None, transformer_engine=None):
+    """A GPU, and the versions of the packages that are installed beside it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = types.SimpleNamespace(name=name, major=major, minor=minor)
+    found = types.SimpleNamespace(name="GPU X", major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for name, version in (("torchao", torchao), ("transformer_engine", transformer_engine)):
+        status = PackageStatus(found=version is not None, version=version, reason=f"as for {name}")
+        monkeypatch.setattr(doctor, f"find_{name}", lambda status=status: status)
 
 
 def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
@@ -81,17 +85,13 @@ def test_the_version_stands_in_one_place():
 
 def test_a_checkout_shows_its_commit(tmp_path, monkeypatch):
     assert doctor._commit(tmp_path) is None
-    for command in (
-        ["init", "-q"],
-        ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "A"],
-    ):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    found = doctor._commit(tmp_path)
-    assert re.fullmatch("[0-9a-f]{7,}", found)
-    monkeypatch.setattr(doctor, "_commit", lambda _: found)
-    assert f"paramp    {paramp.__version__} (commit {found}), Python" in doctor.doctor()
-    monkeypatch.setattr(doctor, "_commit", lambda _: None)
-    assert f"paramp    {paramp.__version__}, Python" in doctor.doctor()
+    for command in ("init -q", "-c user.name=A -c user.email=a@b commit -q --allow-empty -m A"):
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
+    commit = doctor._commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    for found, words in ((commit, f" (commit {commit})"), (None, "")):
+        monkeypatch.setattr(doctor, "_commit", lambda _, found=found: found)
+        assert f"paramp    {paramp.__version__}{words}, Python" in doctor.doctor()
 
 
 def test_without_git_there_is_no_commit(bare):
@@ -109,37 +109,32 @@ def test_a_cpu_without_fp16_emulates_it(bare):
     assert modes["32-true"] == {"runs": "natively", "why": "float32 products"}
 
 
+OF_TE = {"transformer-engine", "transformer-engine-float16"}
+
+
 @pytest.mark.parametrize(
-    ("capability", "natively"),
+    ("capability", "packages", "natively"),
     [
-        ((7, 0), {"32-true", "64-true", "16-mixed", "16-naive", "O2", "O3", "16-true"}),
-        ((8, 0), set(PRESETS) - {"fp8-mixed", "transformer-engine", "transformer-engine-float16"}),
-        ((9, 0), set(PRESETS)),
+        ((7, 0), {"torchao": "1"}, {"32-true", "64-true", "16-mixed", "16-naive", "O2", "O3", "16-true"}),
+        ((8, 0), {"torchao": "1"}, set(PRESETS) - {"fp8-mixed"} - OF_TE),
+        ((9, 0), {"torchao": "1"}, set(PRESETS)),
+        ((9, 0), {"transformer_engine": "2.1"}, set(PRESETS) - {"fp8-mixed"}),
+        ((9, 0), {}, set(PRESETS) - {"fp8-mixed"} - OF_TE),
     ],
 )
-def test_native_modes_follow_from_the_gpus_capability(bare, monkeypatch, capability, natively):
-    gpu(monkeypatch, *capability)
-    monkeypatch.setattr(doctor, "find_torchao", lambda: PackageStatus(found=True, version="1", reason="torchao 1"))
+def test_native_modes_follow_from_the_gpus_capability_and_packages(bare, monkeypatch, capability, packages, natively):
+    gpu(monkeypatch, *capability, **packages)
     found = doctor.examine()
-    assert {name for name, mode in found["modes"].items() if mode["runs"] == "natively"} == natively
-    assert {mode["runs"] for mode in found["modes"].values()} <= {"natively", "emulated"}
+    modes = found["modes"]
+    assert {name for name, mode in modes.items() if mode["runs"] == "natively"} == natively
+    if "torchao" in packages:
+        assert {mode["runs"] for mode in modes.values()} <= {"natively", "emulated"}
+    else:
+        assert modes["fp8-mixed"] == {"runs": "no", "why": "as for torchao"}
+    if "transformer_engine" in packages:
+        assert modes["transformer-engine"] == {"runs": "natively", "why": "Transformer Engine 2.1"}
     assert found["devices"][0] == {"kind": "cuda", "name": "GPU X", "capability": "{}.{}".format(*capability)}
     assert (found["device"], found["backends"]["chosen"]) == ("cuda", "nccl")
-
-
-def test_float8_modes_depend_on_torchao_and_transformer_engine(bare, monkeypatch):
-    gpu(monkeypatch, 9, 0)
-    none = PackageStatus(found=False, reason='no package torchao is installed; pip install "paramp[fp8]"')
-    monkeypatch.setattr(doctor, "find_torchao", lambda: none)
-    modes = doctor.examine()["modes"]
-    assert modes["fp8-mixed"] == {"runs": "no", "why": none.reason}
-    assert modes["transformer-engine"]["runs"] == "no"
-    monkeypatch.setattr(
-        doctor, "find_transformer_engine", lambda: PackageStatus(found=True, version="2.1", reason="there")
-    )
-    modes = doctor.examine()["modes"]
-    assert modes["transformer-engine"] == {"runs": "natively", "why": "Transformer Engine 2.1"}
-    assert modes["fp8-mixed"]["runs"] == "no"
 
 
 def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
@@ -152,15 +147,9 @@ def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
 
 
 def test_a_slurm_job_is_reported(bare, monkeypatch):
-    for name, value in {
-        "SLURM_JOB_ID": "71",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "1",
-        "SLURM_NTASKS": "4",
-        "SLURM_JOB_NODELIST": "gpu[01-02]",
-    }.items():
-        monkeypatch.setenv(name, value)
+    job = {"JOB_ID": "71", "STEP_ID": "0", "PROCID": "3", "LOCALID": "1", "NTASKS": "4", "JOB_NODELIST": "gpu[01-02]"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     put(bare / "bin" / "srun", "#!/bin/sh\n")
     found = doctor.examine()
     assert found["launcher"] == {"name": "slurm", "rank": 3, "world_size": 4, "problem": None}
@@ -178,21 +167,17 @@ def test_missing_torchrun_variables_are_reported_without_an_exception(bare, monk
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("program", "kind"),
     [
-        ("mpirun (Open MPI) 5.0.3", "Open MPI"),
-        ("HYDRA build details:\nVersion: 4.2", "MPICH"),
-        ("who knows", "an unknown kind"),
+        ("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.3'\n", "Open MPI"),
+        ("#!/bin/sh\necho 'HYDRA build details:'\necho 'Version: 4.2'\n", "MPICH"),
+        ("#!/bin/sh\necho who knows\n", "an unknown kind"),
+        ("not a program\x00", "an unknown kind"),
     ],
 )
-def test_the_kind_of_mpirun_is_recognised(bare, answer, kind):
-    put(bare / "bin" / "mpirun", f"#!/bin/sh\necho '{answer}'\n")
+def test_the_kind_of_mpirun_is_recognised_and_a_broken_one_is_no_exception(bare, program, kind):
+    put(bare / "bin" / "mpirun", program)
     found = doctor.examine()["mpi"]
     assert (found["mpirun"], found["path"]) == (kind, str(bare / "bin" / "mpirun"))
     assert f"mpirun of {kind} at" in doctor.doctor()
-
-
-def test_a_broken_mpirun_is_reported_without_an_exception(bare):
-    put(bare / "bin" / "mpirun", "not a program\x00")
-    assert doctor.examine()["mpi"]["mpirun"] == "an unknown kind"
     assert main(["doctor"]) == 0

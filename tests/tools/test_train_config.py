@@ -25,9 +25,8 @@ def lines_of(function, *arguments):
 
 
 def test_only_settings_that_differ_from_the_default_are_logged():
-    corpus = SimpleNamespace(
-        sha256="0", num_files=1, vocab_size=256, unit="byte", training=[1, 2], held_out=[3], notes=["a note"]
-    )
+    counts = {"sha256": "0", "num_files": 1, "vocab_size": 256, "unit": "byte"}
+    corpus = SimpleNamespace(**counts, training=[1, 2], held_out=[3], notes=["a note"])
     for arguments, changed in (
         ((), "none"),
         (("--precision", "16-mixed", "--steps", "300"), "none"),

@@ -1,14 +1,13 @@
 """Layer by layer against one process: right models pass, and of wrong ones the layer that is wrong is named."""
 
 import contextlib
-import dataclasses
-import functools
 import io
 import json
 import math
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from commands import ROOT, python
 from families import family, long
 from pool import World, run_on_ranks
 from pretrained import build
+from small_engines import each_raises
 from torch import nn
 from verified import WithoutAllReduce
 
@@ -32,25 +32,30 @@ from paramp.tools.verify.launch import train
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.user_code import load_attribute
 
+ALONE = World(0, 1, "cpu")
+MSE = "torch.nn.functional:mse_loss"
+BLOCKS = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", criterion=MSE)
+
+
+def here(name, **settings):
+    """Options for a model of this file, and its batches."""
+    return Options(model=f"{__name__}:{name}", batches=f"{__name__}:wide_batches", criterion=MSE, settings=settings)
+
 
 def see(world, options, run):
-    config = configure(options, run)
-    with paramp.launch_from_torch(config, device=world.device) as context:
+    with paramp.launch_from_torch(configure(options, run), device=world.device) as context:
         return train(options, context, configure(options, "single").parallel.pipeline.num_microbatches)
 
 
-def report_of(model, layout, precision="16-mixed", size=4, of="verified", **options):
-    settings = {"parallel": layout, "precision": precision}
-    options = Options(model=f"{of}:{model}", settings=settings, **options)
-    single = see(World(0, 1, "cpu"), options, "single")
-    sharded = run_on_ranks(size, __name__, "see", {"options": options, "run": "sharded"})
-    return compare(single, sharded, configure(options, "sharded"))
+def see_both(options, ranks):
+    sharded = run_on_ranks(ranks, __name__, "see", {"options": options, "run": "sharded"})
+    return see(ALONE, options, "single"), sharded, configure(options, "sharded")
 
 
-def of_blocks(model="blocks", plan="RIGHT", layout=None, **options):
-    layout = layout or {"tensor": 2, "pipeline": 2}
-    own = {"plan": f"verified:{plan}", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
-    return report_of(model, layout, **(own | options))
+def report_of(options, layout, precision="16-mixed", **settings):
+    settings = {"parallel": layout, "precision": precision, **settings}
+    ranks = 2 if layout in ({"tensor": 2}, {"pipeline": 2}) else 4
+    return compare(*see_both(replace(options, settings=settings), ranks))
 
 
 LAYOUTS = {
@@ -70,7 +75,7 @@ LAYOUTS = {
     ],
 )
 def test_a_correct_gpt_is_accepted(layout, precision):
-    report = report_of("gpt", LAYOUTS[layout], precision)
+    report = report_of(Options(model="verified:gpt"), LAYOUTS[layout], precision)
     assert report.ok, "\n".join(report.lines())
     assert report.layout == layout
     assert report.random_in is None  # dropout is off
@@ -85,37 +90,60 @@ def test_a_correct_gpt_is_accepted(layout, precision):
         assert 0 < layers["norm"].gradient < report.tolerance
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-naive"])
-def test_a_correct_user_model_is_accepted(precision):
-    report = of_blocks(precision=precision)
-    assert report.ok, "\n".join(report.lines())
+def dialogue_batches(step):
+    batch = dialogue(step, size=4)
+    return {**batch, "bias": paramp.whole(batch["bias"])}
+
+
+def llama():
+    return build("Llama")
+
+
+WRONG_ASSISTANT = {**ASSISTANT_PLAN, "blocks.2.down": WithoutAllReduce()}
+ASSISTANT = Options(model="assistant:assistant", batches=f"{__name__}:dialogue_batches", steps=2)
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "layer", "what", "precision"),
+    ("options", "layout", "precision", "layer", "what"),
     [
-        ({"plan": "NO_ALL_REDUCE"}, "block2.down", "forward", "16-mixed"),
-        ({"plan": "BIAS_ON_EACH_RANK"}, "block1.down", "forward", "bf16-naive"),
-        ({"model": "normalized"}, "block0.activation", "forward", "16-mixed"),
-        ({"plan": "HALF_GRADIENT"}, "block1.down", "gradient", "bf16-naive"),
+        (BLOCKS, LAYOUTS["pp2·tp2"], "16-mixed", None, None),
+        (BLOCKS, LAYOUTS["pp2·tp2"], "16-naive", None, None),
+        (replace(BLOCKS, plan="verified:NO_ALL_REDUCE"), LAYOUTS["pp2·tp2"], "16-mixed", "block2.down", "forward"),
+        (replace(BLOCKS, plan="verified:BIAS_ON_EACH_RANK"), TP2, "bf16-naive", "block1.down", "forward"),
+        (replace(BLOCKS, model="verified:normalized"), TP2, "16-mixed", "block0.activation", "forward"),
+        (replace(BLOCKS, plan="verified:HALF_GRADIENT"), LAYOUTS["pp2·tp2"], "bf16-naive", "block1.down", "gradient"),
+        # A loss of its own, mappings with masks, and random tokens for a model of transformers.
+        (replace(ASSISTANT, plan="assistant:PLAN"), TP2, "32-true", None, None),
+        (ASSISTANT, PP2, "32-true", None, None),
+        (replace(ASSISTANT, plan=f"{__name__}:WRONG_ASSISTANT"), TP2, "32-true", "blocks.2.down", "forward"),
+        (Options(model=f"{__name__}:llama", steps=2), TP2, "32-true", None, None),
+        (Options(model=f"{__name__}:llama", steps=2), PP2, "32-true", None, None),
     ],
 )
-def test_a_wrong_layer_is_named(wrong, layer, what, precision):
-    report = of_blocks(precision=precision, **wrong)
-    assert not report.ok
-    first, where = report.first
-    assert (first.name, where) == (layer, what), "\n".join(report.lines())
-    assert f"the first layer that diverges: {layer} ({what}" in [*report.lines()][-1]
+def test_a_wrong_layer_is_named(options, layout, precision, layer, what):
+    """And a right model is accepted."""
+    report = report_of(options, layout, precision)
+    lines = "\n".join(report.lines())
+    assert report.ok == (layer is None), lines
+    assert options.model != ASSISTANT.model or {"blocks.0.attention.query", "blocks.3"} <= {
+        x.name for x in report.layers
+    }
+    if layer is not None:
+        first, where = report.first
+        assert (first.name, where) == (layer, what), lines
+        assert f"the first layer that diverges: {layer} ({what}" in lines.splitlines()[-1]
 
 
 class ReluBlock(nn.Module):
-    def __init__(self):
+    def __init__(self, factor=None):
         super().__init__()
-        self.up = nn.Linear(32, 64)
-        self.down = nn.Linear(64, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.factor = factor
 
     def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+        x = x + self.down(torch.relu(self.up(x)))
+        return x if self.factor is None else x * self.factor
 
 
 def relu_blocks():
@@ -128,98 +156,94 @@ def wide_batches(step):
 
 
 RELU_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
-SEEDS = (3, 16, 17)
-
-
-def dialogue_batches(step):
-    batch = dialogue(step, size=4)
-    return {**batch, "bias": paramp.whole(batch["bias"])}
-
-
-def llama():
-    return build("Llama")
-
-
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}])
-def test_models_with_named_inputs_and_outputs_are_compared(layout):
-    """One with a loss of its own, on mappings with masks; one of transformers on random tokens."""
-    own = {"plan": "assistant:PLAN"} if "tensor" in layout else {}
-    run = functools.partial(report_of, layout=layout, size=2, precision="32-true", steps=2)
-    right = run("assistant", **own, batches=f"{__name__}:dialogue_batches", of="assistant")
-    assert right.ok, "\n".join(right.lines())
-    assert {layer.name for layer in right.layers} >= {"blocks.0.attention.query", "blocks.3"}
-    of_tokens = run("llama", of=__name__)
-    assert of_tokens.ok, "\n".join(of_tokens.lines())
-
-
-def test_a_wrong_layer_of_a_model_with_named_inputs_is_named():
-    wrong = report_of(
-        "assistant",
-        {"tensor": 2},
-        "32-true",
-        size=2,
-        of="assistant",
-        plan=f"{__name__}:WRONG_ASSISTANT",
-        batches=f"{__name__}:dialogue_batches",
-    )
-    assert not wrong.ok
-    assert any("blocks.2.down" in line for line in wrong.lines() if "first layer" in line)
-
-
-WRONG_ASSISTANT = {**ASSISTANT_PLAN, "blocks.2.down": WithoutAllReduce()}
 
 
 def test_values_near_the_kink_of_a_relu_are_accepted():
-    options = Options(model=f"{__name__}:relu_blocks", plan=f"{__name__}:RELU_PLAN", batches=f"{__name__}:wide_batches")
-    options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
-    reports = []
-    for seed in SEEDS:
-        settings = {"parallel": {"tensor": 2}, "precision": "16-mixed", "seed": seed}
-        own = dataclasses.replace(options, settings=settings)
-        single = see(World(0, 1, "cpu"), own, "single")
-        sharded = run_on_ranks(2, __name__, "see", {"options": own, "run": "sharded"})
-        reports.append(compare(single, sharded, configure(own, "sharded")))
-        assert reports[-1].ok, "\n".join(reports[-1].lines())
+    reports = [
+        report_of(replace(here("relu_blocks"), plan=f"{__name__}:RELU_PLAN"), TP2, seed=seed) for seed in (3, 16, 17)
+    ]
+    assert all(report.ok for report in reports)
     assert max(layer.weights or 0.0 for report in reports for layer in report.layers) > reports[0].tolerance
 
 
-@pytest.mark.parametrize("what", ["gradient", "step", "weights"])
-def test_a_layer_with_a_wrong_gradient_on_one_rank_is_named(what):
+def test_a_layer_with_a_wrong_gradient_on_one_rank_is_named():
     """By hand, in what one tensor rank saw."""
-    settings = {"parallel": {"tensor": 2}}
-    options = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", settings=settings)
-    options = dataclasses.replace(options, criterion="torch.nn.functional:mse_loss")
-    single = see(World(0, 1, "cpu"), options, "single")
-    sharded = run_on_ranks(2, __name__, "see", {"options": options, "run": "sharded"})
-    config = configure(options, "sharded")
+    single, sharded, config = see_both(replace(BLOCKS, settings={"parallel": TP2}), 2)
     assert compare(single, sharded, config).ok
-    changed = {"gradient": sharded[1].gradient, "step": sharded[1].after_first, "weights": sharded[1].end}[what]
-    start, name = sharded[1].start, "block2.down.bias"
-    if what == "weights":  # as far as no value on the other side of a kink takes it
-        changed[name] = start[name] - (changed[name] - start[name]) * 2
-    else:
-        changed[name] = changed[name] * 0.9
-    layer, where = compare(single, sharded, config).first
-    assert (layer.name, where) == ("block2.down", what)
-    assert compare(single, sharded, config, tolerance=1e9).ok
+    wrong, name = sharded[1], "block2.down.bias"
+    for what, changed in (("gradient", wrong.gradient), ("step", wrong.after_first), ("weights", wrong.end)):
+        right = changed[name]
+        # Weights as far as no value on the other side of a kink takes them.
+        changed[name] = wrong.start[name] * 3 - right * 2 if what == "weights" else right * 0.9
+        layer, where = compare(single, sharded, config).first
+        assert (layer.name, where) == ("block2.down", what)
+        assert compare(single, sharded, config, tolerance=1e9).ok
+        changed[name] = right
 
 
-class Last(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.block = ReluBlock()
-        self.factor = factor
-
-    def forward(self, x):
-        return self.block(x) * self.factor
+# ------------------------------------------------------------------------------------------- what cannot be compared
 
 
 def overflowing():
-    return Last(1e6)
+    return ReluBlock(1e6)
 
 
 def not_a_number():
-    return Last(math.nan)
+    return ReluBlock(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "conclusion"),
+    [
+        ("overflowing", "16-mixed", "nothing was compared: the first step overflows in both runs.*; lower init_scale "),
+        (
+            "not_a_number",
+            "16-mixed",
+            r".* not finite in both runs, first in \(model\) \(forward, microbatch 0 of step 1",
+        ),
+        ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
+    ],
+)
+def test_a_model_without_finite_values_is_neither_accepted_nor_blamed_on_the_layout(model, precision, conclusion):
+    options = here(model, precision=precision)
+    records = see(ALONE, options, "single")
+    report = compare(records, [records], configure(options, "sharded"))
+    lines = [*report.lines()]
+    assert (report.ok, report.first) == (False, None)
+    assert re.match(conclusion, lines[-1]), lines[-1]
+    assert "DIVERGES" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("run", "step"), [(None, 0), ("single", 0), ("sharded", 0), ("sharded", 1)])
+def test_a_step_that_only_one_run_skips_is_a_failure(run, step):
+    """The gradient's norm is not finite there; by hand."""
+    options = here("relu_blocks", precision="16-mixed")
+    runs = {name: see(ALONE, options, "single") for name in ("single", "sharded")}
+    if run is not None:
+        runs[run].skipped[step] = True
+    report = compare(runs["single"], [runs["sharded"]], configure(options, "sharded"))
+    assert report.ok is (run is None)
+    if run is not None and step == 0:
+        assert [*report.lines()][-1].startswith(f"nothing was compared: the first step overflows in the {run} run; ")
+
+
+def test_a_forward_that_draws_random_numbers_is_reported():
+    report = report_of(replace(BLOCKS, model="verified:noisy"), TP2)
+    assert not report.ok
+    assert report.random_in == "block0.activation"
+    assert any("draws random numbers (block0.activation)" in line for line in report.lines())
+
+
+def test_runs_that_cannot_be_compared_are_errors():
+    """Other weights or batches in each layout."""
+
+    def run(**changes):
+        return lambda: report_of(replace(BLOCKS, **changes), TP2)
+
+    weights = r"model: 'block0.up.weight' has different initial values in the two runs"
+    batches = r"batches: the batch of step 1 differs between the runs"
+    of_layout = run(batches="verified:batches_of_the_layout")
+    each_raises(ConfigError, {weights: run(model="verified:unseeded"), batches: of_layout})
 
 
 def without_parameters():
@@ -242,104 +266,28 @@ def lone_batches(step):
     return wide_batches(step)[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "conclusion"),
-    [
-        (
-            "overflowing",
-            "16-mixed",
-            r"nothing was compared: the first step overflows in both runs.*; lower init_scale ",
-        ),
-        (
-            "not_a_number",
-            "16-mixed",
-            r".* not finite in both runs, first in \(model\) \(forward, microbatch 0 of step 1",
-        ),
-        ("not_a_number", "32-true", r".*the values are not finite in both runs, first in \(model\) \(forward"),
-    ],
-)
-def test_a_model_without_finite_values_is_neither_accepted_nor_blamed_on_the_layout(model, precision, conclusion):
-    own = Options(
-        model=f"{__name__}:{model}",
-        batches=f"{__name__}:wide_batches",
-        criterion="torch.nn.functional:mse_loss",
-        settings={"precision": precision},
-    )
-    records = see(World(0, 1, "cpu"), own, "single")
-    report = compare(records, [records], configure(own, "sharded"))
-    lines = [*report.lines()]
-    assert not report.ok
-    assert report.first is None
-    assert re.match(conclusion, lines[-1]), lines[-1]
-    assert "DIVERGES" not in "\n".join(lines)
+WRONG_OPTIONS = {
+    r"model: 'verified:RIGHT' is dict, expected an nn.Module, or a callable": {"model": "verified:RIGHT"},
+    r"model: 'verified' has no 'block' \(did you mean 'blocks'\?\)": {"model": "verified:block"},
+    r"model: no module 'verifed' on Python's path": {"model": "verifed:blocks"},
+    r"model: no file 'none.py'": {"model": "none.py:blocks"},
+    r"model: .* is function, expected an nn.Module, or a callable": {"model": f"{__name__}:with_an_argument"},
+    r"model: .* has no parameter to train": {"model": f"{__name__}:without_parameters"},
+    r"batches: 'verified:TWO_BATCHES' has 2 batches, expected 3": {"batches": "verified:TWO_BATCHES"},
+    r"batches: .*, step 1: target: got shape \(7, 16\), expected 8": {"batches": "verified:uneven_batches"},
+    r"batches: Sequential has a Linear as its first layer and no Embedding": {"batches": None},
+    r"batches: .* is function, expected a function of the step": {"batches": f"{__name__}:no_batches"},
+    r"batches: .*, step 1: inputs: got no tensor with dims": {"batches": f"{__name__}:zero_dim_batches"},
+    r"batches: .* gave Tensor for step 1, expected a pair .* or a map": {"batches": f"{__name__}:lone_batches"},
+    r"criterion: the targets are floating-point numbers, for which there is no default": {"criterion": None},
+    r"batch_size: got 8, expected a multiple of 3, the micro": {"settings": {"parallel": {"data": 3}}},
+}
 
 
-@pytest.mark.parametrize(
-    ("skipped", "ok"), [({}, True), ({"single": 0}, False), ({"sharded": 0}, False), ({"sharded": 1}, False)]
-)
-def test_a_step_that_only_one_run_skips_is_a_failure(skipped, ok):
-    """The gradient's norm is not finite there; by hand."""
-    own = Options(
-        model=f"{__name__}:relu_blocks",
-        batches=f"{__name__}:wide_batches",
-        criterion="torch.nn.functional:mse_loss",
-        settings={"precision": "16-mixed"},
-    )
-    runs = {run: see(World(0, 1, "cpu"), own, "single") for run in ("single", "sharded")}
-    for run, step in skipped.items():
-        runs[run].skipped[step] = True
-    report = compare(runs["single"], [runs["sharded"]], configure(own, "sharded"))
-    assert report.ok is ok
-    if 0 in skipped.values():
-        run = next(iter(skipped))
-        assert [*report.lines()][-1].startswith(f"nothing was compared: the first step overflows in the {run} run; ")
-
-
-def test_a_forward_that_draws_random_numbers_is_reported():
-    report = of_blocks("noisy", layout={"tensor": 2}, size=2)
-    assert not report.ok
-    assert report.random_in == "block0.activation"
-    assert any("draws random numbers (block0.activation)" in line for line in report.lines())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "unseeded"}, r"model: 'block0.up.weight' has different initial values in the two runs"),
-        ({"batches": "verified:batches_of_the_layout"}, r"batches: the batch of step 1 differs between the runs"),
-    ],
-)
-def test_runs_that_cannot_be_compared_are_errors(changes, message):
+@pytest.mark.parametrize("message", WRONG_OPTIONS)
+def test_user_errors_are_reported_by_the_single_run(message):
     with pytest.raises(ConfigError, match=message):
-        of_blocks(layout={"tensor": 2}, size=2, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "verified:RIGHT"}, r"model: 'verified:RIGHT' is dict, expected an nn.Module, or a callable"),
-        ({"model": "verified:block"}, r"model: 'verified' has no 'block' \(did you mean 'blocks'\?\)"),
-        ({"model": "verifed:blocks"}, r"model: no module 'verifed' on Python's path"),
-        ({"model": "none.py:blocks"}, r"model: no file 'none.py'"),
-        ({"batches": "verified:TWO_BATCHES"}, r"batches: 'verified:TWO_BATCHES' has 2 batches, expected 3"),
-        ({"batches": "verified:uneven_batches"}, r"batches: .*, step 1: target: got shape \(7, 16\), expected 8"),
-        ({"batches": None}, r"batches: Sequential has a Linear as its first layer and no Embedding"),
-        ({"model": f"{__name__}:with_an_argument"}, r"model: .* is function, expected an nn.Module, or a callable"),
-        ({"model": f"{__name__}:without_parameters"}, r"model: .* has no parameter to train"),
-        ({"batches": f"{__name__}:no_batches"}, r"batches: .* is function, expected a function of the step"),
-        ({"batches": f"{__name__}:zero_dim_batches"}, r"batches: .*, step 1: inputs: got no tensor with dims"),
-        (
-            {"batches": f"{__name__}:lone_batches"},
-            r"batches: .* gave Tensor for step 1, expected a pair .* or a mapping",
-        ),
-        ({"criterion": None}, r"criterion: the targets are floating-point numbers, for which there is no default"),
-        ({"settings": {"parallel": {"data": 3}}}, r"batch_size: got 8, expected a multiple of 3, the microbatches of"),
-    ],
-)
-def test_user_errors_are_reported_by_the_single_run(changes, message):
-    own = {"model": "verified:blocks", "batches": "verified:batches", "criterion": "torch.nn.functional:mse_loss"}
-    with pytest.raises(ConfigError, match=message):
-        see(World(0, 1, "cpu"), Options(**(own | changes)), "single")
+        see(ALONE, replace(BLOCKS, plan=None, **WRONG_OPTIONS[message]), "single")
 
 
 def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
@@ -351,28 +299,34 @@ def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
     assert hasattr(__import__("random"), "gauss")
 
 
+# ------------------------------------------------------------------------------------------------------ the command
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["blocks"], "model: got 'blocks', expected module:attribute or path/to/file.py:attribute"),
-        (["a:b", "--batches", "c"], "batches: got 'c', expected module:attribute"),
-        (["a:b", "--tp", "0"], "parallel.tensor.size: got 0, expected an integer of 1 or more"),
-        (["a:b", "--precision", "15"], "precision: got '15', expected one of"),
-        (["a:b", "--steps", "0"], "steps: got 0, expected an integer of 1 or more"),
-        (["a:b", "--lr", "inf"], "lr: got inf, expected a finite number above 0"),
-        (["a:b", "--tolerance", "nan"], "tolerance: got nan, expected a finite number of 0 or more"),
-        (["a:b", "--json", "none/report.json"], "--json: no folder 'none' to write 'none/report.json' into"),
-        (["a:b", "--tp", "x"], "argument --tp: invalid int value: 'x'"),
+        ("blocks", "model: got 'blocks', expected module:attribute or path/to/file.py:attribute"),
+        ("a:b --batches c", "batches: got 'c', expected module:attribute"),
+        ("a:b --tp 0", "parallel.tensor.size: got 0, expected an integer of 1 or more"),
+        ("a:b --precision 15", "precision: got '15', expected one of"),
+        ("a:b --steps 0", "steps: got 0, expected an integer of 1 or more"),
+        ("a:b --lr inf", "lr: got inf, expected a finite number above 0"),
+        ("a:b --tolerance nan", "tolerance: got nan, expected a finite number of 0 or more"),
+        ("a:b --json none/report.json", "--json: no folder 'none' to write 'none/report.json' into"),
+        ("a:b --tp x", "argument --tp: invalid int value: 'x'"),
     ],
 )
 def test_bad_input_exits_with_2(arguments, message, capsys):
-    assert main(["verify", *arguments]) == 2
+    assert main(["verify", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 
+OWN = ["--batches", "verified:batches", "--criterion", MSE, "--tp", "2"]
+
+
 def verify(*arguments):
-    own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--tp", "2"]
-    return python("-m", "paramp", "verify", *arguments, *own, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'support'}")
+    path = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+    return python("-m", "paramp", "verify", *arguments, *OWN, PYTHONPATH=path)
 
 
 def test_the_command_names_the_layer_and_exits_with_1(tmp_path):
@@ -380,11 +334,8 @@ def test_the_command_names_the_layer_and_exits_with_1(tmp_path):
     arguments = ["--plan", "verified:NO_ALL_REDUCE", "--precision", "16-mixed", "--json", str(file)]
     result = verify("verified:blocks", *arguments)
     assert result.returncode == 1, result.stdout + result.stderr
-    last = result.stdout.splitlines()[-1]
-    assert re.fullmatch(
-        r"the first layer that diverges: block2\.down \(forward, microbatch 0 of step 1: \d+\.\d units, allowed 32\)",
-        last,
-    )
+    where = r"block2\.down \(forward, microbatch 0 of step 1: \d+\.\d units, allowed 32\)"
+    assert re.fullmatch(f"the first layer that diverges: {where}", result.stdout.splitlines()[-1])
     found = json.loads(file.read_text())
     assert (found["ok"], found["first"]) == (False, {"layer": "block2.down", "what": "forward"})
     assert [layer["name"] for layer in found["layers"]][:3] == ["block0.up", "block0.activation", "block0.down"]
@@ -393,38 +344,45 @@ def test_the_command_names_the_layer_and_exits_with_1(tmp_path):
 
 def run_in(world, folder, run):
     """The exit code of a rank, and its error output."""
-    output = io.StringIO()
-    with contextlib.redirect_stderr(output):
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         return launch.main(folder, run), output.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "message"),
+    ("model", "code", "message", "run"),
     [
-        ("fails_when_sharded", 1, "RuntimeError: no shards, please"),
-        ("RIGHT", 2, "error: model: 'verified:RIGHT' is dict"),
+        ("fails_when_sharded", 1, "RuntimeError: no shards, please", "sharded run failed (2 processes)"),
+        ("RIGHT", 2, "error: model: 'verified:RIGHT' is dict", "single run failed (1 process)"),
     ],
 )
-def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, message, monkeypatch, capfd):
+def test_a_run_that_fails_is_named_and_its_error_is_printed_once(model, code, message, run, monkeypatch, capfd):
     def start(command, size):
-        folder, run = Path(command[-2]), command[-1]
-        if size == 1:
-            code, output = run_in(World(0, 1, "cpu"), folder, run)
-            codes = [code]
-        else:
-            found = run_on_ranks(size, __name__, "run_in", {"folder": folder, "run": run})
-            codes, output = [code for code, _ in found], "".join(text for _, text in found)
-        print(output, file=sys.stderr)
-        return max(codes)
+        found = run_on_ranks(size, __name__, "run_in", {"folder": Path(command[-2]), "run": command[-1]})
+        print("".join(text for _, text in found), file=sys.stderr)
+        return max(code for code, _ in found)
 
     monkeypatch.setattr(launch, "start_processes", start)
-    own = ["--batches", "verified:batches", "--criterion", "torch.nn.functional:mse_loss", "--plan", "verified:RIGHT"]
-    assert main(["verify", f"verified:{model}", "--tp", "2", *own]) == code
+    assert main(["verify", f"verified:{model}", *OWN, "--plan", "verified:RIGHT"]) == code
     output = capfd.readouterr()
     assert output.err.count(message) == 1
-    run = "sharded run failed (2 processes)" if code == 1 else "single run failed (1 process)"
     assert f"error: the {run}" in output.err
     assert "layer" not in output.out
+
+
+def hangs():
+    time.sleep(600)
+
+
+@family
+@long
+def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
+    result = verify(f"{__file__}:hangs", "--timeout", "2")
+    assert result.returncode == 1
+    for words in ("Timeout (0:00:02)!", "most recent call first", "error: the single run failed (1 process)"):
+        assert words in result.stderr
+
+
+# --------------------------------------------------------------------------------------------- distances, by hand
 
 
 def test_distances_equal_hand_arithmetic():
@@ -439,8 +397,14 @@ def test_distances_equal_hand_arithmetic():
     other = torch.tensor([3.0, 4.5, lowest, -math.inf], dtype=torch.float16)
     assert relative(other, masked) == pytest.approx(0.1)
     units = {"16-naive": -11, "bf16-mixed": -8, "32-true": -24, "64-true": -53, "fp8-mixed": -4}
-    for mode, exponent in units.items():
-        assert rounding(Precision.parse(mode)) == 2.0**exponent
+    assert {mode: rounding(Precision.parse(mode)) for mode in units} == {mode: 2.0**x for mode, x in units.items()}
+
+
+def record_of(start, gradient, after_first, end, losses=(1.0,)):
+    """That of a rank, by hand; a value of each tensor by name."""
+    tensors = {"start": start, "gradient": gradient, "after_first": after_first, "end": end}
+    each = {"losses": [*losses], "grad_norms": [1.0] * len(losses), "skipped": [False] * len(losses)}
+    return RankRecord(batch_rank=0, tensor_rank=0, trained=[*start], **each, **tensors)
 
 
 ALLOWED = {  # units of the first step, of its loss, and of weights after it, as on the page
@@ -454,44 +418,47 @@ ALLOWED = {  # units of the first step, of its loss, and of weights after it, as
 
 @pytest.mark.parametrize("mode", ALLOWED)
 def test_what_is_allowed(mode):
-    """By hand: less is accepted, more is not. Halving a gradient makes as many units as weights may be apart later."""
-    config = configure(Options(model="a:b", settings={"parallel": {"tensor": 2}, "precision": mode}), "sharded")
-    unit = rounding(config.precision)
+    """Less is accepted, more is not. Halving a gradient makes as many units as weights may be apart later."""
+    config = configure(Options(model="a:b", settings={"parallel": TP2, "precision": mode}), "sharded")
+    unit, (first, loss, later) = rounding(config.precision), ALLOWED[mode]
 
-    def report(**factors):
+    def record(**factors):
         values = dict.fromkeys(("gradient", "step", "weights", "first loss", "later loss"), 1.0) | factors
-        tensors = {"gradient": "gradient", "after_first": "step", "end": "weights"}
-        return RankRecord(
-            batch_rank=0,
-            tensor_rank=0,
-            losses=[values["first loss"], values["later loss"]],
-            grad_norms=[1.0, 1.0],
-            skipped=[False, False],
-            trained=["layer.weight"],
-            start={"layer.weight": torch.zeros(2, 2, dtype=torch.float64)},
-            **{
-                name: {"layer.weight": torch.full((2, 2), values[key], dtype=torch.float64)}
-                for name, key in tensors.items()
-            },
-        )
+        tensors = {
+            key: {"layer.weight": torch.full((2, 2), value, dtype=torch.float64)} for key, value in values.items()
+        }
+        start = {"layer.weight": torch.zeros(2, 2).double()}
+        losses = values["first loss"], values["later loss"]
+        return record_of(start, tensors["gradient"], tensors["step"], tensors["weights"], losses)
 
-    first, loss, later = ALLOWED[mode]
-    loss_unit = max(unit, 2.0**-24)
-    limits = {"gradient": first * unit, "step": first * unit, "weights": later * unit, "first loss": loss * loss_unit}
-    for what, limit in (limits | {"later loss": later * unit}).items():
+    limits = {"gradient": first * unit, "step": first * unit, "weights": later * unit, "later loss": later * unit}
+    for what, limit in (limits | {"first loss": loss * max(unit, 2.0**-24)}).items():
         for part in (0.8, 1.2):
-            found = compare(report(), [report(**{what: 1.0 + part * limit})], config)
+            found = compare(record(), [record(**{what: 1.0 + part * limit})], config)
             assert found.ok == (part < 1), (what, part)
-    halved = compare(report(), [report(gradient=0.5)], config)
-    assert halved.layers[0].gradient == later
+    assert compare(record(), [record(gradient=0.5)], config).layers[0].gradient == later
+
+
+def test_the_zero_gradient_of_a_key_bias_is_compared_with_its_layer():
+    """Its gradient is zero but for what cancelled out badly."""
+
+    def record(sign):
+        noise, ones = torch.tensor([1e-9, -2e-9]) * sign, torch.ones(2, 2)
+        tensors = [{"key.weight": ones * factor, "key.bias": noise} for factor in (1, 2, 2)]
+        return record_of({"key.weight": ones, "key.bias": torch.zeros(2)}, *tensors)
+
+    options = Options(model="a:b", settings={"parallel": TP2, "precision": "16-mixed"})
+    report = compare(record(1.0), [record(-1.0)], configure(options, "sharded"))
+    assert report.ok
+    assert 0 < report.layers[0].gradient < 1e-3
 
 
 def test_every_microbatch_of_every_data_rank_is_compared():
     """Three steps of two samples a microbatch, of 16 tokens, by default. The records of two data ranks are by hand."""
     settings = {"parallel": {"data": 2, "pipeline": {"microbatches": 2}}, "precision": "16-mixed"}
-    own = Options(model="verified:gpt", settings=settings)
-    single = see(World(0, 1, "cpu"), own, "single")
-    assert (len(single.losses), single.microbatch_size, own.timeout) == (3, 2, 600.0)
+    options = Options(model="verified:gpt", settings=settings)
+    single = see(ALONE, options, "single")
+    assert (len(single.losses), single.microbatch_size, options.timeout) == (3, 2, 600.0)
     assert {one["microbatch"] for one in single.activations} == {0, 1, 2, 3}
     assert {one["tensors"][0].shape for one in single.activations if one["module"] == "norm"} == {(2, 16, 32)}
 
@@ -502,11 +469,10 @@ def test_every_microbatch_of_every_data_rank_is_compared():
                 is_wrong = (one["module"], one["microbatch"]) == ("blocks.1.mlp.down", wrong)
                 values = [tensor * (1.1 if is_wrong else 1.0) for tensor in one["tensors"]]
                 found.append({**one, "microbatch": one["microbatch"] - 2 * rank, "tensors": values})
-        return dataclasses.replace(single, batch_rank=rank, activations=found)
+        return replace(single, batch_rank=rank, activations=found)
 
     for wrong in (None, 0, 1, 2, 3):
-        records = [of_data_rank(rank, wrong) for rank in range(2)]
-        report = compare(single, records, configure(own, "sharded"))
+        report = compare(single, [of_data_rank(rank, wrong) for rank in range(2)], configure(options, "sharded"))
         assert report.ok == (wrong is None)
         if wrong is not None:
             layer, where = report.first
@@ -521,55 +487,14 @@ def test_both_runs_start_from_a_low_loss_scale_and_full_masters(given, expected)
         assert (precision.scaling.init_scale, precision.masters) == (expected, True)
 
 
-def hangs():
-    time.sleep(600)
-
-
-@family
-@long
-def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
-    result = verify(f"{__file__}:hangs", "--timeout", "2")
-    assert result.returncode == 1
-    assert "Timeout (0:00:02)!" in result.stderr
-    assert "most recent call first" in result.stderr
-    assert "error: the single run failed (1 process)" in result.stderr
-
-
 def test_shards_are_joined():
     whole = torch.arange(2 * 12.0).view(2, 12)
     plain = whole.chunk(2, dim=1)
     assert torch.equal(next(joined(plain, whole, [])), whole)
     packed = [torch.cat([part.chunk(2, dim=1)[rank] for part in whole.chunk(3, dim=1)], dim=1) for rank in range(2)]
-    assert [torch.equal(joined, whole) for joined in joined(packed, whole, [3])] == [False, True]
     heads = torch.arange(24.0).view(2, 4, 3)  # samples, heads, features
     merged = [part.flatten(0, 1) for part in heads.chunk(2, dim=1)]
-    assert [torch.equal(joined, heads.flatten(0, 1)) for joined in joined(merged, heads.flatten(0, 1), [2])] == [
-        False,
-        True,
-    ]
+    for parts, expected, factor in ((packed, whole, 3), (merged, heads.flatten(0, 1), 2)):
+        assert [torch.equal(found, expected) for found in joined(parts, expected, [factor])] == [False, True]
     assert not [*joined([whole[:, :5], whole[:, 5:11]], whole, [])]
     assert not [*joined([whole[:1, :6], whole[:1, 6:]], whole, [])]
-
-
-def test_the_zero_gradient_of_a_key_bias_is_compared_with_its_layer():
-    """Its gradient is zero but for what cancelled out badly."""
-    noise = torch.tensor([1e-9, -2e-9])
-    records = {
-        name: RankRecord(
-            batch_rank=0,
-            tensor_rank=0,
-            losses=[1.0],
-            grad_norms=[1.0],
-            skipped=[False],
-            trained=["key.weight", "key.bias"],
-            start={"key.weight": torch.ones(2, 2), "key.bias": torch.zeros(2)},
-            gradient={"key.weight": torch.ones(2, 2), "key.bias": noise * sign},
-            after_first={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
-            end={"key.weight": torch.ones(2, 2) * 2, "key.bias": noise * sign},
-        )
-        for name, sign in (("single", 1.0), ("sharded", -1.0))
-    }
-    options = Options(model="a:b", settings={"parallel": {"tensor": 2}, "precision": "16-mixed"})
-    report = compare(records["single"], [records["sharded"]], configure(options, "sharded"))
-    assert report.ok
-    assert 0 < report.layers[0].gradient < 1e-3

@@ -91,16 +91,14 @@ def test_equal_runs_are_reported_as_equal(layout, precision, verify):
     assert not report.not_compared
     assert report.num_different.total() == 0
     called = [module for module in gpt().modules() if not [*module.children()]]
-    assert report.num_compared["forward"] >= len(called) * SAMPLES * 2
-    assert report.num_compared["backward"] == report.num_compared["forward"]
-    assert report.num_compared["loss"] == (SAMPLES + calls) * 2
-    parameters = len([*gpt().parameters()])
-    assert report.num_compared["weight"] == parameters * 2
-    assert report.num_compared["optimizer state"] == parameters * 3 * 2
-    assert report.num_compared["weight gradient"] >= parameters * SAMPLES * 2
-    assert report.num_compared["master"] == (parameters * 2 if "naive" in precision else 0)
-    assert report.num_compared["norm"] == report.num_compared["decision"] == 2
-    assert report.num_compared.keys() - {"master"} == set(trace.KINDS) - {"master"}
+    compared, parameters = report.num_compared, len([*gpt().parameters()])
+    assert compared["backward"] == compared["forward"] >= len(called) * SAMPLES * 2
+    assert compared["loss"] == (SAMPLES + calls) * 2
+    assert (compared["weight"], compared["optimizer state"]) == (parameters * 2, parameters * 3 * 2)
+    assert compared["weight gradient"] >= parameters * SAMPLES * 2
+    assert compared["master"] == (parameters * 2 if "naive" in precision else 0)
+    assert compared["norm"] == compared["decision"] == 2
+    assert compared.keys() - {"master"} == set(trace.KINDS) - {"master"}
     assert [*report.lines()][-1].endswith(f"has the bits of the single process in 2 steps of {precision}")
 
 
@@ -134,9 +132,8 @@ def test_a_fault_of_one_ulp_on_one_rank_is_named(name, verify):
     report = verify(layout, precision, {"kind": kind, "rank": rank, "name": where, "nth": nth})
     assert not report.ok
     found = report.first
-    assert (found.key.kind, found.key.name, found.key.step, found.key.microbatch) == (kind, where, step, microbatch), (
-        found
-    )
+    named = (found.key.kind, found.key.name, found.key.step, found.key.microbatch)
+    assert named == (kind, where, step, microbatch), found
     if kind != "weight gradient":  # a sum
         assert found.num_different == 1
         assert found.ranks == [rank]
@@ -150,10 +147,8 @@ def test_a_fault_of_one_ulp_on_one_rank_is_named(name, verify):
 
 
 def test_the_command_prints_the_report_and_exits_with_0_or_1(tmp_path, monkeypatch, capsys):
-    key = Key(step=1, kind="forward", name="up", microbatch=2)
-    first = Difference(
-        key=key, ranks=[1], num_different=1, num_elements=8, index=(0, 3), single="1 (0x3c00)", sharded="2 (0x4000)"
-    )
+    place = {"key": Key(step=1, kind="forward", name="up", microbatch=2), "ranks": [1], "index": (0, 3)}
+    first = Difference(**place, num_different=1, num_elements=8, single="1 (0x3c00)", sharded="2 (0x4000)")
     for difference, code in ((None, 0), (first, 1)):
         report = ExactReport("tp2", "16-mixed", 3, difference)
         monkeypatch.setattr(launch, "verify", lambda options, tolerance, report=report: report if options.exact else 2)
@@ -174,9 +169,9 @@ def test_the_command_prints_the_report_and_exits_with_0_or_1(tmp_path, monkeypat
 def test_the_command_names_a_fault(tmp_path):
     settings = tmp_path / "own.toml"
     settings.write_text('[FAULT]\nkind = "backward"\nrank = 1\nname = "blocks.0.mlp.down"\nnth = 1\n')
-    own = ["--criterion", "faults:criterion", "--config", str(settings), "--steps", "1", "--tp", "2"]
+    own = f"--exact --criterion faults:criterion --config {settings} --steps 1 --tp 2".split()
     path = f"{ROOT}:{ROOT / 'tests' / 'support'}"
-    result = python("-m", "paramp", "verify", "faults:faulty_gpt", "--exact", *own, PYTHONPATH=path)
+    result = python("-m", "paramp", "verify", "faults:faulty_gpt", *own, PYTHONPATH=path)
     assert result.returncode == 1, result.stdout + result.stderr
     where = "blocks.0.mlp.down (backward, gradient of the output, microbatch 1 of step 1): 1 of 512 elements"
     assert result.stdout.splitlines()[-1].startswith(f"the first tensor that differs: {where}")
@@ -190,29 +185,24 @@ def test_exact_takes_no_tolerance(capsys):
 def test_only_exact_is_reproducible_and_accumulates():
     settings = {"reproducible": {"slices": 4}, "gradient_accumulation": 2}
     for run_ in ("single", "sharded"):
-        assert configure(Options(model="a:b", settings=settings, exact=True), run_).reproducible == Reproducible(
-            slices=4
-        )
-        assert configure(Options(model="a:b", settings=settings, exact=True), run_).gradient_accumulation == 2
-        assert configure(Options(model="a:b", exact=True), run_).reproducible == Reproducible()
-        assert configure(Options(model="a:b", settings=settings), run_).reproducible is False
-        assert configure(Options(model="a:b", settings=settings), run_).gradient_accumulation == 1
+        for given, exact, expected in (
+            (settings, True, (Reproducible(slices=4), 2)),
+            ({}, True, (Reproducible(), 1)),
+            (settings, False, (False, 1)),
+        ):
+            found = configure(Options(model="a:b", settings=given, exact=exact), run_)
+            assert (found.reproducible, found.gradient_accumulation) == expected
 
 
 def test_dropout_is_on_only_in_exact():
     for exact, expected in ((True, 0.1), (False, 0.0)):
         model = build_model(Options(model="verified:gpt", exact=exact), seed=1)
         assert model.get_submodule("blocks.1.attention").dropout == expected
-        modules = [one for one in model.modules() if isinstance(one, torch.nn.Dropout)]
-        numbers = [
-            value
-            for one in model.modules()
-            for name, value in vars(one).items()
-            if "dropout" in name and isinstance(value, float)
-        ]
-        assert {module.p for module in modules} == set(numbers) == {expected}
-        assert len(modules) > 1
-        assert len(numbers) > 1
+        rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+        everything = [item for module in model.modules() for item in vars(module).items()]
+        numbers = [value for name, value in everything if "dropout" in name and isinstance(value, float)]
+        assert set(rates) == set(numbers) == {expected}
+        assert min(len(rates), len(numbers)) > 1
 
 
 def test_bits_differ_where_numbers_are_equal():
@@ -243,14 +233,8 @@ def by_hand(single, *sharded, spans_stages=False):
 
 def test_the_first_difference_is_that_of_the_step_and_not_of_the_schedule():
     """A single process runs the backward of a microbatch before the forward of the next."""
-    single = [
-        ("forward", "up", 0, WHOLE),
-        ("forward", "down", 0, WHOLE),
-        ("backward", "down", 0, WHOLE),
-        ("backward", "up", 0, WHOLE),
-        ("forward", "up", 1, WHOLE),
-        ("forward", "down", 1, WHOLE),
-    ]
+    order = ("forward up 0", "forward down 0", "backward down 0", "backward up 0", "forward up 1", "forward down 1")
+    single = [(*line.split()[:2], int(line[-1]), WHOLE) for line in order]
     wrong = [(*entry[:3], entry[3] + 1) for entry in single]
     for changed, expected in (((1, 4), 1), ((2, 5), 5), ((2, 3), 2), ((0, 1, 2, 3, 4, 5), 0)):
         rank = [wrong[index] if index in changed else entry for index, entry in enumerate(single)]
@@ -278,12 +262,10 @@ def test_parts_are_brought_together():
 
 def test_what_cannot_be_compared_is_listed():
     entry = ("forward", "up", 0)
+    column = [(*entry, WHOLE[:, :1])]
     for ranks, reason in (
         ([[], []], "only the single run has it"),
-        (
-            [[(*entry, WHOLE[:, :1])], [(*entry, WHOLE[:, :1])]],
-            "its ranks have shapes (2, 1), (2, 1), which do not make",
-        ),
+        ([column, column], "its ranks have shapes (2, 1), (2, 1), which do not make"),
         ([[(*entry, WHOLE, None, True)], [(*entry, WHOLE)]], "its ranks have terms of a sum"),
     ):
         report = by_hand([(*entry, WHOLE)], *ranks)

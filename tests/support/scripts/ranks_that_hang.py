@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shared_clock import SharedClock
 
 import paramp
+from paramp.distributed import failures
 from paramp.distributed.rendezvous import free_port
 
 SIZE = 3
@@ -136,6 +137,7 @@ def later_batch(context):
 
 def departure(context):
     """Rank 1 leaves a step too early. Each other writes its error, of which the program reports the first alone."""
+    failures.SECONDS_TO_READ = LONG  # on a busy machine rank 2 reads it later than a program would wait
     engine = small_engine()
     try:
         for _ in range(2 if context.rank == 1 else 3):

@@ -1,0 +1,128 @@
+"""Small engines: how tests make, train, fill and save them, and what they compare of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import rank_slice, small_gpt
+from torch import nn
+
+import paramp
+
+
+def engine_of(model: nn.Module, criterion: Any = nn.functional.mse_loss, make: Any = None, lr: float = 0.1, **options):
+    """An engine that trains ``model`` with ``make``, by default plain SGD."""
+    return paramp.initialize(model, (make or torch.optim.SGD)(model.parameters(), lr=lr), criterion, **options)[0]
+
+
+def gpt_engine(make: Any = torch.optim.AdamW, lr: float = 1e-3, **changes: Any):
+    model = small_gpt(**changes)
+    return engine_of(model, model.loss, make, lr)
+
+
+def own_part(engine: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's part of a batch."""
+    axis = engine.context.dp
+    return [rank_slice(tensor, axis.rank, axis.size) for tensor in tensors]
+
+
+def train_step(engine: Any, x: torch.Tensor, y: torch.Tensor | None = None):
+    """One step on a batch that is this rank's already; its result."""
+    engine.forward_backward(x, x if y is None else y)
+    return engine.step()
+
+
+# ------------------------------------------------------------------------------------------- engines of one value
+
+
+def filled_engine(value: float, size: int = 4, **options: Any):
+    """An engine of two layers, all whose weights are ``value``."""
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return engine_of(model, **options)
+
+
+def save(engine: Any, path: Path, wait: bool = True) -> None:
+    engine.save(path, wait=wait)
+    engine.finish_saving()
+
+
+def only_value(tensors: Iterable[torch.Tensor]) -> float:
+    (value,) = {value for tensor in tensors for value in tensor.unique().tolist()}
+    return value
+
+
+def value_at(path: Path, **options: Any) -> float:
+    """The one value of all weights in the checkpoint at ``path``."""
+    engine = filled_engine(0.0, **options)
+    engine.load(path)
+    return only_value(engine.full_state_dict().values())
+
+
+# ----------------------------------------------------------------------------------------------------- assertions
+
+
+def assert_same_tensors(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+
+
+def assert_trained_alike(actual: Mapping[str, torch.Tensor], reference: nn.Module, start: Any, atol: float) -> None:
+    """``actual`` are the weights of ``reference``, each of which has moved by more than the tolerance shows."""
+    for name, value in reference.state_dict().items():
+        assert (value - start[name]).abs().max() >= 10 * atol, name
+        torch.testing.assert_close(actual[name], value, atol=atol, rtol=0)
+
+
+def each_raises(error: Any, calls: Mapping[str, Callable[[], Any]]) -> None:
+    """Each call raises ``error`` with a message that matches its key."""
+    for words, call in calls.items():
+        with pytest.raises(error, match=words):
+            call()
+
+
+def everywhere(value: Any) -> list[Any]:
+    """What each rank has passed."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ------------------------------------------------------------------------------------------- values that are planted
+
+LARGE = 2.0**40
+"""A factor, where other values are added."""
+
+
+class Planted(torch.autograd.Function):
+    """The identity, but that the output, or with ``backward`` its gradient, is spoilt with ``value``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float, backward: bool) -> torch.Tensor:
+        ctx.value = value if backward else 0.0
+        return x.clone() if backward else _spoil(x, value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _spoil(gradient, ctx.value), None, None
+
+
+def _spoil(x: torch.Tensor, value: float) -> torch.Tensor:
+    return x * value if value == LARGE else x + value
+
+
+def numpys(gradients: Iterable[torch.Tensor]) -> tuple[dict[int, int], int, int, int]:
+    """numpy's counts of binary exponents in whole gradients, of zeros, of what is not finite, and of all elements."""
+    values = np.concatenate([gradient.detach().double().numpy().ravel() for gradient in gradients])
+    finite = values[np.isfinite(values) & (values != 0)]
+    exponents, counts = np.unique(np.floor(np.log2(np.abs(finite))).astype(int), return_counts=True)
+    found = dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+    return found, int((values == 0).sum()), int((~np.isfinite(values)).sum()), values.size
