@@ -1,49 +1,21 @@
 """Models whose parameters FSDP2 shards, in forwards of unusual kinds, against a plain loop on the whole batch."""
 
+import functools
+
 import pytest
 import torch
-from pool import on_ranks
-from reference import rank_slice
+from beside_plain import assert_weights, engine_of, own, randn, seeded, train_both
+from families import cases, family
+from pool import on_ranks, run_on_ranks
 from torch import nn
+from torch.nn import functional as F
 
 import paramp
+from paramp.models.resnet import ResNet, ResNetConfig
 
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 FSDP2 = {"data": {"shard": 2}}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def batches(width, count=3):
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randn(8, width, generator=generator) for _ in range(count)]
-
-
-def plain_training(make, width):
-    torch.manual_seed(1)
-    model = make()
-    optimizer = sgd(model.parameters())
-    for x in batches(width):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), torch.ones(8, width)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def follows(make, width=6, **parallel):
-    """Three steps; the engine's model has the weights of the plain one."""
-    with paramp.launch_from_torch({"parallel": FSDP2 | parallel}) as context:
-        torch.manual_seed(1)
-        engine, *_ = paramp.initialize(make(), sgd, nn.functional.mse_loss)
-        for x in batches(width):
-            own = rank_slice(x, context.dp.rank, context.dp.size)
-            engine.forward_backward(own, torch.ones_like(own))
-            assert engine.step().stepped
-            engine.zero_grad()
-        actual = engine.full_state_dict()
-    for name, value in plain_training(make, width).items():
-        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 class Block(nn.Module):
@@ -55,32 +27,6 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class InPlace(nn.Module):
-    """Blocks whose outputs it changes in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Transposing() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-            x += 1
-        return x
-
-
-class Transposing(Block):
-    """Its output is a view."""
-
-    def forward(self, x):
-        return super().forward(x).T.contiguous().T
-
-
-@on_ranks(2)
-def test_an_output_that_is_a_view_may_be_changed_in_place(world):
-    follows(InPlace)
-
-
 class Carrier:
     """Of a class that torch's hooks do not look into."""
 
@@ -90,124 +36,82 @@ class Carrier:
         self.hidden = hidden
 
 
+class Blocks(nn.Module):
+    """Blocks of a kind, which a subclass calls in its way."""
+
+    kind, number = Block, 2
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.kind() for _ in range(self.number))
+
+
+class Transposing(Block):
+    """It takes and returns a tensor; the output is a view."""
+
+    wrap = unwrap = staticmethod(lambda x: x)
+
+    def forward(self, given):
+        return self.wrap(super().forward(self.unwrap(given)).T.contiguous().T)
+
+
 class Carrying(Transposing):
-    def forward(self, carrier):
-        return Carrier(super().forward(carrier.hidden))
+    wrap, unwrap = Carrier, staticmethod(lambda carrier: carrier.hidden)
 
 
-class Carriers(nn.Module):
-    """Blocks that pass objects, whose tensors are views that it changes in place."""
+class Beside(Transposing):
+    """It also returns a tensor that nothing uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Carrying() for _ in range(2))
-
-    def forward(self, x):
-        carrier = Carrier(x)
-        for block in self.blocks:
-            carrier = block(carrier)
-            carrier.hidden += 1
-        return carrier.hidden
+    wrap, unwrap = staticmethod(lambda x: (x.sum(), Carrier(x))), staticmethod(lambda pair: pair[1].hidden)
 
 
-class Beside(Carriers):
-    """Blocks that also return a tensor that nothing uses."""
+class InPlace(Blocks):
+    """It changes what its blocks return in place."""
 
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.register_forward_hook(lambda _, __, carrier: (carrier.hidden.sum(), carrier))
+    kind = Transposing
 
     def forward(self, x):
-        carrier = Carrier(x)
         for block in self.blocks:
-            _, carrier = block(carrier)
-        return carrier.hidden
+            x = block.unwrap(block(block.wrap(x)))
+            x += 1
+        return x
 
 
-@pytest.mark.parametrize("model", [Carriers, Beside])
-@on_ranks(2)
-def test_a_block_may_return_an_object_of_any_class(world, model):
-    """Without a hook on its tensors the backward reads parameters that were freed, and may end the process."""
-    follows(model)
+class InPlaceOfObjects(InPlace):
+    kind = Carrying
 
 
-class Looked(nn.Module):
+class InPlaceBeside(InPlace):
+    kind = Beside
+
+
+class Looked(Blocks):
     """Rows of a table, whose gradients autograd makes sparse."""
 
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 6, sparse=True)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x):
-        x = x + self.table((x[:, 0] > 0).long())
-        for block in self.blocks:
-            x = block(x)
-        return x
+        first, second = self.blocks
+        return second(first(x + self.table((x[:, 0] > 0).long())))
 
 
-@on_ranks(2)
-def test_sparse_gradients_are_made_dense(world):
-    follows(Looked)
-
-
-class Twice(nn.Module):
+class Twice(Blocks):
     """Runs its first block before and after the second, and on an input without a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x):
         first, second = self.blocks
         return first(second(first(x)))
 
 
-@pytest.mark.parametrize("others", [{}, {"data": {"shard": 2, "reshard_after_forward": False}}])
-@on_ranks(2)
-def test_a_block_may_run_twice_in_a_forward(world, others):
-    follows(Twice, **others)
-
-
-class Sizes(nn.Module):
-    """Parameters of 1 and 3 elements, which two ranks do not divide, and of none."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(inner=inner) for inner in (1, 3))
-        self.gain = nn.Parameter(torch.ones(1))
-        self.nothing = nn.Parameter(torch.ones(0, 4))
-        self.fixed = nn.Parameter(torch.tensor(2.0), requires_grad=False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) * self.gain
-        return x * self.fixed + self.nothing.sum()
-
-
-@on_ranks(2)
-def test_shards_of_any_size_are_trained(world):
-    follows(Sizes)
-
-
-@on_ranks(2)
-def test_a_trained_parameter_without_dims_is_refused_by_name(world):
-    model = Sizes()
-    model.fixed.requires_grad_(True)
-    with (
-        paramp.launch_from_torch({"parallel": FSDP2}),
-        pytest.raises(paramp.ConfigError, match=r"'fixed' has no dims.*parallel.data.shard is 2"),
-    ):
-        paramp.initialize(model, sgd, nn.functional.mse_loss)
-
-
-class Held(nn.Module):
+class Held(Blocks):
     """The first and the last stage use a parameter of the model itself, and each has one of its own there."""
 
+    number = 4
+
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.both, self.first, self.last = (nn.Parameter(torch.full((6,), value)) for value in (1.1, 0.9, 0.8))
 
     def forward(self, x):
@@ -217,20 +121,74 @@ class Held(nn.Module):
         return x * self.last * self.both
 
 
-@on_ranks(4)
-def test_stages_of_one_rank_may_use_parameters_of_the_model_itself(world):
-    """Rank 0 has the first and the third stage, or with three stages the first and the last."""
-    interleaved = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}
-    follows(Held, pipeline={"size": 2, "microbatches": 2})
-    follows(Held, pipeline=interleaved)
-
-
-class ReadsWeights(nn.Module):
-    """Computes with the weights of a block without calling it."""
+class Uneven(nn.Module):
+    """A block whose parameters have 0, 1, 3, 5 and 7 rows, beside an even pair that the plan shards over ``tp``."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.three, self.seven, self.six = nn.Linear(6, 3), nn.Linear(3, 7), nn.Linear(7, 6)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.zeros(5))
+        self.nothing = nn.Parameter(torch.ones(0, 4))
+        self.fixed = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x):
+        x = x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) + self.nothing.sum()
+        return x + self.six(torch.tanh(self.seven(self.three(x)))) * self.fixed + F.pad(self.shift, (0, 1))
+
+
+def uneven_model():
+    return nn.Sequential(nn.Linear(6, 6), Uneven(), Uneven(), nn.Linear(6, 6))
+
+
+def follow(world, build, parallel, steps=3, plan=None, optimizer=sgd, **options):
+    """The engine's model has the weights of the plain one."""
+    given, plain = [randn(2, 8, 6, seed=step) for step in range(steps)], seeded(build)
+    if build is Looked:
+        plain.table.sparse = False  # torch takes no norm of sparse gradients
+    config = {"clip_grad_norm": options.get("clip"), "gradient_accumulation": options.get("accumulation", 1)}
+    with paramp.launch_from_torch({"parallel": parallel} | config) as context:
+        engine = engine_of(seeded(build), F.mse_loss, optimizer, plan=plan)
+        train_both(context, engine, plain, given, optimizer=optimizer, **{"rtol": 1e-5} | options)
+
+
+@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, InPlaceBeside, Looked, Twice])
+@on_ranks(2)
+def test_blocks_may_be_called_in_any_way(world, build):
+    """Also one that returns an object: without a hook on its tensors the backward reads parameters that were freed."""
+    for options in [{}, {"reshard_after_forward": False}] if build is Twice else [{}]:
+        follow(world, build, {"data": {"shard": 2} | options})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@on_ranks(4)
+def test_stages_of_one_rank_may_use_parameters_of_the_model_itself(world, schedule):
+    """Rank 0 has the first and the third stage."""
+    follow(world, Held, FSDP2 | {"pipeline": {"size": 2, "schedule": schedule, "microbatches": 4}})
+
+
+LAYOUTS = {
+    "fsdp2": (2, FSDP2),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, FSDP2 | {"tensor": 2}),
+}
+
+
+@family
+@pytest.mark.parametrize("layout", cases("sharded fp32", list(LAYOUTS), ["fsdp2", "fsdp2·tp2"], 1))
+def test_shards_of_any_size_follow_a_plain_loop(layout):
+    size, parallel = LAYOUTS[layout]
+    options = {"clip": 0.3, "accumulation": 2, "atol": 2e-5, "optimizer": adamw}
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    given = {"build": uneven_model, "parallel": parallel, "steps": 40, "plan": plan}
+    run_on_ranks(size, __name__, "follow", given | options)
+
+
+class ReadsWeights(Blocks):
+    """Computes with the weights of a block without calling it."""
 
     def forward(self, x):
         return self.blocks[1](self.blocks[0].up(x) @ self.blocks[0].up.weight)
@@ -239,28 +197,18 @@ class ReadsWeights(nn.Module):
 @on_ranks(2)
 def test_weights_of_a_block_that_is_not_called_are_an_error(world):
     with paramp.launch_from_torch({"parallel": FSDP2}):
-        engine, *_ = paramp.initialize(ReadsWeights(), sgd, nn.functional.mse_loss)
-        x = batches(6, 1)[0]
+        engine, x = engine_of(ReadsWeights()), randn(8, 6)
         with pytest.raises(RuntimeError, match="DTensor") as raised:
             engine.forward_backward(x, x)
         assert "gathered while it is called" in raised.value.__notes__[0]
 
 
-def small_resnet():
-    from paramp.models.resnet import ResNet, ResNetConfig
-
-    torch.manual_seed(3)
-    return ResNet(ResNetConfig(num_classes=4, depths=(2, 2), width=8, small_images=True))
-
-
 def train_images(parallel):
-    generator = torch.Generator().manual_seed(2)
     with paramp.launch_from_torch({"parallel": parallel, "precision": "O2"}) as context:
-        engine, *_ = paramp.initialize(small_resnet(), sgd, nn.functional.cross_entropy)
-        for _ in range(3):
-            x, y = torch.randn(8, 3, 8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)
-            x, y = (rank_slice(value, context.dp.rank, context.dp.size) for value in (x, y))
-            loss = engine.forward_backward(x, y)
+        model = seeded(ResNet, ResNetConfig(num_classes=4, depths=(2, 2), width=8, small_images=True))
+        engine = engine_of(model, F.cross_entropy, sgd)
+        for step in range(3):
+            loss = engine.forward_backward(*own(context, randn(8, 3, 8, 8, seed=step), torch.arange(8) % 4))
             assert engine.step().stepped
             engine.zero_grad()
         return loss.item(), engine.full_state_dict()
@@ -272,5 +220,4 @@ def test_batch_norms_in_fp32_train_as_beside_whole_copies(world):
     expected_loss, expected = train_images({"data": 2})
     loss, actual = train_images(FSDP2)
     assert loss == pytest.approx(expected_loss, rel=1e-3)
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, atol=2e-3, rtol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+    assert_weights(actual, expected, atol=2e-3, rtol=2e-3)
