@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import warm
 
@@ -34,55 +35,49 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
     return inherited | variables | {"PATH": os.pathsep.join([str(warm.folder()), variables["PATH"]])}
 
 
-@contextmanager
-def start(command: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+@contextlib.contextmanager
+def start(
+    command: list[str], *, cwd: Path = ROOT, streams: int | None = None, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     """A command that runs beside the test, and is ended with it."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(variables), start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    options: dict[str, Any] = {"stdout": streams, "stderr": streams, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=cwd, env=environment(variables), **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun then ends its workers, which may wait for each other
+                try:
+                    process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(
     command: list[str], *, timeout: float = 120.0, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its workers, which would wait for each other for good
+    """The command's exit code and output. It fails after ``timeout``, also if a child alone is left."""
+    with start(command, cwd=cwd, streams=subprocess.PIPE, **variables) as process:
         try:
-            output, errors = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.stdout.close()  # type: ignore[union-attr]  # a child that left the group may hold it open for good
-            process.stderr.close()  # type: ignore[union-attr]
-            process.wait()
-            output = errors = "(still held open by a child)"
-        raise AssertionError(f"{command} took more than {timeout:g} s\n{output}\n{errors}") from None
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as late:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            written = b"\n".join(part or b"" for part in (late.output, late.stderr)).decode(errors="replace")
+            raise AssertionError(f"{command} took more than {timeout:g} s\n{written}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def torchrun(processes: int, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    return run(
-        [*TORCHRUN, "--nproc-per-node", str(processes), "--master-port", str(free_port()), *arguments], **options
-    )
+    where = ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    return run([*TORCHRUN, *where, *arguments], **options)
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return run([PYTHON, *arguments], **options)
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """``result``, of a command whose exit code is 0."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result

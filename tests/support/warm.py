@@ -7,8 +7,7 @@ on and ends as that process does. Whatever the process starts with ``sys.executa
 Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
 they do in processes that were started one by one. Command lines with options of the interpreter, those in or with a
 ``PYTHONPATH`` of another tree, and all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an
-ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an
-``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
+ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
 The workers of pytest-xdist use the servers of the process that started them (:func:`share`). :func:`bare` is for trees
 whose package is another one each time: its servers have not imported any, and those of the tests are forked from it.
@@ -26,7 +25,7 @@ import logging
 import marshal
 import os
 import pkgutil
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -48,23 +47,13 @@ SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = (
     *("torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.distributed.checkpoint"),
-    *(
-        "torch._dynamo",
-        "torch.distributed.run",
-        "torch.utils.data",
-        "numpy",
-        "safetensors.torch",
-        "pytest",
-    ),
-    *("torch.distributed.elastic.agent.server.local_elastic_agent", "pytest", "tomllib"),
+    *("torch._dynamo", "torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "pytest", "tomllib"),
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
 )
 OPTIONAL = (
-    "rich.live",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "peft",
-    "torchao.float8",
+    *("rich.live", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    *("peft", "torchao.float8"),
 )
 """Those that several tests import on each of their ranks."""
 
@@ -211,79 +200,46 @@ def _receive(connection: socket.socket) -> tuple[list, list[int]]:
 
 
 def serve(listener: socket.socket) -> list:
-    """Fork a process for every job. Returns in those processes, with the job."""
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(0, selectors.EVENT_READ)
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the file that ends with the process
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj == 0:
-                for pid, _ in children.values():
-                    _kill(pid)
-                os._exit(0)
-            elif key.fileobj is listener:
-                connection, _ = listener.accept()
-                try:
-                    job, files = _receive(connection)
-                except (ConnectionError, EOFError, ValueError):
-                    connection.close()
-                    continue
-                begin, go = os.pipe()
-                pid = os.fork()
-                if not pid:
-                    os.close(go)
-                    # Sockets are closed by their objects: an object that is freed later closes its number again, which
-                    # by then may be a file of the client's.
-                    for open_ in list(selector.get_map().values()):
-                        if isinstance(open_.fileobj, socket.socket):
-                            open_.fileobj.close()
-                        elif open_.fd:
-                            os.close(open_.fd)
-                    selector.close()
-                    connection.close()
-                    os.read(begin, 1)  # when the client can pass signals on
-                    os.close(begin)
-                    _take_over(files, job[-1])
-                    return job
-                os.close(begin)
-                for file in files:
-                    os.close(file)
-                ended = os.pidfd_open(pid)
-                children[ended] = pid, connection
-                selector.register(ended, selectors.EVENT_READ)
-                selector.register(connection, selectors.EVENT_READ, (pid, go))
-                connection.send(str(pid).encode())
-            elif key.fd in children:
-                pid, connection = children.pop(key.fd)
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                _, status = os.waitpid(pid, 0)
-                if connection.fileno() >= 0:
-                    selector.unregister(connection)
-                    with contextlib.suppress(OSError):
-                        connection.send(str(status).encode())
-                    connection.close()
-            else:
-                pid, go = key.data
-                try:
-                    ready = key.fileobj.recv(1)  # type: ignore[union-attr]
-                except OSError:
-                    ready = b""
-                if go is not None:
-                    os.write(go, ready)  # not by closing it: the processes forked since hold it open too
-                    os.close(go)
-                if ready:
-                    selector.modify(key.fileobj, selectors.EVENT_READ, (pid, None))
-                else:  # the client was killed
-                    _kill(pid)
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()  # type: ignore[union-attr]
+    """Fork a process for every job, and another one that watches it. Returns in the processes of jobs, with the job."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+    while 0 not in select.select([listener, 0], [], [])[0]:
+        connection, _ = listener.accept()
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return _start_job(connection)
+        connection.close()
+    os._exit(0)
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _start_job(connection: socket.socket) -> list:
+    """Fork the process of the client's job, and tell the client its number and how it ended."""
+    try:
+        job, files = _receive(connection)
+    except (ConnectionError, EOFError, ValueError):
+        os._exit(1)
+    begin, go = os.pipe()
+    pid = os.fork()
+    if not pid:
+        # By its object, which else closes the number again when it is freed, by then perhaps of a file of the client's.
+        connection.close()
+        os.close(go)
+        os.read(begin, 1)  # when the client can pass signals on
+        os.close(begin)
+        _take_over(files, job[-1])
+        return job
+    for file in files:
+        os.close(file)
+    with contextlib.suppress(OSError):
+        connection.send(str(pid).encode())
+        os.write(go, connection.recv(1))
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, connection, 0], [], [])[0]:  # the client was killed, or the tests are over
         os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
+    os._exit(0)
 
 
 def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:

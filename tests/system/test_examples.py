@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, python, torchrun
+from commands import ROOT, python, succeeded, torchrun
 from families import WHOLE, family, long
 from pool import run_on_ranks
 from test_corpus import save_tokenizer
@@ -19,17 +19,46 @@ from test_dataloader import few_cores
 from test_images import save_cifar10
 
 import paramp
+from paramp.compat.apex import amp
+from paramp.data.corpus import load_corpus
+
+SHORT_LOOPS = {} if WHOLE else {"huggingface_llama": ("range(1, 21)", "range(1, 11)")}
+"""What makes an example short in ``make test``."""
 
 
 def losses(output):
     return [float(line.split("loss ")[1].split(",")[0]) for line in output.splitlines() if "loss" in line]
 
 
+def run_example(name, *arguments):
+    """What an example prints, run in this process; on a rank of the pool it takes part in that world."""
+    path, printed = ROOT / f"examples/{name}.py", io.StringIO()
+    before, sys.argv = sys.argv, [name, *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(printed):
+            if name in SHORT_LOOPS:
+                source = path.read_text(encoding="utf-8")
+                assert SHORT_LOOPS[name][0] in source
+                code = compile(source.replace(*SHORT_LOOPS[name]), str(path), "exec")
+                exec(code, {"__name__": "__main__", "__file__": str(path)})
+            else:
+                runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = before
+    return printed.getvalue()
+
+
+def on_rank(world, name, arguments):
+    return run_example(name, 2, 2, *arguments)
+
+
+def run_on_four_ranks(name, *arguments):
+    return run_on_ranks(4, __name__, "on_rank", {"name": name, "arguments": arguments})
+
+
 def test_an_example_is_the_same_on_one_rank_and_on_four():
-    alone = python("examples/own_model.py")
-    assert alone.returncode == 0, alone.stderr
-    spread = torchrun(4, "examples/own_model.py", "2", "2")
-    assert spread.returncode == 0, spread.stderr
+    alone = succeeded(python("examples/own_model.py"))
+    spread = succeeded(torchrun(4, "examples/own_model.py", "2", "2"))
     assert (alone.stderr, spread.stderr) == ("", "")
     assert len(losses(alone.stdout)) == 4
     assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]
@@ -43,13 +72,11 @@ def test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four()
     alone = losses(run_example("huggingface_llama"))
     assert len(alone) == (4 if WHOLE else 2)
     assert alone[-1] < alone[0]
-    printed = run_on_ranks(4, __name__, "example_on_four_ranks", {"name": "huggingface_llama", "arguments": []})
-    assert losses(printed[0]) == pytest.approx(alone, abs=2e-3)
+    assert losses(run_on_four_ranks("huggingface_llama")[0]) == pytest.approx(alone, abs=2e-3)
 
 
 def test_the_scaler_example_shows_ranks_that_agree():
-    result = torchrun(2, "examples/torchs_scaler_diverges.py")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(torchrun(2, "examples/torchs_scaler_diverges.py"))
     ours = result.stdout.partition("paramp.DistributedGradScaler")[2]
     assert ours.count("scale 4, replicated weight 1.00") == 2
     if torch.__version__.startswith("2.13."):
@@ -57,118 +84,76 @@ def test_the_scaler_example_shows_ranks_that_agree():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_the_apex_script_learns_at_every_level(level, monkeypatch, capsys):
-    from paramp.compat.apex import amp
-
-    monkeypatch.setattr(sys, "argv", ["apex_migration.py", level])
+def test_the_apex_script_learns_at_every_level(level):
     amp.reset()
     try:
-        runpy.run_path(str(ROOT / "examples/apex_migration.py"), run_name="__main__")
+        printed = run_example("apex_migration", level)
     finally:
         amp.reset()
-    printed = capsys.readouterr().out
     first, *_, last = (line for line in printed.splitlines() if line.startswith("step"))
     assert losses(last)[0] < 0.75 * losses(first)[0]
     assert last.endswith("scales 65536, 65536" if level in ("O1", "O2") else "scales 1, 1")
 
 
-def prepare_data(monkeypatch, capsys, *arguments):
-    """The exit code of examples/prepare_data.py, run in this process, and what it prints."""
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments)])
+def prepare_data(*arguments):
+    """The exit code of examples/prepare_data.py."""
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "examples/prepare_data.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    return ended.value.code, printed.out + printed.err
+        run_example("prepare_data", *arguments)
+    return ended.value.code
 
 
-def test_prepared_tokens_are_what_is_trained_on(tmp_path, monkeypatch, capsys):
-    text = tmp_path / "text.txt"
+def test_prepared_tokens_are_what_is_trained_on(tmp_path):
+    text, output = tmp_path / "text.txt", tmp_path / "prepared"
     text.write_text("the cat sat\nthe dog sat\n" * 200)
-    folder = save_tokenizer(tmp_path / "tokenizer")
-    output = tmp_path / "prepared"
-    code, printed = prepare_data(monkeypatch, capsys, text, "--output", output, "--tokenizer", folder)
-    assert code == 0, printed
-    expected = [2, 3, 4, 5, 2, 0, 4, 5] * 200
+    assert prepare_data(text, "--output", output, "--tokenizer", save_tokenizer(tmp_path / "tokenizer")) == 0
     training, held_out = (np.fromfile(output / name, "<u2").tolist() for name in ("train.bin", "val.bin"))
-    assert training + held_out == expected
+    assert training + held_out == [2, 3, 4, 5, 2, 0, 4, 5] * 200
     assert len(held_out) == 80  # the last 240 of 4800 bytes
     meta = json.loads((output / "meta.json").read_text())
     assert (meta["dtype"], meta["vocab_size"], meta["training_tokens"]) == ("uint16", 6, len(training))
     assert sorted(path.name for path in output.iterdir()) == ["meta.json", "train.bin", "val.bin"]
 
     arguments = ["--batch-size", "8", "--seq-len", "32", "--steps", "3", "--set", "train.eval_sequences=8"]
-    result = torchrun(2, "launch/train.py", "--tp", "2", "--data", str(output), *arguments)
-    assert result.returncode == 0, result.stderr
-    assert "data_vocab_size = 6" in result.stdout
-    assert "data_tokens = 1600" in result.stdout
-    assert "nats/token; " in result.stdout
+    result = succeeded(torchrun(2, "launch/train.py", "--tp", "2", "--data", str(output), *arguments))
+    assert all(part in result.stdout for part in ("data_vocab_size = 6", "data_tokens = 1600", "nats/token; "))
     assert "bigram" not in result.stdout
 
 
-def test_prepared_bytes_of_a_folder_are_split_by_file(tmp_path, monkeypatch, capsys):
-    from paramp.data.corpus import load_corpus
-
+def test_prepared_bytes_of_a_folder_are_split_by_file(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for index in range(60):
         (texts / f"{index}.txt").write_text(f"file {index}\n")
-    code, printed = prepare_data(monkeypatch, capsys, texts, "--output", tmp_path / "out")
-    assert code == 0, printed
+    assert prepare_data(texts, "--output", tmp_path / "out") == 0
     direct, prepared = load_corpus(str(texts)), load_corpus(str(tmp_path / "out"))
     assert (prepared.unit, prepared.vocab_size) == ("byte", 256)
     for one, other in ((direct.training, prepared.training), (direct.held_out, prepared.held_out)):
         assert one.read(0, len(one)).tolist() == other.read(0, len(other)).tolist()
 
 
-def test_prepare_data_reports_bad_input(tmp_path, monkeypatch, capsys):
-    text, output = tmp_path / "text.txt", tmp_path / "out"
+def test_prepare_data_reports_bad_input(tmp_path, capsys):
+    text, short, output = tmp_path / "text.txt", tmp_path / "one.txt", tmp_path / "out"
     text.write_text("some text\n" * 10)
+    short.write_text("x")
 
     def refused(*arguments):
-        code, printed = prepare_data(monkeypatch, capsys, *arguments, "--output", output)
-        assert code == 2
+        assert prepare_data(*arguments, "--output", output) == 2
+        assert not list(output.glob(".*"))
+        printed = capsys.readouterr().err
         assert printed.count("\n") == 1
-        assert not output.exists() or not any(path.name.startswith(".") for path in output.iterdir())
         return printed
 
     assert "error: input: '/none' does not exist" in refused("/none")
     assert "error: tokenizer: no file '/none'" in refused(text, "--tokenizer", "/none")
-    (tmp_path / "one.txt").write_text("x")
-    assert "too few to hold some out" in refused(tmp_path / "one.txt")
+    assert "too few to hold some out" in refused(short)
     assert list(output.iterdir()) == []
-    assert prepare_data(monkeypatch, capsys, text, "--output", output)[0] == 0
+    assert prepare_data(text, "--output", output) == 0
     before = (output / "train.bin").read_bytes()
     text.write_text("other text\n" * 10)
     assert "train.bin' exists; give another folder, or --force" in refused(text)
     assert (output / "train.bin").read_bytes() == before
-    assert prepare_data(monkeypatch, capsys, text, "--output", output, "--force")[0] == 0
+    assert prepare_data(text, "--output", output, "--force") == 0
     assert (output / "train.bin").read_bytes() != before
-
-
-SHORT_LOOPS = {} if WHOLE else {"huggingface_llama": ("range(1, 21)", "range(1, 11)")}
-"""What makes an example short in ``make test``."""
-
-
-def run_example(name, *arguments):
-    """What an example prints, run in this process; on a rank of the pool it takes part in that world."""
-    path, printed = ROOT / f"examples/{name}.py", io.StringIO()
-    names = {"__name__": "__main__", "__file__": str(path)}
-    before, sys.argv = sys.argv, [name, *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(printed):
-            if name in SHORT_LOOPS:
-                source = path.read_text(encoding="utf-8")
-                assert SHORT_LOOPS[name][0] in source
-                exec(compile(source.replace(*SHORT_LOOPS[name]), str(path), "exec"), names)
-            else:
-                runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv = before
-    return printed.getvalue()
-
-
-def example_on_four_ranks(world, name, arguments):
-    return run_example(name, 2, 2, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +170,13 @@ def test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four(tmp_path, nam
     save_cifar10(tmp_path, training=48, held_out=67)  # two batches, the last of an odd number
     places = {"TEXT": str(tmp_path / "text"), "CIFAR": str(tmp_path)}
     arguments = [places.get(argument, argument) for argument in arguments] + ["--steps", "10", "--batch-size", "8"]
-    alone = losses(run_example(name, *arguments))
-    assert len(alone) == 1
-    assert alone[0] < untrained - 0.2
-    printed = run_on_ranks(4, __name__, "example_on_four_ranks", {"name": name, "arguments": arguments})
+    (alone,) = losses(run_example(name, *arguments))
+    assert alone < untrained - 0.2
+    printed = run_on_four_ranks(name, *arguments)
     for rank, text in enumerate(printed):
         assert text.startswith(f"rank {rank} has ")
         assert ("head" in text or "fc" in text) == (rank >= 2)  # the last stage
-    assert losses(printed[0]) == pytest.approx(alone, abs=5e-3)
+    assert losses(printed[0]) == pytest.approx([alone], abs=5e-3)
     assert ("of 67 held-out images are recognised" in printed[0]) == (name == "vision")
 
 
@@ -200,20 +184,15 @@ def test_the_gpt_example_takes_longer_sequences_than_its_preset(tmp_path):
     (tmp_path / "text").write_text("the cat sat on the mat\n" * 400)
     arguments = ["--data", tmp_path / "text", "--batch-size", "1"]
     run_example("gpt", *arguments, "--seq-len", "300", "--steps", "1")  # tiny's own maximum is 256
-    with pytest.raises(paramp.ConfigError, match="max_seq_len: got 0, expected an integer of 1 or more"):
-        run_example("gpt", *arguments, "--seq-len", "0")
-    with pytest.raises(paramp.ConfigError, match="seq_len: got 9000, expected less than the data's"):
-        run_example("gpt", *arguments, "--seq-len", "9000")
+    for length, message in ((0, "max_seq_len: got 0, expected an integer"), (9000, "seq_len: got 9000, expected less")):
+        with pytest.raises(paramp.ConfigError, match=message):
+            run_example("gpt", *arguments, "--seq-len", length)
 
 
 def test_the_vision_example_refuses_a_batch_that_the_data_does_not_fill(tmp_path):
     save_cifar10(tmp_path, training=48, held_out=8)
     with pytest.raises(paramp.ConfigError, match="train_dataloader: batch_size 50, but a data rank has 48 samples"):
         run_example("vision", "--images", tmp_path, "--batch-size", "50")
-
-
-def epochs(output):
-    return re.findall(r"Epoch (\d+) - train loss: (\S+), lr: (\S+)$", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +216,15 @@ def test_the_script_of_colossalais_document_reports_bad_input(arguments, message
 def test_the_script_of_colossalais_document_trains(tmp_path, monkeypatch, capsys):
     save_cifar10(tmp_path, training=8, held_out=8)
     monkeypatch.setenv("DATA", str(tmp_path))
-    arguments = ["naive", "--epochs", 1, "--images", 4, "--batch-size", 4]
+    epoch = re.compile(r"Epoch (\d+) - train loss: (\S+), lr: (\S+)$", re.MULTILINE)
     try:
-        run_example("colossalai_resnet34", *arguments)
+        run_example("colossalai_resnet34", "naive", "--epochs", 1, "--images", 4, "--batch-size", 4)
         assert paramp.get_context().config.NUM_EPOCHS == 1
     finally:
         paramp.get_context().close()
-    ((_, loss, rate),) = epochs(capsys.readouterr().err)
+    ((_, loss, rate),) = epoch.findall(capsys.readouterr().err)
     assert 0 < float(loss) < 100
     assert float(rate) == 0.0  # the cosine of one epoch has ended
     arguments = ["--epochs", "1", "--images", "8", "--batch-size", "4"]
-    spread = torchrun(2, "examples/colossalai_resnet34.py", *arguments, DATA=str(tmp_path))
-    assert spread.returncode == 0, spread.stderr
-    assert [(epoch, rate) for epoch, _, rate in epochs(spread.stderr)] == [("0", "0")]  # rank 0 alone says so
+    spread = succeeded(torchrun(2, "examples/colossalai_resnet34.py", *arguments, DATA=str(tmp_path)))
+    assert [found[::2] for found in epoch.findall(spread.stderr)] == [("0", "0")]  # rank 0 alone says so

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from commands import COLD, ROOT, python
+from commands import COLD, ROOT, python, succeeded
 
 import paramp
 from paramp.tools.doctor import PACKAGES
@@ -21,10 +21,8 @@ torch.nn.functional.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 2)).backward
 optimizer.step()
 """
 PARAMP = """
-import torch, paramp
+import paramp
 with paramp.launch_from_torch({"precision": "32-true"}):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
     engine.forward_backward(torch.ones(1, 2), torch.ones(1, 2))
     assert engine.step().stepped
@@ -34,8 +32,8 @@ with paramp.launch_from_torch({"precision": "32-true"}):
 def loaded(*sources):
     """The modules that are loaded after each of ``sources``, which run in turn in a process of their own."""
     show = "import json, sys; print(json.dumps(list(sys.modules)))"
-    result = python("-c", "\n".join(f"{source}\n{show}" for source in sources), PYTHONPATH=str(ROOT), **COLD)
-    assert result.returncode == 0, result.stderr
+    program = "\n".join(f"{source}\n{show}" for source in sources)
+    result = succeeded(python("-c", program, PYTHONPATH=str(ROOT), **COLD))
     return [set(json.loads(line)) for line in result.stdout.splitlines() if line.startswith("[")]
 
 
@@ -79,24 +77,20 @@ def test_names_are_where_the_changelog_says_that_they_have_moved():
 
 
 FACADES = {
-    "amp": (
-        "paramp.compat.colossalai.amp",
-        "AMP_TYPE convert_to_amp convert_to_apex_amp convert_to_naive_amp convert_to_torch_amp",
-    ),
-    "nn": ("paramp.precision.norms", "FusedLayerNorm FusedRMSNorm LPGroupNorm LPLayerNorm LPRMSNorm"),
-    "functional": (
-        "paramp.compat.composer.functional",
-        "apply_fused_layernorm apply_low_precision_groupnorm apply_low_precision_layernorm",
-    ),
-    "algorithms": ("paramp.compat.composer.algorithms", "FusedLayerNorm LowPrecisionGroupNorm LowPrecisionLayerNorm"),
+    "amp": "compat.colossalai.amp AMP_TYPE convert_to_amp convert_to_apex_amp convert_to_naive_amp"
+    " convert_to_torch_amp",
+    "nn": "precision.norms FusedLayerNorm FusedRMSNorm LPGroupNorm LPLayerNorm LPRMSNorm",
+    "functional": "compat.composer.functional apply_fused_layernorm apply_low_precision_groupnorm"
+    " apply_low_precision_layernorm",
+    "algorithms": "compat.composer.algorithms FusedLayerNorm LowPrecisionGroupNorm LowPrecisionLayerNorm",
 }
-"""Where the names of each facade live."""
+"""The home of each facade's names, and those that are promised."""
 
 
 @pytest.mark.parametrize("facade", FACADES)
 def test_facades_show_the_promised_names_of_their_homes(facade):
-    home, promised = FACADES[facade]
+    home, *promised = FACADES[facade].split()
     shown = getattr(paramp, facade)
-    assert set(promised.split()) <= set(shown.__all__)
+    assert set(promised) <= set(shown.__all__)
     for name in shown.__all__:
-        assert getattr(shown, name) is getattr(importlib.import_module(home), name)
+        assert getattr(shown, name) is getattr(importlib.import_module(f"paramp.{home}"), name)

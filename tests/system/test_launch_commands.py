@@ -8,30 +8,32 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import PYTHON, ROOT, TORCHRUN, run, start
+from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
 from families import family, long
-from hosts import ADDRESSES, Hosts
+from network_hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
 
 JOB = ("launch/train.py", "--tp", "2", "--pp", "2", "--precision", "32-true", "--batch-size", "8", "--seq-len", "16")
 JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8")
-MEET = "tests/support/scripts/meet.py"
+MEET = [PYTHON, "tests/support/scripts/meet.py"]
 SONAMES = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}
 
 
-def losses(folder):
+def losses(command, folder, **variables):
+    """Those of a training that writes them into ``folder``."""
+    result = succeeded(run([*command, "--log-dir", str(folder)], **variables))
+    assert "Warning" not in result.stderr  # of a library
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The losses under torchrun with four processes."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    result = run([*TORCHRUN, "--standalone", "--nproc-per-node", "4", *JOB, "--log-dir", str(folder)])
-    assert result.returncode == 0, result.stderr
-    assert len(losses(folder)) == 5
-    return losses(folder)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", *JOB]
+    found = losses(command, tmp_path_factory.mktemp("torchrun"))
+    assert len(found) == 5
+    return pytest.approx(found, abs=1e-6)
 
 
 def mpi_variables(name, warm=False):
@@ -48,6 +50,46 @@ def mpi_variables(name, warm=False):
     return {"PATH": path, "LD_LIBRARY_PATH": libraries} | own
 
 
+@pytest.fixture
+def hostfile(tmp_path):
+    """Writes a file of hosts, and returns its name."""
+
+    def write(text):
+        (tmp_path / "hosts").write_text(text)
+        return str(tmp_path / "hosts")
+
+    return write
+
+
+# One of the two MPIs runs on one host and the other on two, with ranks that import all they need.
+def test_mpirun_with_a_hostfile(hostfile, tmp_path, expected):
+    hosts = hostfile("# this machine\nlocalhost slots=4\n")
+    command = ["launch/mpirun.sh", hosts, "python", *JOB]
+    assert losses(command, tmp_path, **mpi_variables("openmpi", warm=True)) == expected
+
+
+def test_a_batch_script_of_slurms(tmp_path, expected):
+    """``sbatch`` and ``srun`` are stand-ins that set the variables which Slurm sets."""
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "bin"), os.environ["PATH"]])
+    assert losses(["sbatch", "launch/slurm.sbatch", *JOB[5:]], tmp_path, PATH=path, PYTHON=PYTHON) == expected
+
+
+@family
+@long
+def test_two_agents_that_start_their_ranks_again(tmp_path):
+    """Their store outlives the ranks, and each agent counts its restarts for itself."""
+    mark, where = tmp_path / "mark", ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *where]
+    command += ["tests/support/scripts/dies_once.py", str(mark)]
+    with start(command) as second:
+        assert "met: [0, 1]" in succeeded(run(command)).stdout
+        assert second.wait(timeout=120) == 0
+    assert mark.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- two hosts
+
+
 @pytest.fixture(scope="module")
 def hosts():
     """Two hosts, or the reason why there are none."""
@@ -60,103 +102,53 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
-# One of the two runs on one host and the other on two, with ranks that import all they need.
-@pytest.mark.parametrize("mpi", ["openmpi"])
-def test_mpirun_with_a_hostfile(mpi, tmp_path, expected):
-    variables = mpi_variables(mpi, warm=True)
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# this machine\nlocalhost slots=4\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB, "--log-dir", str(tmp_path)], **variables)
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_batch_script_of_slurms(tmp_path, expected):
-    """``sbatch`` and ``srun`` are stand-ins that set the variables which Slurm sets."""
-    path = os.pathsep.join([str(ROOT / "tests" / "support" / "bin"), os.environ["PATH"]])
-    arguments = [*JOB[5:], "--log-dir", str(tmp_path)]
-    result = run(["sbatch", "launch/slurm.sbatch", *arguments], PATH=path, PYTHON=PYTHON)
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
-
-
 @family
 @long
-def test_two_agents_that_start_their_ranks_again(tmp_path):
-    """Their store outlives the ranks, and each agent counts its restarts for itself."""
-    where = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
-    where += [
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "tests/support/scripts/dies_once.py",
-        str(tmp_path / "mark"),
-    ]
-    with start([*TORCHRUN, *where]) as second:
-        result = run([*TORCHRUN, *where])
-        assert result.returncode == 0, result.stderr
-        assert second.wait(timeout=120) == 0
-    assert (tmp_path / "mark").exists()
-    assert "met: [0, 1]" in result.stdout
-
-
-# ------------------------------------------------------------------------------------------------------- two hosts
-
-
-@family
-@long
-@pytest.mark.parametrize("mpi", ["mpich"])
-def test_mpirun_on_two_hosts(mpi, hosts, tmp_path, expected):
+def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
     """With the example's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))
     variables = {"PRTE_MCA_plm_ssh_agent": shell, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": shell}
     command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
-    result = run([*command, "--log-dir", str(tmp_path)], **mpi_variables(mpi), **variables)
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr  # of a library
-    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
+    assert losses(command, tmp_path, **mpi_variables("mpich"), **variables) == expected
 
 
 def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):
     command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "node1:29400", *JOB]
     with start([*hosts.on("node2"), *command]) as second:
-        result = run([*hosts.on("node1"), *command, "--log-dir", str(tmp_path)])
-        assert result.returncode == 0, result.stderr
+        assert losses([*hosts.on("node1"), *command], tmp_path) == expected
         assert second.wait(timeout=120) == 0
-    assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
 def test_launch_on_two_hosts_that_meet_by_address(hosts):
-    command = [PYTHON, MEET]
     where = ["2", ADDRESSES["node1"], "29500"]
-    with start([*hosts.on("node2"), *command, "1", *where]) as second:
-        result = run([*hosts.on("node1"), *command, "0", *where])
-        assert result.returncode == 0, result.stderr
+    with start([*hosts.on("node2"), *MEET, "1", *where]) as second:
+        assert "met: [(0, 0), (1, 1)]" in succeeded(run([*hosts.on("node1"), *MEET, "0", *where])).stdout
         assert second.wait(timeout=120) == 0
-    assert "met: [(0, 0), (1, 1)]" in result.stdout
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_a_world_of_mpiruns_that_differs_from_the_layout(tmp_path):
+def test_a_world_of_mpiruns_that_differs_from_the_layout(hostfile):
     """MPICH's mpirun lets the other ranks go on when one has failed."""
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("localhost slots=3\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "python", *JOB], **mpi_variables("mpich", warm=True))
+    command = ["launch/mpirun.sh", hostfile("localhost slots=3\n"), "python", *JOB]
+    result = run(command, **mpi_variables("mpich", warm=True))
     assert result.returncode != 0
     assert result.stderr.count("tensor 2 x pipeline 2 = 4 does not divide the world of 3 ranks") == 1, result.stderr
 
 
 def test_two_hosts_with_different_data(tmp_path, capfd):
     """Stages would see inputs of one text and targets of another."""
-    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for number, text in enumerate(texts):
-        text.write_text(f"{number} lines of text\n" * 400)
     where = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(free_port()))
-    command = [*TORCHRUN, *where, "launch/train.py", "--pp", "2", "--seq-len", "16"]
-    with start([*command[:3], "--node-rank", "1", *command[3:], "--data", str(texts[1])]) as second:
-        result = run([*command[:3], "--node-rank", "0", *command[3:], "--data", str(texts[0])])
+    commands = []
+    for number in range(2):
+        text = tmp_path / f"{number}.txt"
+        text.write_text(f"{number} lines of text\n" * 400)
+        job = ["launch/train.py", "--pp", "2", "--seq-len", "16", "--data", str(text)]
+        commands.append([*TORCHRUN, "--node-rank", str(number), *where, *job])
+    with start(commands[1]) as second:
+        result = run(commands[0])
         assert result.returncode != 0
         assert second.wait(timeout=120) != 0
     errors = result.stderr + capfd.readouterr().err  # the rank that finds it first tells it
@@ -169,29 +161,22 @@ def test_a_port_in_use():
         taken.bind(("", 0))
         taken.listen()
         where = ["2", "localhost", str(taken.getsockname()[1])]
-        with start([PYTHON, MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="3") as other:
-            result = run([PYTHON, MEET, "0", *where])
+        with start([*MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="3") as other:
+            result = run([*MEET, "0", *where])
             assert result.returncode != 0
             assert f"cannot listen on port {where[2]}" in result.stderr
             assert "choose another port" in result.stderr
             assert other.wait(timeout=120) != 0
 
 
-def test_what_the_hostfiles_lines_mean(tmp_path):
+def test_what_the_hostfiles_lines_mean(hostfile, tmp_path):
     """A stand-in for mpirun says what it is given."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text('#!/bin/sh\n[ "$1" = --version ] && echo HYDRA || echo "$@"\n')
     mpirun.chmod(0o755)
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# ours\r\nnode1 slots=2\r\n\r\nnode2:3\nnode3 # one\n10.0.0.4 slots = 4 max_slots=8\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "true"], PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert result.returncode == 0, result.stderr
+    hosts = hostfile("# ours\r\nnode1 slots=2\r\n\r\nnode2:3\nnode3 # one\n10.0.0.4 slots = 4 max_slots=8\n")
+    result = succeeded(run(["launch/mpirun.sh", hosts, "true"], PATH=f"{tmp_path}:{os.environ['PATH']}"))
     assert result.stdout == "-hosts node1:2,node2:3,node3:1,10.0.0.4:4 -n 10 true\n"
-
-
-def test_a_hostfile_without_hosts(tmp_path):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# nothing\n")
-    result = run(["launch/mpirun.sh", str(hostfile), "python", MEET])
+    result = run(["launch/mpirun.sh", hostfile("# nothing\n"), "true"])
     assert result.returncode == 2
     assert "names no host" in result.stderr

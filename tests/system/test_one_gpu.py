@@ -3,6 +3,7 @@
 No GPU case has run yet; ``make gpu`` runs them.
 """
 
+import contextlib
 import functools
 import warnings
 
@@ -115,14 +116,12 @@ def test_a_step_never_waits_for_the_gpu(name, device):
     with paramp.launch_from_torch(config, device=device) as context:
         model = small_gpt(num_layers=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        engine, _, _, scheduler = paramp.initialize(
-            model, optimizer, GPT.loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        engine, _, _, scheduler = paramp.initialize(model, optimizer, GPT.loss, lr_scheduler=schedule)
         window = engine.config.gradient_accumulation
         place = torch.Tensor.pin_memory if name == "pinned" and device == "cuda" else lambda one: one.to(context.device)
-        data = [tuple(map(place, batch)) for batch in batches(6 * window)]
         results = []
-        for number, batch in enumerate(data):
+        for number, batch in enumerate([tuple(map(place, batch)) for batch in batches(6 * window)]):
             if device == "cuda":  # the first steps make what stays
                 raise_on_waits(number >= 2 * window)
             try:
@@ -136,44 +135,38 @@ def test_a_step_never_waits_for_the_gpu(name, device):
                 if device == "cuda":
                     raise_on_waits(False)
         ends = results[window - 1 :: window]
-        assert [(result.stepped, result.overflow) for result in ends] == [
-            (number != 4, number == 4) for number in range(6)
-        ]
+        assert [result.stepped for result in ends] == [True, True, True, True, False, True]
+        assert [result.overflow for result in ends] == [not result.stepped for result in ends]
         assert scheduler.get_last_lr() == [1e-3 * 0.5**5]
 
 
 @on_each_device
 @pytest.mark.parametrize("mode", ["16-mixed", "16-naive"])
 def test_a_checkpoint_moves_between_devices(mode, device, tmp_path):
+    @contextlib.contextmanager
     def engine_on(where, seed):
-        context = paramp.launch_from_torch({"precision": scaled(mode)}, device=where)
-        model = small_gpt(seed, num_layers=1)
-        return context, paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), GPT.loss)[0]
+        with paramp.launch_from_torch({"precision": scaled(mode)}, device=where):
+            model = small_gpt(seed, num_layers=1)
+            yield paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), GPT.loss)[0]
 
-    def step(engine, context):
+    def train(engine):
         for batch in batches(2):
-            loss = engine.forward_backward(*(part.to(context.device) for part in batch))
+            loss = engine.forward_backward(*(part.to(paramp.get_context().device) for part in batch))
             assert engine.step().stepped
             engine.zero_grad()
         return loss.item()
 
-    weights, losses = [], []
-    for number, (source, target) in enumerate([(device, "cpu"), ("cpu", device)]):
-        folder = tmp_path / str(number)
-        context, engine = engine_on(source, 7)
-        with context:
-            step(engine, context)
-            engine.save(folder, wait=number == 0)
+    for wait, source, target in ((True, device, "cpu"), (False, "cpu", device)):
+        folder = tmp_path / str(wait)
+        with engine_on(source, 7) as engine:
+            train(engine)
+            engine.save(folder, wait=wait)
             engine.finish_saving()
-            weights.append(engine.full_state_dict())
-            losses.append(step(engine, context))
-        context, engine = engine_on(target, 8)
-        with context:
+            weights, loss = engine.full_state_dict(), train(engine)
+        with engine_on(target, 8) as engine:
             engine.load(folder)
-            weights.append(engine.full_state_dict())
-            losses.append(step(engine, context))
-        assert all(torch.equal(value, weights[-2][name]) for name, value in weights[-1].items())
-        assert losses[-1] == pytest.approx(losses[-2], rel=1e-2)
+            assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
+            assert train(engine) == pytest.approx(loss, rel=1e-2)
 
 
 @on_ranks(2, cuda=True)

@@ -7,8 +7,12 @@ import time
 
 import pool
 import pytest
+import torch
+import torch.distributed as dist
 import warm
 from pool import Choice, on_ranks, run_on_ranks
+
+import paramp
 
 
 @on_ranks(2)
@@ -27,32 +31,24 @@ def dies_on_rank_zero(world):
 
 @on_ranks(2)
 def works(world):
-    import torch
-    import torch.distributed as dist
-
     total = torch.ones(())
     dist.all_reduce(total)
     assert total == 2
 
 
-def test_a_failure_names_the_rank_and_the_next_test_runs():
-    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed first:[\s\S]*ValueError: only here"):
-        fails_on_rank_one()
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (fails_on_rank_one, r"rank 1 of 2 failed first:[\s\S]*ValueError: only here"),
+        (dies_on_rank_zero, "rank 0 of 2 failed first:\nthe process died"),
+    ],
+)
+def test_a_failure_names_the_rank_and_the_next_test_runs(body, message):
+    with pytest.raises(AssertionError, match=message):
+        body()
     works()
 
 
-def test_a_death_names_the_rank_and_the_next_test_runs():
-    with pytest.raises(AssertionError, match="rank 0 of 2 failed first:\nthe process died"):
-        dies_on_rank_zero()
-    works()
-
-
-@on_ranks(2)
-def count_threads(world):
-    return len(os.listdir("/proc/self/task"))
-
-
-@on_ranks(2)
 def tell_process(world):
     return os.getpid()
 
@@ -70,25 +66,45 @@ def test_ranks_with_many_threads_make_way_for_new_ones():
     assert not {*run_on_ranks(2, __name__, "tell_process", {})} & {*before}
 
 
+def count_threads(world):
+    return len(os.listdir("/proc/self/task"))
+
+
 @on_ranks(2)
 def leaves_a_cycle(world):
-    import torch.distributed as dist
-
-    before = count_threads.body(world)
+    before = count_threads(world)
     group = dist.new_group([0, 1])
     cycle = [group]
     cycle.append(cycle)
     dist.destroy_process_group(group)
     dist.barrier()
     del group, cycle
-    assert count_threads.body(world) > before
+    assert count_threads(world) > before
 
 
-def test_groups_that_a_body_leaves_in_cycles_do_not_keep_their_threads():
-    """Those of gloo poll, also while the rank is idle."""
+@on_ranks(2)
+def trains_on_shards(world):
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = {"0": "colwise", "1": "rowwise"}
+        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, plan=plan)
+        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
+        assert engine.step().stepped
+
+
+@on_ranks(2)
+def runs_a_backward(world):
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+@pytest.mark.parametrize(("body", "times"), [(leaves_a_cycle, 3), (trains_on_shards, 1)])
+def test_groups_that_a_body_leaves_do_not_keep_their_threads(body, times):
+    """Those of gloo poll, also while the rank is idle. Cycles keep groups, and so do DTensor's caches of meshes."""
+    runs_a_backward()  # the first one of a process starts threads in builds of torch for GPUs
     before = run_on_ranks(2, __name__, "count_threads", {})
-    for _ in range(3):
-        leaves_a_cycle()
+    for _ in range(times):
+        body()
     after = run_on_ranks(2, __name__, "count_threads", {})
     assert all(now <= then for now, then in zip(after, before, strict=True))
 
@@ -119,37 +135,6 @@ def test_the_environment_chooses_device_and_backend():
 def test_a_choice_that_cannot_be_served_is_an_error(device, backend, num_gpus, message):
     with pytest.raises(ValueError, match=message):
         Choice.of({"PARAMP_TEST_DEVICE": device, "PARAMP_TEST_BACKEND": backend}, num_gpus)
-
-
-@on_ranks(2)
-def runs_a_backward(world):
-    import torch
-
-    torch.ones(1, requires_grad=True).sum().backward()
-
-
-@on_ranks(2)
-def trains_on_shards(world):
-    import torch
-
-    import paramp
-
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = {"0": "colwise", "1": "rowwise"}
-        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, plan=plan)
-        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
-        assert engine.step().stepped
-
-
-def test_a_context_that_was_closed_leaves_no_threads():
-    """DTensor keeps meshes in its caches, and with them their groups."""
-    runs_a_backward()  # the first one of a process starts threads in builds of torch for GPUs
-    before = run_on_ranks(2, __name__, "count_threads", {})
-    trains_on_shards()
-    after = run_on_ranks(2, __name__, "count_threads", {})
-    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_a_warm_process_has_all_files_that_it_was_given():

@@ -28,7 +28,7 @@ def test_folders_hold_at_most_14_modules():
 
 
 def test_files_are_short():
-    counts = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in FILES}
+    counts = {path.relative_to(PACKAGE): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: count for name, count in counts.items() if count > 400} == {}
     assert statistics.median(counts.values()) < 180
 

@@ -11,7 +11,6 @@ from commands import ROOT
 from paramp.base.torch_internals import OLDEST
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
 
 
 def test_any_torch_from_the_oldest_tested_one_on_fits():
@@ -26,7 +25,7 @@ def test_only_the_version_of_torch_is_replaced():
 
 
 def test_extras_of_extras_are_followed():
-    found = torch_versions.requirements("test", EXTRAS)
+    found = torch_versions.requirements("test", PROJECT["optional-dependencies"])
     assert "rich>=13" in found  # of `all`, in `test`
     assert not [one for one in found if one.startswith("paramp")]
 
@@ -40,36 +39,25 @@ def test_every_host_of_the_environment_is_known():
     assert all((ROOT / path).exists() for path in torch_versions.SELECTION)
 
 
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        ("WARNING: old\nERROR: Cannot install a and b\nERROR: ResolutionImpossible\n", "Cannot install a and b"),
-        (
-            "Traceback\nImportError: cannot import name 'X' from 'torch' (/a/torch/__init__.py)\n",
-            "ImportError: cannot import name 'X' from 'torch'",
-        ),
-    ],
-)
-def test_the_reason_is_one_line_without_a_path(output, expected):
-    assert torch_versions._reason(output) == expected
+def test_the_reason_is_one_line_without_a_path():
+    pip = "WARNING: old\nERROR: Cannot install a and b\nERROR: ResolutionImpossible\n"
+    assert torch_versions._reason(pip) == "Cannot install a and b"
+    python = "Traceback\nImportError: cannot import name 'X' from 'torch' (/a/torch/__init__.py)\n"
+    assert torch_versions._reason(python) == "ImportError: cannot import name 'X' from 'torch'"
+
+
+def test_a_host_is_left_out_beside_an_older_torch_than_it_is_written_for():
+    versions = {"2.12.1": True, "2.11.0": True, "2.13.0": False, "2.15.0": False}
+    assert {torch: bool(torch_versions._too_old(torch, "torchtitan")) for torch in versions} == versions
+    assert not any(torch_versions._too_old(torch, "accelerate") for torch in versions)
 
 
 @pytest.mark.parametrize(
-    ("torch", "left_out"), [("2.12.1", True), ("2.11.0", True), ("2.13.0", False), ("2.15.0", False)]
+    ("children", "expected"),
+    [("", "passed"), ("<failure/>", "failed"), ("<skipped/><error/>", "failed"), ("<skipped/>", "skipped")],
 )
-def test_a_host_is_left_out_beside_an_older_torch_than_it_is_written_for(torch, left_out):
-    assert bool(torch_versions._too_old(torch, "torchtitan")) == left_out
-    assert not torch_versions._too_old(torch, "accelerate")
-
-
-def test_outcomes_of_tests():
-    for xml, expected in (
-        ("<testcase/>", "passed"),
-        ("<testcase><failure/></testcase>", "failed"),
-        ("<testcase><skipped/><error/></testcase>", "failed"),
-        ("<testcase><skipped/></testcase>", "skipped"),
-    ):
-        assert torch_versions.outcome(ElementTree.fromstring(xml)) == expected
+def test_outcomes_of_tests(children, expected):
+    assert torch_versions.outcome(ElementTree.fromstring(f"<testcase>{children}</testcase>")) == expected
 
 
 def test_a_row_replaces_the_earlier_one_of_its_version(tmp_path, monkeypatch):

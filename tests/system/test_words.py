@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PLACES = ["paramp", "launch", "examples", "benchmarks", "docs", "tests", "README.md", "CONTRIBUTING.md"]
 SUFFIXES = {".py", ".md", ".toml", ".sh", ".sbatch"}
@@ -37,17 +35,13 @@ def test_retired_words_are_not_used():
     assert not found, "\n".join(found)
 
 
-def identifiers(tree):
-    """Every name that the code gives to something or calls something by, with its line."""
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname"):
-            name = getattr(node, field, None)
-            if isinstance(name, str):
-                yield name, getattr(node, "lineno", 0)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "paramp").rglob("*.py")), ids=lambda path: path.stem)
-def test_common_words_are_no_identifiers(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = sorted({(line, name) for name, line in identifiers(tree) if name.strip("_") in NO_IDENTIFIERS})
-    assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in found)
+def test_common_words_are_no_identifiers():
+    """No name that the code gives to something or calls something by."""
+    found = {
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}"
+        for path in (ROOT / "paramp").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for field in ("id", "attr", "arg", "name", "asname")
+        if isinstance(name := getattr(node, field, None), str) and name.strip("_") in NO_IDENTIFIERS
+    }
+    assert not found, "\n".join(sorted(found))

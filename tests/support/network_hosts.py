@@ -19,23 +19,19 @@ def _ip(*arguments: str) -> None:
 
 
 class Hosts:
+    """Where the tools are missing, entering raises an OSError; where the user may not, a CalledProcessError."""
+
     def __init__(self) -> None:
         self._mark = f"paramp{os.getpid()}"
 
     def __enter__(self) -> Hosts:
-        """Set the hosts up.
-
-        Raises:
-            OSError: the tools are missing.
-            subprocess.CalledProcessError: this user may not.
-        """
         try:
             for name in ADDRESSES:
                 _ip("netns", "add", self._namespace(name))
                 folder = Path("/etc/netns", self._namespace(name))
                 folder.mkdir(parents=True)
-                others = "".join(f"{address} {other}\n" for other, address in ADDRESSES.items())
-                (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+                both = "".join(f"{address} {other}\n" for other, address in ADDRESSES.items())
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{both}")
             first, second = (self._namespace(name) for name in ADDRESSES)
             _ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth0", "netns", second)
             for name, address in ADDRESSES.items():
