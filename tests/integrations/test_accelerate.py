@@ -17,8 +17,8 @@ import small_mlp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from families import cases, family, long
-from pool import World, on_ranks
+from families import cases, family
+from pool import World, on_ranks, run_on_ranks
 from small_mlp import batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -207,6 +207,7 @@ ON_FOUR = [case for case in EVERY if case[0] != "fsdp-tp" or not case[2]]  # see
 arguments = pytest.mark.parametrize
 
 
+@family
 @arguments(
     ("layout", "precision", "adopt_late"),
     cases("accelerate-2", ON_TWO, [("ddp", "fp16", True), ("fsdp", "fp16", False), ("tp", "bf16", False)], 2),
@@ -216,12 +217,14 @@ def test_losses_norms_and_weights_are_those_of_one_process_on_2_ranks(world, lay
     check(world, layout, precision, adopt_late)
 
 
+@family
 @arguments(("layout", "precision", "adopt_late"), cases("accelerate-4", ON_FOUR, [("fsdp-tp", "fp16", False)], 2))
 @on_ranks(4)
 def test_losses_norms_and_weights_are_those_of_one_process_on_4_ranks(world, layout, precision, adopt_late):
     check(world, layout, precision, adopt_late)
 
 
+@family
 @arguments("layout", cases("accelerate-engine", list(LAYOUTS), ["fsdp-tp"], 1))
 @on_ranks(4)
 def test_losses_are_those_of_the_engine(world, layout):
@@ -352,18 +355,13 @@ def check_resume(world, layout):
                 assert all(torch.equal(expected[name], value) for name, value in weights(model).items())
 
 
-@arguments("layout", cases("accelerate-resume-2", ["ddp", "fsdp", "tp"], ["fsdp"], 1))
-@on_ranks(2)
-def test_resume_at_the_same_scale_on_2_ranks(world, layout):
-    check_resume(world, layout)
+RESUMED = [*((2, layout) for layout in ("ddp", "fsdp", "tp")), *((4, layout) for layout in LAYOUTS)]
 
 
 @family
-@long
-@arguments("layout", list(LAYOUTS))
-@on_ranks(4)
-def test_resume_at_the_same_scale_on_4_ranks(world, layout):
-    check_resume(world, layout)
+@arguments(("size", "layout"), cases("accelerate-resume", RESUMED, [(2, "fsdp")], 3))
+def test_resume_at_the_same_scale(size, layout):
+    run_on_ranks(size, __name__, "check_resume", {"layout": layout})
 
 
 # ------------------------------------------------------------- what Accelerate does without paramp (tested: 1.15.0)
@@ -404,8 +402,6 @@ def test_accelerate_4219_plain_accelerate_cannot_clip_plain_tensors_beside_dtens
             accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
-@family
-@long
 @on_ranks(4)
 def test_plain_accelerate_cannot_prepare_tensor_parallelism_with_fsdp2(world):
     with accelerating(world, "fsdp-tp", "no") as accelerator, pytest.raises(ImportError, match="ReplicateParallel"):
@@ -434,6 +430,7 @@ def test_plain_accelerate_steps_on_nan_in_bf16():
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
+@family
 @arguments("layout", cases("accelerate-clip", ["tp", "fsdp-tp", "hsdp"], ["fsdp-tp"], 1))
 @on_ranks(4)
 def test_clipping_is_that_of_one_process(world, layout):

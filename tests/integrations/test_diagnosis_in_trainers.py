@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import family, long
 from torch import nn
 
 import paramp
@@ -74,8 +73,6 @@ def test_accelerate():
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@family
-@long
 def test_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
 
@@ -99,8 +96,6 @@ def test_hugging_face_trainer(tmp_path):
     assert re.match(EXPECTED, reports[0] + "\n"), reports
 
 
-@family
-@long
 @pytest.mark.filterwarnings("ignore")  # of Lightning, on the versions of what it imports
 def test_lightning():
     lightning = pytest.importorskip("lightning")

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from families import family, long
-from pool import on_ranks, shared_folder
+from families import cases, family
+from pool import on_ranks, run_on_ranks, shared_folder
 from torch import nn
 from torch.utils.data import DataLoader
 from trained_by_lightning import (
@@ -123,8 +123,17 @@ def mode_compute(mode):
     return paramp.Precision.parse(mode).compute
 
 
-@on_ranks(2)
-def test_the_trainer_on_two_ranks(world):
+@family
+@pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 3))
+def test_the_trainer(name):
+    """On two ranks several modes, else one mode on four."""
+    if name == "two ranks":
+        run_on_ranks(2, __name__, "train_on_two_ranks", {})
+    else:
+        run_on_ranks(4, __name__, "train_on_four_ranks", {"name": name})
+
+
+def train_on_two_ranks(world):
     """Each promise once: masters under tensor parallelism, sharded ones, and DDP; the engine's losses."""
     for layout, name in (((1, 2, "file"), "16-naive"), ((2, 1, "folder"), "16-naive"), ((2, 1, "ddp"), "O2")):
         losses = check_layout(layout, name)
@@ -134,11 +143,7 @@ def test_the_trainer_on_two_ranks(world):
     check_layout((1, 2, "folder"), "O2")
 
 
-@family
-@long
-@pytest.mark.parametrize("name", MODES)
-@on_ranks(4)
-def test_the_trainer_on_four_ranks(world, name):
+def train_on_four_ranks(world, name):
     for layout in ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (4, 1, "ddp")):
         losses = check_layout(layout, name)
         if layout[2] == "folder" and name != "16-true":

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from families import family, long
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,8 +146,6 @@ def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
             assert hasattr(paramp, name)
 
 
-@family
-@long
 def test_the_script_for_ray_train_runs(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import titan
 import torch
-from families import cases, family, long
+from families import cases, family
 from pool import on_ranks, run_on_ranks, shared_folder
 
 import paramp
@@ -159,8 +159,6 @@ def resumed(world):
     again.close()
 
 
-@family
-@long
 def test_a_checkpoint_without_a_scale_is_loaded_if_it_is_excluded(torchtitan):
     run_on_ranks(2, __name__, "from_bf16", {})
 
@@ -268,8 +266,6 @@ def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):
     assert issubclass(type(config)._owner, ParampTrainer)
 
 
-@family
-@long
 def test_a_torchtitan_that_clips_elsewhere_is_an_error(torchtitan):
     run_on_ranks(2, __name__, "clips_elsewhere", {})
 

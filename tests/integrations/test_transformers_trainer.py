@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from commands import ROOT
 from families import cases, family, long
-from pool import on_ranks, shared_folder
+from pool import on_ranks, run_on_ranks, shared_folder
 from torch.nn import functional as F
 
 import paramp
@@ -251,14 +251,18 @@ FOUR = [(layout, precision, 1) for layout in LAYOUTS for precision in ("fp16", "
 
 
 @family
-@pytest.mark.parametrize(("layout", "precision", "accumulated"), cases("trainer on two ranks", TWO, [], 4))
+@pytest.mark.parametrize(
+    ("layout", "precision", "accumulated"), cases("trainer on two ranks", TWO, [("fsdp", "fp16", 1)], 4)
+)
 @on_ranks(2)
 def test_layouts_and_precisions_of_two_ranks(world, layout, precision, accumulated):
     check_layout(world, layout, precision, accumulated)
 
 
 @family
-@pytest.mark.parametrize(("layout", "precision", "accumulated"), cases("trainer on four ranks", FOUR, [], 2))
+@pytest.mark.parametrize(
+    ("layout", "precision", "accumulated"), cases("trainer on four ranks", FOUR, [("fsdp-tp", "fp16", 1)], 2)
+)
 @on_ranks(4)
 def test_layouts_and_precisions_of_four_ranks(world, layout, precision, accumulated):
     check_layout(world, layout, precision, accumulated)
@@ -283,16 +287,10 @@ def scaled_clip(world, layout):
         forget()
 
 
-@on_ranks(2)
-def test_the_norm_over_several_meshes_is_of_unscaled_gradients(world):
-    scaled_clip(world, "tp")
-
-
 @family
-@long
-@on_ranks(4)
-def test_the_norm_over_several_meshes_of_four_ranks(world):
-    scaled_clip(world, "fsdp-tp")
+@pytest.mark.parametrize("layout", ["tp", pytest.param("fsdp-tp", marks=long)])
+def test_the_norm_over_several_meshes_is_of_unscaled_gradients(layout):
+    run_on_ranks(2 if layout == "tp" else 4, __name__, "scaled_clip", {"layout": layout})
 
 
 # ------------------------------------------------------------------------------------- checkpoints and evaluation
@@ -326,16 +324,11 @@ def check_resume(world, layout):
     forget()
 
 
-@on_ranks(2)
-def test_a_resumed_run_has_the_scale_and_the_count_of_skipped_steps(world):
-    check_resume(world, "ddp")
-
-
 @family
-@long
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=long)])
 @on_ranks(2)
-def test_a_resumed_run_under_fsdp2_has_the_scale(world):
-    check_resume(world, "fsdp")
+def test_a_resumed_run_has_the_scale_and_the_count_of_skipped_steps(world, layout):
+    check_resume(world, layout)
 
 
 # ------------------------------------------------------------------------------------------------------- one process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import family, long
+from families import cases, family
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -211,8 +211,7 @@ def test_planted_faults_are_named_on_two_ranks(world, kind):
 
 
 @family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
+@pytest.mark.parametrize("kind", cases("own loop faults", ["hsdp", "fsdp2-tp"], ["fsdp2-tp"], 1))
 @on_ranks(4)
 def test_planted_faults_are_named_on_four_ranks(world, kind):
     name_faults(kind, world)
@@ -370,8 +369,7 @@ def test_every_element_of_a_gradient_counts_once_on_two_ranks(world, kind):
 
 
 @family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
+@pytest.mark.parametrize("kind", cases("own loop gradients", ["hsdp", "fsdp2-tp"], ["fsdp2-tp"], 1))
 @on_ranks(4)
 def test_every_element_of_a_gradient_counts_once_on_four_ranks(world, kind):
     count_gradients(kind)
@@ -426,8 +424,7 @@ def test_a_copy_that_differs_is_found_on_two_ranks(world, kind):
 
 
 @family
-@long
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2-tp"])
+@pytest.mark.parametrize("kind", cases("own loop copies", ["hsdp", "fsdp2-tp"], ["fsdp2-tp"], 1))
 @on_ranks(4)
 def test_a_copy_that_differs_is_found_on_four_ranks(world, kind):
     find_replicas(kind, REPLICAS[kind])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from families import family, long
+from families import cases, family, long
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, batches, train_mode
 from test_huggingface import build, loss_of
@@ -111,19 +111,18 @@ def follows(name, layout):
         assert torch.equal(actual[key], start[key]) == (key not in trained), key
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
-@on_ranks(2)
-def test_fp32_follows_plain_torch(world, layout):
-    for name in ("llama", "gpt2", "own", *(["llama-embedding"] if layout == "tp2" else [])):
-        follows(name, layout)
-
-
 @family
-@long
-@on_ranks(4)
-def test_fp32_follows_plain_torch_on_tensor_and_pipeline_ranks(world):
-    follows("llama", "pp2-tp2")
-    follows("own", "pp2-tp2")
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2", pytest.param("pp2-tp2", marks=long)])
+def test_fp32_follows_plain_torch(layout):
+    run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follow_plain_torch", {"layout": layout})
+
+
+MORE = {"tp2": ["gpt2", "llama-embedding"], "pp2": ["gpt2"], "fsdp2": ["gpt2"], "pp2-tp2": []}
+
+
+def follow_plain_torch(world, layout):
+    for name in ("llama", "own", *MORE[layout]):
+        follows(name, layout)
 
 
 def train_half(parallel):
@@ -140,11 +139,9 @@ def half(world, layout, expected):
 
 
 @family
-@long
-def test_half_precision_follows_its_single_process_run():
-    expected = train_half({})
-    for layout in ("tp2", "pp2"):
-        run_on_ranks(2, __name__, "half", {"layout": layout, "expected": expected})
+@pytest.mark.parametrize("layout", cases("lora in half precision", ["tp2", "pp2"], ["tp2"], 1))
+def test_half_precision_follows_its_single_process_run(layout):
+    run_on_ranks(2, __name__, "half", {"layout": layout, "expected": train_half({})})
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])

@@ -40,6 +40,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
+PIDS = "PARAMP_TEST_PIDS"
+"""A folder in which each warm process writes its process id, into a file with the name of its rank."""
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = (
@@ -73,7 +75,7 @@ def cold():
 if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
     cold()
 def folders(path):
-    return set(path.split(":"))  # Open MPI's mpirun adds its own a second time
+    return {{os.path.realpath(one) for one in path.split(":") if one}}  # Open MPI's mpirun adds its own a second time
 known = map(folders, [{libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES", "")])
 if os.environ.get("PARAMP_TEST_COLD") or folders(os.environ.get("LD_LIBRARY_PATH", "")) not in known:
     cold()
@@ -290,6 +292,8 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if folder := environment.get(PIDS):
+        Path(folder, environment.get("RANK", "none")).write_text(str(os.getpid()))
     os.getppid = lambda: parent  # type: ignore[assignment]
     sys.executable = executable
     sys.orig_argv = [executable, *words]

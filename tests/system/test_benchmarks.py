@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import COLD, PYTHON, ROOT, run
-from families import family, long
+from families import SEED, WHOLE, family
 from pool import on_ranks
 
 import paramp
@@ -31,22 +31,25 @@ def benchmark(name):
     return importlib.import_module(name)
 
 
+TABLE_MODES = [] if WHOLE or SEED else ["32-true", "16-naive", "16-true"]
+"""Of ``amp_table.py``; empty: all."""
+
+
 @family
-@long
 def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     main = runpy.run_path(str(ROOT / "benchmarks/amp_table.py"))["main"]
     path = tmp_path / "table.json"
-    main(["--batch-size", "2", "--rounds", "1", "--device", "cpu", "--json", str(path)])
+    main(["--batch-size", "2", "--rounds", "1", "--device", "cpu", "--json", str(path), "--modes", *TABLE_MODES])
     result = json.loads(path.read_text())
     rows = {row["row"]: row for row in result["rows"]}
     printed = capsys.readouterr().out
     for name in (*rows, *result["cannot_run"]):
         assert name in printed
-    assert {row["mode"] for row in result["rows"]} | {"O1"} >= set(PRESETS) - {
+    assert {row["mode"] for row in result["rows"]} | {"O1"} >= set(TABLE_MODES or PRESETS) - {
         name.split("(")[-1].rstrip(")") for name in result["cannot_run"]
     }
-    documented = ["FP32 training", "AMP_TYPE.TORCH", "AMP_TYPE.NAIVE", "AMP_TYPE.APEX O1"]
+    documented = ["FP32 training", "AMP_TYPE.NAIVE", *([] if TABLE_MODES else ["AMP_TYPE.TORCH", "AMP_TYPE.APEX O1"])]
     assert all(any(row.startswith(name) for row in rows) for name in documented)
     assert {"plain torch, fp32", "plain torch, autocast fp16", "plain torch, autocast bf16"} <= rows.keys()
     # AdamW: weights, gradients and two moments of 4 bytes, or weights and gradients of 2 and 12 bytes of masters
@@ -420,10 +423,10 @@ finder.find_spec = functools.partial(find, finder.find_spec)
 
 
 @family
-@long
 def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_THEM)
-    command = [sys.executable, *benchmark("gpu").PYTEST, "--collect-only"]
+    some = [] if WHOLE or SEED else ["tests/system/test_one_gpu.py", "tests/system/test_fuzz.py"]
+    command = [sys.executable, *benchmark("gpu").PYTEST, "--collect-only", *some]
     done = run(command, **COLD, PYTHONPATH=f"{tmp_path}:{ROOT}", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout
     assert "test_one_gpu.py::test_a_step_never_waits_for_the_gpu[16-naive-cuda]" in done.stdout

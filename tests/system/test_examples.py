@@ -25,7 +25,12 @@ def losses(output):
     return [float(line.split("loss ")[1].split(",")[0]) for line in output.splitlines() if "loss" in line]
 
 
-def test_an_example_is_the_same_on_one_rank_and_on_four():
+@family
+@pytest.mark.parametrize("name", ["own_model", pytest.param("huggingface_llama", marks=long)])
+def test_an_example_is_the_same_on_one_rank_and_on_four(name):
+    if name == "huggingface_llama":
+        of_a_pretrained_model(name)
+        return
     alone = python("examples/own_model.py")
     assert alone.returncode == 0, alone.stderr
     spread = torchrun(4, "examples/own_model.py", "2", "2")
@@ -36,14 +41,12 @@ def test_an_example_is_the_same_on_one_rank_and_on_four():
     assert losses(spread.stdout) == pytest.approx(losses(alone.stdout), abs=2e-3)
 
 
-@family
-@long
-def test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four():
+def of_a_pretrained_model(name):
     pytest.importorskip("transformers")
-    alone = losses(run_example("huggingface_llama"))
+    alone = losses(run_example(name))
     assert len(alone) == (4 if WHOLE else 2)
     assert alone[-1] < alone[0]
-    printed = run_on_ranks(4, __name__, "example_on_four_ranks", {"name": "huggingface_llama", "arguments": []})
+    printed = run_on_ranks(4, __name__, "example_on_four_ranks", {"name": name, "arguments": []})
     assert losses(printed[0]) == pytest.approx(alone, abs=2e-3)
 
 

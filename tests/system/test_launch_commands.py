@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start
-from families import family, long
+from families import SEED, WHOLE, family
 from hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -80,8 +80,6 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)
 
 
-@family
-@long
 def test_two_agents_that_start_their_ranks_again(tmp_path):
     """Their store outlives the ranks, and each agent counts its restarts for itself."""
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
@@ -103,14 +101,13 @@ def test_two_agents_that_start_their_ranks_again(tmp_path):
 
 
 @family
-@long
 @pytest.mark.parametrize("mpi", ["mpich"])
 def test_mpirun_on_two_hosts(mpi, hosts, tmp_path, expected):
-    """With the example's hostfile, whose two hosts have these names."""
+    """With the example's hostfile, whose two hosts have these names. By default its ranks start warm."""
     shell = str(hosts.remote_shell(tmp_path))
     variables = {"PRTE_MCA_plm_ssh_agent": shell, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": shell}
     command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
-    result = run([*command, "--log-dir", str(tmp_path)], **mpi_variables(mpi), **variables)
+    result = run([*command, "--log-dir", str(tmp_path)], **mpi_variables(mpi, warm=not (WHOLE or SEED)), **variables)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr  # of a library
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-6)

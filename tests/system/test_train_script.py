@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, environment, python, torchrun
-from families import family, long
+from families import cases, family
 
 import paramp
 from paramp.data.sampling import sample_offsets
@@ -369,11 +369,14 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once():
     assert f"error: rank {culprit} failed" in result.stderr
 
 
+OTHER_AXES = {"fsdp2": [], "fsdp2-tp2": ["--tp", "2"], "fsdp2-pp2": ["--pp", "2"]}
+
+
 @family
-@long
-@pytest.mark.parametrize("other", [(), ("--tp", "2"), ("--pp", "2")], ids=["fsdp2", "fsdp2-tp2", "fsdp2-pp2"])
-def test_an_exception_on_one_rank_of_shards_ends_all_with_its_message_once(other):
+@pytest.mark.parametrize("layout", cases("exceptions of shards", list(OTHER_AXES), ["fsdp2"], 2))
+def test_an_exception_on_one_rank_of_shards_ends_all_with_its_message_once(layout):
     """The others wait for it in a collective of the model."""
+    other = OTHER_AXES[layout]
     script, culprit = "tests/support/scripts/one_rank_fails.py", "1"
     result = python(script, "--fsdp", "2", *other, *SMALL, timeout=240, CULPRIT=culprit)
     assert result.returncode != 0
