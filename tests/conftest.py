@@ -13,7 +13,7 @@ sys.path.insert(2, str(Path(__file__).parent / "data"))
 import block_sizes
 import covered
 import warm
-from families import SEED
+from families import SEED, how_to_repeat
 from pool import choice, close_pools
 
 HAS_TIMEOUT = importlib.util.find_spec("pytest_timeout") is not None
@@ -61,6 +61,20 @@ def pytest_runtest_setup(item):
 
 def pytest_report_header():
     return f"samples of the long families: PARAMP_TEST_SEED={SEED}" if SEED else None
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Again at the end: `--quiet` leaves the header out."""
+    if SEED:
+        terminalreporter.write_line(pytest_report_header())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if SEED and report.failed and item.get_closest_marker("family"):
+        report.sections.append(("to repeat this case of the sample", how_to_repeat(item.nodeid)))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -107,7 +107,8 @@ def _decide_on_device(
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums.unbind()
     scale = scale.double()
     num_failed = num_failed + mixes_kinds(weight, count, num_losses)
-    overflow = (found_any > 0) | ~squares.isfinite()
+    squares = squares + torch.where(found_any > 0, torch.inf, 0.0)  # under ZeRO an element may be another rank's
+    overflow = ~squares.isfinite()
     uncounted = (num_losses > 0) & (weight == 0)  # all counts are 0, so there is no mean
     skip = overflow | uncounted | (num_failed > 0)
     # Means are already divided by their number in a whole window; sums are divided by their counts here.
@@ -131,7 +132,8 @@ def _decide_on_host(
     """:func:`_decide_on_device` in Python's numbers: on a CPU, a third of the time of torch's operations on them."""
     found_any, squares, zeros, loss, weight, count, num_losses, num_failed = sums
     num_failed += 0.5 < weight - count < num_losses - 0.5  # as mixes_kinds
-    overflow = found_any > 0 or not math.isfinite(squares)
+    squares += math.inf if found_any > 0 else 0.0  # under ZeRO an element may be another rank's
+    overflow = not math.isfinite(squares)
     skip = overflow or (num_losses > 0 and weight == 0) or num_failed > 0
     factor = window_size / count if count > 0 else mean_factor
     norm = _quotient(math.sqrt(squares), scale) * factor

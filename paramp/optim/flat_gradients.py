@@ -80,6 +80,7 @@ class FlatGradients:
         """Called before the forward of each batch."""
         self._absent: list[FlatParam] = []
         self._noted = [0] * len(params)
+        self._noted_outside: dict[FlatParam, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._zeros: dict[FlatParam, int] = dict.fromkeys(params, 0)
         """The version of each gradient when it was last known to be zero."""
         self._mismatched: list[FlatParam] = []
@@ -215,6 +216,9 @@ class FlatGradients:
     def snapshot(self) -> None:
         """Record the gradients' versions, for :meth:`are_unchanged`."""
         self._noted = self._versions()
+        # Of other placements, as under sequence parallelism, they stay outside of the buffers until the window ends.
+        kept = ((param, param.parameter.grad) for param in self._mismatched)
+        self._noted_outside = {param: (grad, _versions_of(grad)) for param, grad in kept if grad is not None}
 
     def are_unchanged(self) -> bool:
         """Whether no gradient was accumulated, changed or replaced since the last step or :meth:`snapshot`.
@@ -222,10 +226,17 @@ class FlatGradients:
         Zeroing all is not a change; gradients of tied parameters are ignored, because the step itself changes them.
         """
         return all(
-            param.parameter in self._tied
-            or (param.version == noted and (param.parameter.grad is None or param.parameter.grad is param.gradient))
+            param.parameter in self._tied or (param.version == noted and self._is_as_noted(param))
             for param, noted in zip(self._params, self._noted, strict=True)
         )
+
+    def _is_as_noted(self, param: FlatParam) -> bool:
+        """Whether the gradient is in its buffer, or there is none, or outside the same one as in :meth:`snapshot`."""
+        given = param.parameter.grad
+        if given is None or given is param.gradient:
+            return True
+        noted, versions = self._noted_outside.get(param, (None, ()))
+        return given is noted and _versions_of(given) == versions
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """Call ``call`` with each parameter that a backward gives a gradient, until the handles are removed."""
@@ -308,6 +319,11 @@ class FlatGradients:
     def _own_gradient(self, param: FlatParam) -> torch.Tensor:
         buffer = self._buffer_of[param]
         return buffer.gradients[buffer.flat_range(param)]
+
+
+def _versions_of(gradient: torch.Tensor) -> tuple[int, ...]:
+    """The version counters of ``gradient``, which has another one for its local tensor if it is a DTensor."""
+    return VERSION(gradient), VERSION(local(gradient))
 
 
 def _find_mismatch(

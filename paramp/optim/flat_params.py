@@ -112,8 +112,9 @@ class FlatWeights:
             stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in params}
         self.stepped = [stepped[param] for param in self.params]
         self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+        self._units = units
         if units is not None:
-            units.use_memory({param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()})
+            units.use_memory(self._memory())
         self._param_of = {param.parameter: param for param in self.params}
         self.changes = ChangedWeights(self.buffers, context.device)
         self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
@@ -184,7 +185,14 @@ class FlatWeights:
         Raises:
             RuntimeError: the replacements differ in shape, dtype or placements, or untie a tied parameter.
         """
-        self.follow_weights(self._model_parameters.put_back())
+        replaced = self._model_parameters.put_back()
+        if replaced and self._units is not None:
+            self._units.put_back(self._memory())
+        self.follow_weights(replaced)
+
+    def _memory(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The memory of each parameter, with its padding."""
+        return {param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()}
 
     @torch.no_grad()
     def full_precision(self, *, averages: bool = False) -> dict[str, torch.Tensor]:

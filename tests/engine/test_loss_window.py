@@ -259,6 +259,27 @@ def test_each_step_needs_a_backward_of_its_own(world):
                 assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-6, rtol=1e-6)
 
 
+@on_ranks(2)
+def test_so_does_each_under_sequence_parallelism(world):
+    """Each rank has a part of a norm's gradient there, which is in no buffer until the window ends."""
+    config = {"parallel": {"tensor": 2, "sequence_parallel": True}, "gradient_accumulation": 4}
+    with paramp.launch_from_torch(config):
+        model = small_gpt(num_layers=1)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), model.loss)
+        for _ in range(2):
+            engine.forward_backward(*next(batches(1)))
+            assert not engine.step().stepped
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                engine.step()
+        norms = [parameter for name, parameter in engine.named_parameters() if "norm" in name]
+        for parameter in norms:
+            parameter.grad.mul_(2.0)  # by hand, in its place
+        assert not engine.step().stepped
+        for parameter in norms:
+            parameter.grad = parameter.grad * 2.0
+        assert engine.step().stepped
+
+
 def test_a_dropped_backward_is_none():
     with paramp.launch_from_torch():
         model = nn.Linear(4, 4)

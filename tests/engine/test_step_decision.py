@@ -36,8 +36,8 @@ def decided(sums, scale=8.0, window_size=4, mean_factor=1.0, max_norm=None):
         ([0, 1600, 3, 6, 4, 0, 4, 0], {"mean_factor": 2.0}, [0, 0, 0, 4, 8, 0, 10, 3, 1.5]),
         # Sums with a count of 16: the window's 4 parts over it.
         ([0, 1600, 0, 8, 16, 16, 4, 0], {"mean_factor": 3.0}, [0, 0, 0, 32, 8, 0, 1.25, 0, 0.5]),
-        # A flag, or a norm that is not finite: an overflow. Its divisor is the scale.
-        ([1, 1600, 0, 6, 4, 0, 4, 0], {"max_norm": 2.5}, [1, 1, 0, 8, 8, 1, 5, 0, 1.5]),
+        # A flag, or a norm that is not finite: an overflow, whose norm is not finite. Its divisor is the scale.
+        ([1, 1600, 0, 6, 4, 0, 4, 0], {"max_norm": 2.5}, [1, 1, 0, 8, 8, 1, math.inf, 0, 1.5]),
         ([0, math.inf, 0, 6, 4, 0, 4, 0], {"max_norm": 2.5}, [1, 1, 0, 8, 8, 1, math.inf, 0, 1.5]),
         # Gradients without a loss; all counts are 0; two ranks failed.
         ([0, 1600, 0, 0, 0, 0, 0, 0], {}, [0, 0, 0, 8, 8, 0, 5, 0, math.nan]),

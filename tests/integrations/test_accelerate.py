@@ -368,8 +368,6 @@ def test_accelerate_4219_plain_accelerate_cannot_clip_plain_tensors_beside_dtens
             accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
-@family
-@long
 @on_ranks(4)
 def test_plain_accelerate_cannot_prepare_tensor_parallelism_with_fsdp2(world):
     with accelerating(world, "fsdp-tp", "no") as accelerator, pytest.raises(ImportError, match="ReplicateParallel"):
@@ -403,6 +401,7 @@ def test_plain_accelerate_steps_on_nan_in_bf16():
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
+@family
 @arguments("layout", cases("accelerate-clip", ["tp", "fsdp-tp", "hsdp"], ["fsdp-tp"], 1))
 @on_ranks(4)
 def test_clipping_is_that_of_one_process(world, layout):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import family, long
 from torch import nn
 from trainer_runs import run_code
 
@@ -75,8 +74,6 @@ def test_accelerate():
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@family
-@long
 def test_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
 
@@ -97,8 +94,6 @@ def test_hugging_face_trainer(tmp_path):
         trainer.train()
 
 
-@family
-@long
 @pytest.mark.filterwarnings("ignore")  # of Lightning, on the versions of what it imports
 def test_lightning():
     lightning = pytest.importorskip("lightning")

@@ -107,11 +107,7 @@ def test_the_trainer_on_two_ranks(world):
     check_layout((1, 2, "folder"), "O2")
 
 
-@family
-@long
-@pytest.mark.parametrize("name", MODES)
-@on_ranks(4)
-def test_the_trainer_on_four_ranks(world, name):
+def train_on_four_ranks(world, name):
     for layout in ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (4, 1, "ddp")):
         check_layout(layout, name)
 

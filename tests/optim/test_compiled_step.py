@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
-from families import family, long
+from families import SEED, WHOLE, family, long
 from pool import on_ranks
 from reference import assert_trained
 from torch import nn
@@ -251,12 +251,11 @@ class Placed(nn.Module):
 
 
 @family
-@long
 @needs_compiler
 def test_compiled_an_element_has_the_same_bits_wherever_it_is():
     """As on a rank that has other parameters, or a part of this one."""
     found = []
-    for size in (1, 100, 1000):
+    for size in (1, 100, 1000) if WHOLE or SEED else (1, 100):
         with paramp.launch_from_torch(configuration("16-naive") | {"clip_grad_norm": None}):
             model = Placed(size)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -268,8 +267,7 @@ def test_compiled_an_element_has_the_same_bits_wherever_it_is():
                 engine.zero_grad()
             assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
             found.append(engine.full_state_dict()["weight"])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -305,7 +305,7 @@ MOVES += [("fsdp4", "fsdp2·pp2"), ("hsdp2x2", "fsdp2"), ("fsdp2", "tp2")]
 
 
 @family
-@pytest.mark.parametrize(("before", "after"), cases("matrix moves", MOVES, [], 1))
+@pytest.mark.parametrize(("before", "after"), cases("matrix moves", MOVES, [("fsdp2", "tp2")], 1))
 def test_checkpoints_go_to_other_layouts(before, after, tmp_path):
     path = str(tmp_path / "saved")
     for make, tolerance in (("muon_and_adamw", 1e-3), ("lamb", 1e-5), ("plain_steps", 1e-5)):
@@ -359,7 +359,7 @@ REPLICAS = {
 
 
 @family
-@pytest.mark.parametrize("layout", cases("matrix replicas", list(REPLICAS), [], 1))
+@pytest.mark.parametrize("layout", cases("matrix replicas", list(REPLICAS), ["dp2·tp2"], 1))
 def test_replicas_of_owners_are_compared(layout):
     run_on_ranks(4, __name__, "replicas", {"layout": layout})
 

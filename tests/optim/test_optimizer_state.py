@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from families import cases, family, long
+from families import SEED, WHOLE, cases, family
 from lamb import Elementwise
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches, local, rank_slice, small_gpt
@@ -77,8 +77,6 @@ def moments(beta, steps, power):
     return exact, nearest, stochastic
 
 
-@family
-@long
 def test_what_rounding_costs_moments_of_normal_gradients():
     """The figures of docs/precision.md."""
 
@@ -265,17 +263,15 @@ def test_zero_has_the_bits_of_data_parallelism(world, make):
 
 @family
 @on_ranks(4)
-@pytest.mark.parametrize("make", cases("state resumed", ["AdamW", "Muon"], [], 1))
+@pytest.mark.parametrize("make", cases("state resumed", ["AdamW", "Muon"], ["AdamW"], 1))
 def test_a_run_goes_on_in_another_layout(world, make):
     path = shared_folder() / "saved"
     expected = run({"tensor": 2}, make, 8, save=path)[3:]
-    exact = run({"tensor": 2}, make, 5, load=path, first=3)
-    assert exact == expected
-    for layout, config in (
-        ({"zero": 1}, {}),
-        ({"data": {"shard": 4}}, {}),
-        ({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"}),
-    ):
+    if WHOLE or SEED:
+        assert run({"tensor": 2}, make, 5, load=path, first=3) == expected
+    layouts = [({"data": {"shard": 4}}, {}), ({"zero": 1}, {})]
+    layouts += [({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"})]
+    for layout, config in layouts if WHOLE or SEED else layouts[:1]:
         assert run(layout, make, 5, load=path, first=3, **config) == pytest.approx(expected, rel=1e-5)
 
 

@@ -1,5 +1,7 @@
 """Parameters that are replaced after initialize: their values are trained and saved, or it is an error."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +109,61 @@ def test_with_masters_zero_and_pipelines(world):
             options = {"precision": precision, "masters": masters, "parallel": parallel}
             actual, expected = trained(assign, **options), trained(in_place, **options)
             assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+def uneven_net():
+    """No dim divides by 2, and the middle layer is frozen."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+    model[2].requires_grad_(False)
+    return model
+
+
+@on_ranks(2)
+def test_shards_that_were_replaced_are_trained_and_gathered(world):
+    """``fully_shard`` has a hook on loads, which would gather the replacements ever after."""
+    target = torch.ones(4, 1)
+
+    def steps(run, model, replace):
+        for step in range(4):
+            if step == 1:
+                replace(1.0)
+            run()
+            if step == 2:
+                with torch.no_grad():
+                    for one in model[2].parameters():
+                        one.mul_(0.5)  # what is frozen is gathered from its own memory too
+
+    def replace(engine, factor):
+        values = {name: value * 0.5 + factor for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict(values, assign=True)
+
+    plain = uneven_net()
+    optimizer = torch.optim.SGD([one for one in plain.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+
+    def plain_step():
+        optimizer.zero_grad()
+        F.mse_loss(plain(X), target).backward()
+        optimizer.step()
+
+    def in_plain(factor):
+        plain.load_state_dict({name: value * 0.5 + factor for name, value in plain.state_dict().items()})
+
+    steps(plain_step, plain, in_plain)
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}):
+        model = uneven_net()
+        sgd = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+        engine, *_ = paramp.initialize(model, sgd, F.mse_loss)
+
+        def engine_step():
+            engine.forward_backward(X.chunk(2)[world.rank], target.chunk(2)[world.rank])
+            assert engine.step().stepped
+            engine.zero_grad()
+
+        steps(engine_step, engine.module, functools.partial(replace, engine))
+        actual = engine.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6, msg=name)
 
 
 def test_a_checkpoint_holds_the_new_values(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from beside_plain import adamw, benchmarks_common, engine_of
 from commands import ROOT
-from families import family, long
+from families import SEED, WHOLE, family
 from pool import on_ranks
 from reference import batches, small_gpt
 from torch import nn

@@ -12,7 +12,7 @@ from beside_plain import engine_of, seeded
 from beside_plain import launch_with_compiler as launch
 from compiler import needs_compiler
 from families import cases as chosen
-from families import family, long
+from families import family
 from matrix import LAYOUTS, MODES, from_small_scale
 from pool import on_ranks, run_on_ranks
 from reference import allowed_units, assert_losses_follow, batches, small_gpt, train_engine, units_apart
@@ -138,7 +138,7 @@ def warned_of(text, rank, rel, **config):
 
 
 @family
-@long
+@pytest.mark.parametrize("how", chosen("dropout over tensor ranks", ["none", "selective"], ["selective"], 1))
 @on_ranks(2)
 def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
     """Its random numbers differ between ranks inside attention, and are equal outside."""
@@ -326,7 +326,7 @@ def train_both(world, parallel, mode):
 
 @family
 @needs_compiler
-@pytest.mark.parametrize(("layout", "mode"), chosen("compiled blocks", COMPILED, [], 2))
+@pytest.mark.parametrize(("layout", "mode"), chosen("compiled blocks", COMPILED, [("1", "bf16-mixed")], 2))
 def test_a_compiled_mode_follows_the_eager_one(layout, mode):
     size, parallel = LAYOUTS[layout]
     compiled, eager = run_on_ranks(size, __name__, "train_both", {"parallel": parallel, "mode": mode}, "cpu")[0]

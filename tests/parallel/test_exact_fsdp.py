@@ -4,7 +4,7 @@ import pytest
 import torch
 from beside_plain import engine_of, randn, seeded
 from exact_training import LAYOUTS, Part, assert_same_bits, reference, train, trained
-from families import cases, family, number
+from families import SEED, WHOLE, cases, family, number
 from pool import on_ranks, run_on_ranks
 from torch import nn
 
@@ -54,13 +54,15 @@ OF_RESUMED = [(*layouts, mode) for layouts in RESUMED for mode in ("16-mixed", "
 
 
 @family
-@pytest.mark.parametrize(("before", "after", "mode"), cases("fsdp resumed", OF_RESUMED, [], 1))
+@pytest.mark.parametrize(
+    ("before", "after", "mode"), cases("fsdp resumed", OF_RESUMED, [("fsdp2", "tp2", "16-mixed")], 1)
+)
 def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, mode, tmp_path):
     path = str(tmp_path / "checkpoint")
-    first = trained("gpt", mode, before, Part(0, STEPS // 2, save=path))
-    expected = reference("gpt", mode, STEPS)
+    first = trained(GPT, mode, before, Part(0, STEPS // 2, save=path))
+    expected = reference(GPT, mode, STEPS)
     assert first["steps"] == expected["steps"][: STEPS // 2]
-    assert_same_bits(trained("gpt", mode, after, Part(STEPS // 2, STEPS, load=path)), expected)
+    assert_same_bits(trained(GPT, mode, after, Part(STEPS // 2, STEPS, load=path)), expected)
 
 
 class Failing:

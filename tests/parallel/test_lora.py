@@ -105,19 +105,18 @@ def follows(name, layout):
             assert torch.equal(value, start[key]) == (key not in trained), key
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
-@on_ranks(2)
-def test_fp32_follows_plain_torch(world, layout):
-    for name in ("llama", "gpt2", "own", *(["llama-embedding"] if layout == "tp2" else [])):
-        follows(name, layout)
-
-
 @family
-@long
-@on_ranks(4)
-def test_fp32_follows_plain_torch_on_tensor_and_pipeline_ranks(world):
-    follows("llama", "pp2-tp2")
-    follows("own", "pp2-tp2")
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2", pytest.param("pp2-tp2", marks=long)])
+def test_fp32_follows_plain_torch(layout):
+    run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follow_plain_torch", {"layout": layout})
+
+
+MORE = {"tp2": ["gpt2", "llama-embedding"], "pp2": ["gpt2"], "fsdp2": ["gpt2"], "pp2-tp2": []}
+
+
+def follow_plain_torch(world, layout):
+    for name in ("llama", "own", *MORE[layout]):
+        follows(name, layout)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])

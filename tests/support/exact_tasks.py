@@ -207,13 +207,20 @@ class Task:
     """What is done with the engine and this rank's batch behind each call but the last of a window."""
     behind: Callable[[Any, Any], None] | None = None
     """And behind each step."""
+    scales: Mapping[str, float] = field(default_factory=lambda: {"16-mixed": 2.0**23, "16-naive": 2.0**20})
+    """Mode -> the scale to begin with, so that the first steps overflow: three of a GPT, two of a small one."""
 
 
 LLAMA = partial(hugging_face, "Llama", num_attention_heads=8, num_key_value_heads=4)  # four tensor ranks divide both
+SMALL = partial(gpt, num_layers=2, width=32)
+SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
 KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
 TASKS = {
     "gpt": Task(gpt),
-    "gpt of 8 slices": Task(partial(gpt, 8), config={"reproducible": {"chunk": 1, "slices": 8}}),
+    "small gpt": Task(SMALL, calls=1, scales=SMALL_SCALES),
+    "small gpt of 4 layers": Task(partial(gpt, width=32), calls=1, scales=SMALL_SCALES),
+    "small gpt, counted": Task(SMALL, criterion=counted, scales=SMALL_SCALES),
+    "gpt of 8 slices": Task(partial(gpt, 8, num_layers=2), calls=1, config={"reproducible": {"chunk": 1, "slices": 8}}),
     "gpt, chunks of 2": Task(gpt, tokens(8), config={"reproducible": {"chunk": 2, "slices": 4}}),
     "gpt, counted": Task(gpt, criterion=counted),
     "gpt, smoothed": Task(gpt, criterion=smoothed),

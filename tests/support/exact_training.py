@@ -48,8 +48,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2·fsdp2 interleaved": (4, {"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}, "data": {"shard": 2}}),
 }
 """Name -> ranks, and the configuration's ``parallel``."""
-HIGH_SCALES = {"16-mixed": 2.0**23, "16-naive": 2.0**20}
-"""Mode -> a scale at which, and at the next ones that are tried, the GPT's gradients are infinite: three steps long."""
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 
@@ -66,12 +64,12 @@ class Part:
     """Where to save at the end."""
 
 
-def with_high_scale(mode: str) -> Precision:
-    """The mode, its loss scaling, if it is dynamic, starting from the mode's HIGH_SCALES."""
-    precision = Precision.parse(mode)
-    if precision.scaling is None or mode not in HIGH_SCALES:
+def with_high_scale(mode: str, task: str) -> Precision:
+    """The mode, its loss scaling, if it is dynamic, starting from the task's scale."""
+    precision, scales = Precision.parse(mode), TASKS[task].scales
+    if precision.scaling is None or mode not in scales:
         return precision
-    return replace(precision, scaling=replace(precision.scaling, init_scale=HIGH_SCALES[mode]))
+    return replace(precision, scaling=replace(precision.scaling, init_scale=scales[mode]))
 
 
 def train(
@@ -85,7 +83,7 @@ def train(
     """A body: the trace of ``part`` on rank 0; ``options`` are further keys of the configuration."""
     config = {
         "parallel": LAYOUTS[layout][1],
-        "precision": with_high_scale(mode),
+        "precision": with_high_scale(mode, task),
         "reproducible": {"chunk": 1, "slices": 4},
         "clip_grad_norm": 1.0,
         "gradient_accumulation": TASKS[task].calls,
@@ -150,6 +148,18 @@ def digest(tensor: torch.Tensor) -> str:
     """Of the dtype, the shape and the bits of ``tensor``."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def train_modes(world: World, modes: Mapping[str, int], **given: Any) -> dict[str, Trace | None]:
+    """A body: the trace of each of the ``modes`` in as many steps, one after another."""
+    return {mode: train(world, mode=mode, part=Part(0, steps), **given) for mode, steps in modes.items()}
+
+
+def trained_in_modes(task: str, modes: Mapping[str, int], layout: str) -> dict[str, Trace]:
+    """The traces of one launch of the ranks of ``layout``."""
+    given = {"task": task, "modes": modes, "layout": layout, "options": {}}
+    traces: dict[str, Trace] = run_on_ranks(LAYOUTS[layout][0], __name__, "train_modes", given)[0]
+    return traces
 
 
 def trained(

@@ -1,6 +1,7 @@
 """Long families of tests: the same assertion for many cases. What a run tries of each is chosen by the environment.
 
-- By default, as in ``make test``: a part, in which most values of a parameter stand once.
+- By default, as in ``make test``: a part, in which most values of a parameter stand once. It is never empty
+  (``tests/system/test_families.py``).
 - ``PARAMP_TEST_SEED``, any text: a sample of the other cases, always the same for one seed (``.ci/run``).
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Collection, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -22,8 +24,9 @@ SEED = os.environ.get("PARAMP_TEST_SEED", "")
 family = pytest.mark.family
 """Marks the tests of a family, so that a sample can be run alone: ``pytest -m family``."""
 
-long = pytest.mark.skipif(not (WHOLE or SEED), reason="long: make test-sample and make test-all run it")
-"""With :data:`family`, marks a single long test."""
+LONG = "long: make test-sample and make test-all run it"
+long = pytest.mark.skipif(not (WHOLE or SEED), reason=LONG)
+"""With :data:`family`, marks a long case of a test that has others."""
 
 
 def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample: int) -> list[Case]:
@@ -34,7 +37,10 @@ def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample:
         rest = [case for case in everything if case not in part]
         chosen = random.Random(f"{SEED} {name}").sample(range(len(rest)), min(sample, len(rest)))
         return [rest[index] for index in sorted(chosen)]
-    return [case for case in everything if case in part]
+    chosen = [case for case in everything if case in part]
+    if not chosen:
+        raise ValueError(f"the family {name!r} has no case by default, expected at least one in {list(part)}")
+    return chosen
 
 
 def number(part: int, whole: int) -> int:
@@ -47,3 +53,23 @@ def offset(name: str, part: int, stride: int) -> slice:
     if WHOLE:
         return slice(None)
     return slice(random.Random(f"{SEED} {name}").randrange(stride) if SEED else part % stride, None, stride)
+
+
+def without_a_case(items: Iterable[pytest.Item]) -> list[str]:
+    """The tests of ``items``, as a run without variables collects them, of which such a run makes no case."""
+    tests: dict[str, list[bool]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(_is_left_out(item))
+    return [name for name, left_out in tests.items() if all(left_out)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """Whether ``item`` is long, or stands for no case at all."""
+    marks = [mark for name in ("skip", "skipif") for mark in item.iter_markers(name) if not mark.args or mark.args[0]]
+    reasons = [str(mark.kwargs.get("reason", "")) for mark in marks]
+    return any(reason == LONG or reason.startswith("got empty parameter set") for reason in reasons)
+
+
+def how_to_repeat(nodeid: str) -> str:
+    """The command that runs one case of this run's sample again."""
+    return f"PARAMP_TEST_SEED={shlex.quote(SEED)} python -m pytest {shlex.quote(nodeid)}"

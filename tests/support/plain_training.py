@@ -2,7 +2,7 @@
 
 The model, the optimizer and the criterion are made here for both sides. All that an engine adds to them is written a
 second time, from its documentation: accumulation windows, the loss scaler's rule, skipped steps, which parameters are
-stepped, what a checkpoint holds.
+stepped, what a checkpoint holds, how averages of weights move.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ NUM_BLOCKS = 4
 LAST = NUM_BLOCKS + 1
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 PLAN_OF_ENDS = {"0.proj": "colwise_gather", f"{LAST}.proj": "colwise_gather"}
+SEQUENCE_PLAN = {
+    "0": "scatter_sequence",
+    "*.up": "sequence_colwise",
+    "*.down": "sequence_rowwise",
+    **{f"{block}.norm": "sequence" for block in range(1, NUM_BLOCKS + 1)},
+    f"{LAST}": "gather_sequence",
+}
+GAINS = {"scalar": (), "vector": (1,), "none": None}
+"""The shape of each block's own parameter. FSDP2 takes none without dims; no style of sequence parallelism fits one."""
 GAMMA = 0.9
 """By which a step of the learning-rate scheduler multiplies."""
 ALWAYS_TRAINED = f"{LAST}.norm.weight"
@@ -38,11 +47,12 @@ class First(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, gain: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(()))
+        shape = GAINS[gain]
+        self.gain = 1.0 if shape is None else nn.Parameter(torch.ones(shape))
         self.register_buffer("shift", torch.zeros(WIDTH))
         self.active = True
 
@@ -64,9 +74,20 @@ class Last(nn.Module):
         return x + self.proj(x) if self.active else x
 
 
-def build_model(tied: bool, frozen: list[str], seed: int) -> nn.Sequential:
+class Planned(nn.Sequential):
+    """With plans of its own, of which the layout chooses one."""
+
+    ends = False
+
+    def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
+        return (SEQUENCE_PLAN if sequence_parallel else PLAN) | (PLAN_OF_ENDS if self.ends else {})
+
+
+def build_model(case: dict[str, Any], seed: int) -> nn.Sequential:
     """The model in fp32. Its values are multiples of 1/64, which every mode represents."""
-    model = nn.Sequential(First(), *(Block() for _ in range(NUM_BLOCKS)), Last())
+    tied, frozen, gain = case["tied"], case["frozen"], case.get("gain", "scalar")
+    model = (Planned if gain == "none" else nn.Sequential)(First(), *(Block(gain) for _ in range(NUM_BLOCKS)), Last())
+    model.ends = case["shard_ends"]
     if tied:
         model[LAST].proj.weight = model[0].proj.weight
     generator = torch.Generator().manual_seed(seed)
@@ -165,13 +186,14 @@ class PlainTraining:
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
         self.tied = case["tied"]
-        self.model = build_model(self.tied, case["frozen"], seed=1).double()
+        self.model = build_model(case, seed=1).double()
         self.optimizer = build_optimizer(case["optimizer"], case["lr"], self.model)
         self.criterion = CRITERIA[case["criterion"]]
         self.accumulation = case["accumulation"]
         self.rule = None if case["scaling"] is None else ScaleRule(**case["scaling"])
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.scheduled_at = 0  # the number of steps when the scheduler last advanced
+        self.averages: dict[str, torch.Tensor] | None = None  # of the weights; those of now until the first step
         self.modes = {case["mode"]}  # that it was trained in
         self.way = dict.fromkeys(self.parameters(), 0.0)
         self.num_roundings = 0
@@ -196,6 +218,9 @@ class PlainTraining:
 
     def first_name(self, name: str) -> str:
         return TIED[0] if self.tied and name == TIED[1] else name
+
+    def is_tied(self, name: str) -> bool:
+        return self.tied and name in TIED
 
     # --------------------------------------------------------------------------------------------------- window
 
@@ -276,6 +301,7 @@ class PlainTraining:
         if self.num_calls < self.accumulation:
             return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": None, "loss": None}
         self.num_calls, self.ended = 0, True
+        self.averages = self.averages_now()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if not self.loss_weight and not self.forced:  # nothing was counted
             self.in_a_row = 0
@@ -307,6 +333,30 @@ class PlainTraining:
         for name, parameter in self.parameters().items():
             self.way[name] += float((parameter.detach() - before[name]).norm())
         self.num_roundings += self.case["rounds_weights"]
+        decay = self.case.get("ema") or 0.0
+        weights = self.trained_weights()
+        self.averages = {
+            name: decay * average + (1 - decay) * weights[name] for name, average in self.averages_now().items()
+        }
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """Copies of those that were not frozen when the engine was made."""
+        pairs = self.parameters().items()
+        return {name: value.detach().clone() for name, value in pairs if name not in self.case["frozen"]}
+
+    def averages_now(self) -> dict[str, torch.Tensor]:
+        return self.trained_weights() if self.averages is None else self.averages
+
+    @torch.no_grad()
+    def evaluate_averages(self, seed: int, parts: int) -> float:
+        """The loss of a batch with the averages in the place of the weights."""
+        kept, weights = self.trained_weights(), self.parameters()
+        for name, average in self.averages_now().items():
+            weights[name].copy_(average)
+        loss = self.evaluate(seed, parts)
+        for name, value in kept.items():
+            weights[name].copy_(value)
+        return loss
 
     def schedule(self) -> None:
         if self.num_steps > self.scheduled_at:
@@ -325,11 +375,13 @@ class PlainTraining:
     def snapshot(self) -> dict[str, Any]:
         counts = ("num_steps", "num_skipped", "in_a_row", "scheduled_at", "num_roundings", "way", "rule", "modes")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "mode": self.case["mode"]}
+        state["averages"] = self.averages_now()
         return copy.deepcopy(state | {name: getattr(self, name) for name in counts})
 
     def load_weights(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.way = dict(state["way"])
+        self.averages = None
         self.restart_window()
 
     def load(self, state: dict[str, Any]) -> None:

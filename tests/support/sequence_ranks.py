@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from plain_training import (
     PLAN,
     PLAN_OF_ENDS,
     PlainTraining,
+    Planned,
     batch_of,
     build_model,
     build_optimizer,
@@ -20,7 +24,7 @@ from plain_training import (
 )
 from pool import World
 from sequences import Case
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import paramp
 
@@ -59,10 +63,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of ``whole`` where it holds ``like`` of it."""
-    for axis, placement in enumerate(getattr(like, "placements", ())):
-        if isinstance(placement, Shard):
-            whole = whole.chunk(like.device_mesh.size(axis), placement.dim)[like.device_mesh.get_local_rank(axis)]
+    """What a rank holds of ``whole`` where it holds ``like`` of it: data ranks divide what a tensor rank has."""
+    for axis, placement in reversed([*enumerate(getattr(like, "placements", ()))]):
+        dim = getattr(placement, "dim", None)  # also of a shard that has a stride
+        if dim is not None:
+            parts = whole.chunk(like.device_mesh.size(axis), dim)
+            index = like.device_mesh.get_local_rank(axis)
+            whole = parts[index] if index < len(parts) else whole.narrow(dim, 0, 0)
     return whole
 
 
@@ -77,8 +84,11 @@ def run_segment(world: World, case: Case, begin: str | None, end: str, last: boo
         "gradient_accumulation": case["accumulation"],
         "max_skipped_in_a_row": None,
         "hang_timeout": None,
+        "ema": {"decay": case["ema"]} if case.get("ema") else None,
+        "compile": {"backend": "eager"} if case.get("compile") else False,
+        "reproducible": {"chunk": 1, "slices": 4} if case.get("exact") else False,
     }
-    with paramp.launch_from_torch(config, device="cpu") as context:
+    with _warnings_of(case), paramp.launch_from_torch(config, device="cpu") as context:
         runner = SegmentRunner(world, case, context, begin, end)
         index, operation = start - 1, ["begin"]
         try:
@@ -101,6 +111,19 @@ def run_segment(world: World, case: Case, begin: str | None, end: str, last: boo
     return found and f"at operation {index}, {operation}: {found}"
 
 
+@contextmanager
+def _warnings_of(case: Case) -> Iterator[None]:
+    """Without those that the operations bring about: on edits through ``.data``, and of and in compiled blocks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* was changed in place without moving its version counter")
+        if case.get("compile"):
+            warnings.filterwarnings("ignore", "compile: ")
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+        yield
+
+
 class SegmentRunner:
     """An engine and the plain training; one method for each operation."""
 
@@ -108,14 +131,16 @@ class SegmentRunner:
         self.world, self.case, self.context, self.end = world, case, context, end
         self.parts, self.part = context.dp.size, context.dp.rank
         self.pipelined = context.pp.size > 1
+        self.sharded = isinstance(case["layout"]["parallel"].get("data"), dict)
+        self.exact = case.get("exact", False)
         self.dtype = torch.float64 if case["mode"] == "64-true" else torch.float32
         self.plain = PlainTraining(case)
         self.problems: list[str] = []
         self.saved: tuple[str, dict[str, Any]] | None = None
         self.handles: list[Any] = []
         self.criterion = Criterion(case["criterion"])
-        model = build_model(case["tied"], case["frozen"], seed=1 if begin is None else 2)
-        if case["hooked"] is not None:
+        model = build_model(case, seed=1 if begin is None else 2)
+        if case["hooked"] is not None and not self.sharded:  # FSDP2 calls no gradient hooks
             for whole in (model, self.plain.model):
                 parameter = whole.get_parameter(case["hooked"])
                 if parameter.requires_grad:
@@ -126,7 +151,7 @@ class SegmentRunner:
             optimizer,
             self.criterion,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA),
-            plan=PLAN | PLAN_OF_ENDS if case["shard_ends"] else PLAN,
+            plan=None if isinstance(model, Planned) else PLAN | PLAN_OF_ENDS if case["shard_ends"] else PLAN,
         )
         if begin is not None:
             self.engine.load(begin)
@@ -214,18 +239,24 @@ class SegmentRunner:
         ):
             self.expect(f"lr of group {index}", round(float(ours["lr"]), 12), round(theirs["lr"], 12))
 
-    def check_whole(self) -> None:
-        """Compare the whole model, masters where there are; a collective."""
+    def check_whole(
+        self, actual: dict[str, torch.Tensor] | None = None, averages: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """Compare the whole model, masters where there are, or averages in the place of weights; a collective."""
+        what = "full_state_dict" if actual is None else "averages"
         weights = self.plain.model.state_dict()
         names = {name: self.plain.first_name(name) for name in weights}
-        for name, value in self.engine.full_state_dict().items():
+        actual = self.engine.full_state_dict() if actual is None else actual
+        self.expect(f"names of {what}", sorted(actual), sorted(weights))
+        for name, value in actual.items():
             if names[name] in self.plain.way:
                 first = names[name]
-                distance = float((value.double() - weights[name]).norm())
+                expected = (averages or {}).get(first, weights[name])
+                distance = float((value.double() - expected).norm())
                 rounded = self.plain.num_roundings + (self.case["half"] and self.case["rounds_weights"])
-                allowed = self.rounding * (UNITS * self.way(first) + rounded * float(weights[name].norm()))
+                allowed = self.rounding * (UNITS * self.way(first) + rounded * float(expected.norm()))
                 if not distance <= allowed + 1e-6:
-                    self.problems.append(f"full_state_dict: {name}: {distance:.3g} away, allowed {allowed:.3g}")
+                    self.problems.append(f"{what}: {name}: {distance:.3g} away, allowed {allowed:.3g}")
 
     def holding(self, name: str) -> list[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters that are ``name`` or tied to it."""
@@ -280,6 +311,8 @@ class SegmentRunner:
             if how == "no loss":  # a failure elsewhere may be raised by the next call only
                 self.engine.step()
 
+        if self.sharded:
+            part = None  # data ranks that share shards wait for each other in the model
         if part is None or part % self.parts == self.part:
             self.criterion.fail_at = at % self.context.config.parallel.pipeline.num_microbatches
         self.expect_error("a criterion that fails", Exception, call)
@@ -333,10 +366,12 @@ class SegmentRunner:
         parameter = plain.parameters()[plain.first_name(name)]
         if not plain.has_backward or parameter.grad is None or plain.first_name(name) in plain.zeroed:
             return
+        if self.exact and plain.is_tied(name):
+            return  # refused
         made = torch.zeros(())
-        if self.world.rank == rank % self.world.size:
+        if self.world.rank == rank % self.world.size or self.exact:  # which depends on no layout
             for own, value in self.holding(name):
-                if own == name or not self.pipelined:
+                if (own == name or not self.pipelined) and local(value.grad).numel():
                     local(value.grad).view(-1)[0] = float("inf")
                     made += 1
         dist.all_reduce(made)
@@ -349,8 +384,18 @@ class SegmentRunner:
             self.engine.diagnose_overflow()
             self.plain.drop()
 
+    def averages(self, seed: int) -> None:
+        """Compare the averages, and an evaluation with them."""
+        self.check_whole(self.engine.ema.full_state_dict(), self.plain.averages_now())
+        with self.engine.ema.applied():
+            loss = float(self.engine.evaluate(*self.own_batch(seed)))
+        expected = self.plain.evaluate_averages(seed, self.parts)
+        self.expect_close("the loss of an evaluation with averages", loss, expected, 1e-6)
+
     def whole(self) -> None:
         self.check_whole()
+        if self.engine.ema is not None:
+            self.check_whole(self.engine.ema.full_state_dict(), self.plain.averages_now())
         self.expect("differences between replicas", self.engine.check_replicas(), [])
 
     # ---------------------------------------------------------------------------------------- changes by the user
@@ -420,6 +465,8 @@ class SegmentRunner:
         first = plain.first_name(name)
         if not plain.parameters()[first].requires_grad or (kind == "accumulated" and plain.waiting):
             return
+        if self.sharded or (self.exact and plain.is_tied(name)):
+            return  # FSDP2 calls none; the exact mode refuses it
         for parameter in (plain.parameters()[first], *(value for _, value in self.holding(first))):
             if kind == "tensor":
                 self.handles.append(parameter.register_hook(lambda gradient: gradient * 0.5))
@@ -468,7 +515,9 @@ class SegmentRunner:
             self._backward(*self.own_batch(seed), "plain")
             self.engine.step()
 
-        self.expect_error("training what was frozen", (RuntimeError, ValueError), call)
+        # Before the first batch FSDP2 itself refuses what is frozen in half precision, by an assertion.
+        kinds = (RuntimeError, ValueError, AssertionError) if self.sharded else (RuntimeError, ValueError)
+        self.expect_error("training what was frozen", kinds, call)
         for _, parameter in self.holding(name):
             parameter.requires_grad_(False)
         self.engine.zero_grad()

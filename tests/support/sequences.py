@@ -4,6 +4,9 @@ A case is plain data: a mode, a model, an optimizer, a layout and a list of oper
 ``["edit", "0.proj.weight", "clamp", 7]``. An operation that does not apply where it stands does nothing, so that any
 part of a sequence is a sequence too. ``["reload", layout, mode]`` saves, and goes on in another layout, and perhaps in
 another mode.
+
+The words of a seed choose what else there is: in ``"sharded ema 3"`` FSDP2 and HSDP among the layouts, and averages of
+the weights (:data:`FEATURES`). With ``exact`` the sequence also runs in one process, and both end with the same bits.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from exact_training import digests
 from plain_training import ALWAYS_TRAINED, LAST, NUM_BLOCKS, TIED
 from pool import run_on_ranks
 
@@ -39,6 +43,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
     "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
 }
+SHARDED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"data": {"shard": 2}}),
+    "fsdp4": (4, {"data": {"shard": 4}}),
+    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
+}
+SEQUENCE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 + sp": (2, {"tensor": 2, "sequence_parallel": True}),
+    "dp2·tp2 + sp": (4, {"data": 2, "tensor": 2, "sequence_parallel": True}),
+    "pp2·tp2 + sp": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
+}
+BOTH_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2·tp2 + sp": (4, {"data": {"shard": 2}, "tensor": 2, "sequence_parallel": True}),
+}
+FEATURES = ("sharded", "sequence", "ema", "compile", "exact")
+"""``sequence``: sequence parallelism; ``exact``: ``reproducible=True``."""
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
+"""Schedules that neither FSDP2 nor compiled blocks go with."""
+EXACT_MODES = ("32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive")
+DEPENDS_ON_LAYOUT = ("gradient",)
+"""Operations that do something in some layouts only: nothing for ``exact``."""
 HALF = {"16-naive": True, "bf16-naive": True, "O2": True, "O3": False, "16-true": False, "bf16-true": False}
 """Modes with half-precision weights: whether they have masters."""
 MODES = {"64-true": 12, "32-true": 3, "16-mixed": 3, "bf16-mixed": 1, **dict.fromkeys(HALF, 1), "16-naive": 3, "O2": 2}
@@ -94,14 +120,28 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
     "thaw_frozen": (1, lambda rng: [_batch(rng)]),
 }
 """By name: how often it is drawn, and its arguments."""
+OF_AVERAGES: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
+    "averages": (4, lambda rng: [_batch(rng)]),
+}
 
 
-def draw_layout(rng: random.Random, largest: int) -> dict[str, Any]:
-    world, parallel = LAYOUTS[rng.choice([name for name, (size, _) in LAYOUTS.items() if size <= largest])]
+def layouts_of(rng: random.Random, features: Collection[str]) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Those without the features, or those with one."""
+    special: dict[str, tuple[int, dict[str, Any]]] = {}
+    special |= SHARDED_LAYOUTS if "sharded" in features else {}
+    special |= SEQUENCE_LAYOUTS if "sequence" in features else {}
+    special |= BOTH_LAYOUTS if {"sharded", "sequence"} <= {*features} else {}
+    return special if special and rng.random() < 0.7 else LAYOUTS
+
+
+def draw_layout(rng: random.Random, largest: int, features: Collection[str] = ()) -> dict[str, Any]:
+    layouts = layouts_of(rng, features)
+    world, parallel = layouts[rng.choice([name for name, (size, _) in layouts.items() if size <= largest])]
     parallel = dict(parallel)
     size = parallel.pop("pipeline", 1)
     if size > 1:
-        schedule = rng.choice(SCHEDULES)
+        splits = not {"sharded", "compile"} & {*features}
+        schedule = rng.choice([name for name in SCHEDULES if splits or name not in SPLIT_BACKWARD])
         parallel["pipeline"] = {"size": size, "schedule": schedule, "microbatches": rng.choice([2, 4])}
         if schedule == "dualpipev":
             parallel["pipeline"]["microbatches"] = 4
@@ -110,7 +150,7 @@ def draw_layout(rng: random.Random, largest: int) -> dict[str, Any]:
     return {"world": world, "parallel": parallel}
 
 
-def draw_mode(rng: random.Random, names: list[str]) -> dict[str, Any]:
+def draw_mode(rng: random.Random, names: list[str], *, sharded: bool = False) -> dict[str, Any]:
     mode = rng.choices(names, [MODES[name] for name in names])[0]
     scaling = None
     if mode in SCALED:
@@ -126,38 +166,83 @@ def draw_mode(rng: random.Random, names: list[str]) -> dict[str, Any]:
         "scaling": scaling,
         "half": mode in HALF,
         "rounds_weights": not HALF.get(mode, True),
-        "masters": rng.choice(["full", "remainder"]) if mode in ("16-naive", "bf16-naive") else None,
+        "masters": rng.choice(["full", "remainder"][: 2 - sharded]) if mode in ("16-naive", "bf16-naive") else None,
     }
 
 
 def draw(seed: str, largest: int) -> Case:
     """The case of ``seed``, on at most ``largest`` ranks."""
     rng = random.Random(f"sequence {seed}")
-    mode = draw_mode(rng, list(MODES))
-    exact = mode["mode"] in ("64-true", "32-true")
+    features = [word for word in seed.split() if word in FEATURES]
+    sharded, exact = "sharded" in features, "exact" in features
+    mode = draw_mode(rng, [*EXACT_MODES] if exact else list(MODES), sharded=sharded)
+    full = mode["mode"] in ("64-true", "32-true")
     optimizers = ["sgd", "sgd-plain"]
-    if exact:
-        optimizers += ["sgd-dampened", "adam", "adamw", "adamw-foreach", "rmsprop", "nadam"]
+    if full:
+        optimizers += ["adam", "adamw"] if exact else ["sgd-dampened", "adam", "adamw", "adamw-foreach"]
+        optimizers += [] if exact else ["rmsprop", "nadam"]
     optimizer = rng.choice(optimizers)
-    others = ["64-true", "32-true"] if exact else [name for name in MODES if name not in ("64-true", "32-true")]
-    return {
+    others = [name for name in (EXACT_MODES if exact else MODES) if (name in ("64-true", "32-true")) == full]
+    case = {
         **mode,
         "tied": rng.random() < 0.5,
         "shard_ends": rng.random() < 0.3,
         "frozen": rng.choice([[], [], [], rng.sample(NAMES[:-1], 3), [name for name in NAMES if name[0] in "01"]]),
         "criterion": rng.choice(["mean", "counted"]),
         "accumulation": rng.choice([1, 1, 1, 2, 3]),
-        "clip": rng.choice([None, 0.5]) if exact else 0.5,
+        "clip": rng.choice([None, 0.5]) if full else 0.5,
         "optimizer": optimizer,
         "lr": 0.05 if optimizer.startswith("sgd") else 0.01,
-        "layout": draw_layout(rng, largest),
+        "layout": draw_layout(rng, largest, features),
         "hooked": rng.choice([None, None, rng.choice(NAMES[1:-1])]),
-        "operations": _draw_operations(rng, rng.randrange(6, 22), largest, others),
+        "operations": _draw_operations(rng, rng.randrange(6, 22), largest, others, features),
     }
+    return _with_features(case, rng, features) if features else case
 
 
-def _draw_operations(rng: random.Random, length: int, largest: int, modes: list[str]) -> list[list[Any]]:
-    names, weights = list(OPERATIONS), [often for often, _ in OPERATIONS.values()]
+def _with_features(case: Case, rng: random.Random, features: Collection[str]) -> Case:
+    """``case`` with what the features add and what goes with none of them left out."""
+    sharded, exact = "sharded" in features, "exact" in features
+    without = set(DEPENDS_ON_LAYOUT) if exact else set()
+    if sharded and exact:  # no shard has a gradient hook, so no layout may
+        without |= {"hook"}
+        case["hooked"] = None
+    if exact and case["tied"] and case["hooked"] == TIED[0]:
+        case["hooked"] = None
+    case |= {name: name in features for name in ("compile", "exact")}
+    case["ema"] = rng.choice([0.75, 0.9]) if "ema" in features else None
+    case["gain"] = "none" if "sequence" in features else "vector" if sharded else "scalar"
+    operations = [operation for operation in case["operations"] if operation[0] not in without]
+    if exact:
+        operations = [_of_any_layout(operation) for operation in operations]
+    case["operations"] = operations
+    if case["gain"] == "none":
+
+        def named(value: Any) -> Any:
+            """``value`` with the name of a parameter that there is."""
+            if isinstance(value, list):
+                return [named(one) for one in value]
+            return value.replace(".gain", ".up.bias") if isinstance(value, str) else value
+
+        case |= {key: named(case[key]) for key in ("frozen", "hooked", "operations")}
+        case["frozen"] = sorted({*case["frozen"]})
+    return case
+
+
+def _of_any_layout(operation: list[Any]) -> list[Any]:
+    """``operation``, or one like it that does the same in every layout."""
+    if operation[0] == "backward" and operation[2] == "loop":
+        return [*operation[:2], "plain"]
+    if operation[0] == "switch" and operation[2] in (0, 1):
+        return [*operation[:2], None]
+    return operation
+
+
+def _draw_operations(
+    rng: random.Random, length: int, largest: int, modes: list[str], features: Collection[str]
+) -> list[list[Any]]:
+    table = OPERATIONS | OF_AVERAGES if "ema" in features else OPERATIONS
+    names, weights = list(table), [often for often, _ in table.values()]
     operations: list[list[Any]] = []
     while len(operations) < length:
         if rng.random() < 0.3:  # the common loop, which random calls would rarely hit upon
@@ -165,11 +250,93 @@ def _draw_operations(rng: random.Random, length: int, largest: int, modes: list[
             operations += [["zero_grad", "engine"]] * rng.randrange(2)
             continue
         (name,) = rng.choices(names, weights)
-        arguments = OPERATIONS[name][1](rng)
+        arguments = table[name][1](rng)
         if name == "reload":
-            arguments = [draw_layout(rng, largest), draw_mode(rng, modes) if rng.random() < 0.3 else {}]
+            layout = draw_layout(rng, largest, features)
+            mode = draw_mode(rng, modes, sharded="sharded" in features) if rng.random() < 0.3 else {}
+            arguments = [layout, mode]
         operations.append([name, *arguments])
     return operations
+
+
+# --------------------------------------------------------------------------------------------------------------- fixed
+
+PLAIN = {"mode": "64-true", "scaling": None, "half": False, "rounds_weights": False, "masters": None}
+SCALING = {"init_scale": 64.0, "growth_interval": 2, "hysteresis": 1, "min_scale": 1.0, "max_scale": 1024.0}
+MIXED = PLAIN | {"mode": "16-mixed", "scaling": SCALING}
+NAIVE = MIXED | {"mode": "16-naive", "half": True, "masters": "full"}
+
+
+def layout(name: str, **pipeline: Any) -> dict[str, Any]:
+    """The layout ``name``; ``pipeline``: its schedule and microbatches, if it has stages."""
+    world, parallel = (LAYOUTS | SHARDED_LAYOUTS | SEQUENCE_LAYOUTS | BOTH_LAYOUTS)[name]
+    if "pipeline" in parallel:
+        parallel = parallel | {"pipeline": {"size": parallel["pipeline"], **pipeline}}
+    return {"world": world, "parallel": parallel}
+
+
+def fixed(name: str, *pieces: list[list[Any]], **changes: Any) -> Case:
+    """A case in the layout ``name``, whose operations are those of the pieces."""
+    case = {"tied": True, "shard_ends": False, "frozen": ["2.up.weight"], "criterion": "mean", "accumulation": 1}
+    case |= {"clip": 0.5, "optimizer": "sgd", "lr": 0.05, "hooked": None, "layout": layout(name)}
+    return PLAIN | case | changes | {"operations": [operation for piece in pieces for operation in piece]}
+
+
+def _trained(seed: int) -> list[list[Any]]:
+    return [["backward", seed, "plain"], ["step"], ["zero_grad", "engine"]]
+
+
+def _saved(how: str) -> list[list[Any]]:
+    """A save, a step that is lost, and the load."""
+    return [["save", how], *_trained(8), ["load"]]
+
+
+def _gone_on(name: str, **pipeline: Any) -> list[list[Any]]:
+    return [["reload", layout(name, **pipeline), {}], *_trained(9)]
+
+
+_SKIPPED = [["backward", 7, "plain"], ["infinite_gradient", 1, "1.up.weight"], ["step"], ["diagnose"]]
+_EDITED = [["edit", "3.down.weight", "copy", 5, 0], ["freeze", "1."], *_trained(3), ["thaw", "1."]]
+_AVERAGES = [["averages", 4]]
+FIXED: dict[str, Case] = {
+    "sharded": fixed(
+        "fsdp2",
+        *(_trained(1), _SKIPPED, _saved("async"), _EDITED, [["edit", "1.down.weight", "copy", 6, 3]], _trained(4)),
+        *([["whole"]], _gone_on("hsdp2x2"), _gone_on("tp2")),
+        **NAIVE,
+        gain="vector",
+    ),
+    "sequence": fixed(
+        "tp2 + sp",
+        *(_trained(1), _SKIPPED, _EDITED, [["evaluate", 3, "output"]], _gone_on("pp2", schedule="gpipe")),
+        gain="none",
+        shard_ends=True,
+        optimizer="adamw",
+        lr=0.01,
+    ),
+    "ema": fixed(
+        "dp2 + zero1",
+        *([["edit", "1.up.weight", "clamp", 5, 0]], _AVERAGES, _trained(1), _AVERAGES, _SKIPPED, _AVERAGES, _EDITED),
+        *(_saved("wait"), _AVERAGES, _trained(2), [["load_weights"]], _AVERAGES, _trained(5), _AVERAGES),
+        *(_gone_on("1"), _AVERAGES),
+        **NAIVE | {"masters": "remainder"},
+        ema=0.75,
+    ),
+    "compile": fixed(
+        "1",
+        *(_trained(1), [["switch", 2, None]], _trained(2), [["switch", 2, "on"]], _SKIPPED, _EDITED),
+        *([["hook", "2.up.bias", "tensor", 1]], _trained(4), [["evaluate", 3, "loss"]]),
+        compile=True,
+    ),
+    "exact": fixed(
+        "tp2",
+        *(_trained(1), _SKIPPED, _saved("wait"), _AVERAGES, _EDITED, _gone_on("dp2"), _AVERAGES),
+        **MIXED,
+        ema=0.75,
+        exact=True,
+    ),
+}
+"""A short sequence for each feature, by hand, so that a default run has each of them in use."""
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -188,24 +355,45 @@ def segments(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def run(case: Case) -> str | None:
-    """What differed between the engine and the plain training; None if nothing."""
+    """What differed between the engine and the plain training, or another run in one process; None if nothing."""
+    found, bits = run_once(case)
+    if found is not None or not case.get("exact"):
+        return found
+    here = "in one process"
+    found, alone = run_once(in_one_process(case))
+    if found is not None:
+        return f"{found} ({here})"
+    different = sorted(name for name in alone.keys() | bits.keys() if alone.get(name) != bits.get(name))
+    return f"at the end other bits than {here}: {different}" if different else None
+
+
+def in_one_process(case: Case) -> Case:
+    """The same sequence, whatever its layouts are."""
+    one = {"world": 1, "parallel": {}}
+    operations = [[name, one, *rest[1:]] if name == "reload" else [name, *rest] for name, *rest in case["operations"]]
+    return case | {"layout": one, "operations": operations}
+
+
+def run_once(case: Case) -> tuple[str | None, dict[str, str]]:
+    """What differed between the engine and the plain training, if anything, and digests of what it ended with."""
     with tempfile.TemporaryDirectory(prefix="paramp-sequence-") as folder:
         previous: str | None = None
         parts = list(segments(case))
         for number, (segment, start) in enumerate(parts):
             layout = segment["layout"]
             arguments = {"case": segment, "begin": previous}
-            arguments |= {"end": str(Path(folder) / f"{number}"), "last": number == len(parts) - 1}
+            is_last = number == len(parts) - 1 and not case.get("exact")
+            arguments |= {"end": str(Path(folder) / f"{number}"), "last": is_last}
             try:
                 found = run_on_ranks(
                     layout["world"], "sequence_ranks", "run_segment", arguments | {"start": start}, timeout=SECONDS
                 )[0]
             except AssertionError as error:
-                return f"{error} (in the layout {layout})"
+                return f"{error} (in the layout {layout})", {}
             if found is not None:
-                return f"{found} (in the layout {layout})"
+                return f"{found} (in the layout {layout})", {}
             previous = arguments["end"]
-    return None
+        return None, digests(previous) if case.get("exact") else {}
 
 
 # ----------------------------------------------------------------------------------------------------------- shrinking
@@ -217,7 +405,7 @@ def shrink(case: Case, failure: str, fails: Callable[[Case], str | None] = run) 
 
     def attempt(**changes: Any) -> bool:
         nonlocal case, failure
-        if time.monotonic() > deadline or all(case[key] == value for key, value in changes.items()):
+        if time.monotonic() > deadline or all(case.get(key) == value for key, value in changes.items()):
             return False
         found = fails(case | changes)
         if found is None:
@@ -235,6 +423,9 @@ def shrink(case: Case, failure: str, fails: Callable[[Case], str | None] = run) 
     for plain in (
         {"frozen": []},
         {"hooked": None},
+        {"ema": None},
+        {"compile": False},
+        {"exact": False},
         {"tied": False},
         {"shard_ends": False},
         {"accumulation": 1},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import warm
 from commands import ROOT, TORCHRUN, environment
 
 from paramp.checkpoint.dcp_storage import read_tensor
@@ -25,19 +28,21 @@ class Run:
     """A command in a session of its own, its output in a file, that a test watches and disturbs."""
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
-        self.log = log
+        self.log, self.pids = log, Path(tempfile.mkdtemp(prefix="paramp-pids-"))
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environment(variables),
+                env=environment(variables | {warm.PIDS: str(self.pids)}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     def ranks(self) -> dict[int, int]:
-        """Process ids by rank, of the processes that are there now."""
+        """Process ids by rank, of the processes that are there now. Warm ones are no descendants; each has a file."""
+        if written := {int(path.name): path.read_text() for path in self.pids.glob("[0-9]*")}:
+            return {rank: int(pid) for rank, pid in written.items() if pid and Path("/proc", pid).exists()}
         found = {}
         for pid in descendants(self.process.pid):
             try:
@@ -77,12 +82,14 @@ class Run:
 
     def end(self) -> None:
         """End everything that is still there."""
-        for pid in [*descendants(self.process.pid), self.process.pid]:
+        warm_ones = [path.read_text() for path in self.pids.iterdir()] if self.process.poll() is None else []
+        for pid in [*map(int, filter(None, warm_ones)), *descendants(self.process.pid), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         self.process.wait()
+        shutil.rmtree(self.pids, ignore_errors=True)
 
     def __enter__(self) -> Run:
         return self

@@ -66,7 +66,7 @@ def cold():
 if not plain or (plain[0][:1] == "-" and plain[0] not in ("-c", "-m")) or "--multiprocessing-fork" in words:
     cold()
 def folders(path):
-    return set(path.split(":"))  # Open MPI's mpirun adds its own a second time
+    return {{os.path.realpath(one) for one in path.split(":") if one}}  # Open MPI's mpirun adds its own a second time
 known = map(folders, [{libraries!r}, os.environ.get("PARAMP_TEST_LIBRARIES", "")])
 if os.environ.get("PARAMP_TEST_COLD") or folders(os.environ.get("LD_LIBRARY_PATH", "")) not in known:
     cold()

@@ -363,7 +363,6 @@ finder.find_spec = functools.partial(find, finder.find_spec)
 
 
 @family
-@long
 def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_OPTIONAL_PACKAGES)
     command = [sys.executable, *benchmark("gpu").PYTEST, "--collect-only"]

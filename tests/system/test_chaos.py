@@ -1,6 +1,7 @@
 """Ranks killed at random moments, also while they save: every run ends with the weights of the one left in peace.
 
-``make test-sample`` makes one such run, ``make test-all`` twenty; also some that go on in another layout.
+``make test`` makes a short such run of two ranks, ``make test-sample`` one of four, ``make test-all`` twenty; also some
+that go on in another layout.
 """
 
 import os
@@ -8,17 +9,26 @@ import random
 
 import pytest
 from commands import COLD
-from families import cases, family
+from families import SEED, WHOLE, cases, family
 from victims import TINY, Run, torchrun_command, weights_at
 
-LAYOUTS = {"pp2-tp2": ["--tp", "2", "--pp", "2"], "dp2-tp2": ["--tp", "2", "--dp", "2"]}
-STEPS, EVERY = 24, 3
-RUNS = cases("chaos", [(layout, number) for number in range(10) for layout in LAYOUTS], [], 1)
+LAYOUTS = {
+    "pp2-tp2": (4, ["--tp", "2", "--pp", "2"]),
+    "dp2-tp2": (4, ["--tp", "2", "--dp", "2"]),
+    "dp2": (2, ["--dp", "2"]),
+}
+IS_LONG = bool(WHOLE or SEED)
+STEPS, EVERY = (24, 3) if IS_LONG else (8, 2)
+START = COLD if IS_LONG else {}
+SHORT = [] if IS_LONG else ["--data", "README.md", "--batch-size", "4"]
+OF_FOUR = [(layout, number) for number in range(10) for layout in ("pp2-tp2", "dp2-tp2")]
+RUNS = cases("chaos", [*OF_FOUR, ("dp2", 0)], [("dp2", 0)], 1)
 
 
 def command(layout, folder):
-    options = ["--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
-    return torchrun_command(4, *TINY, *LAYOUTS[layout], *options, restarts=3)
+    processes, layout = LAYOUTS[layout]
+    options = [*SHORT, "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
+    return torchrun_command(processes, *TINY, *layout, *options, restarts=3)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +39,7 @@ def in_peace(tmp_path_factory):
     def weights(layout):
         if layout not in known:
             folder = tmp_path_factory.mktemp(layout)
-            with Run(command(layout, folder / "checkpoints"), folder / "log", **COLD) as run:
+            with Run(command(layout, folder / "checkpoints"), folder / "log", **START) as run:
                 assert run.finish() == 0, run.log.read_text()
             known[layout] = weights_at(folder / "checkpoints" / f"step-{STEPS:08d}")
         return known[layout]
@@ -42,15 +52,16 @@ def in_peace(tmp_path_factory):
 @pytest.mark.parametrize(("layout", "number"), RUNS)
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, number):
     chance = random.Random(f"{layout} {number}")
-    folder, victim = tmp_path / "checkpoints", chance.randrange(4)
+    processes, _ = LAYOUTS[layout]
+    folder, victim = tmp_path / "checkpoints", chance.randrange(processes)
     saves = chance.randrange(1, STEPS // EVERY - 2)
     during_a_save = number % 2 == (layout == "dp2-tp2")  # in half of the runs
 
     def reached():
         return (folder / f"step-{(saves - 1) * EVERY:08d}").exists() or saves == 1
 
-    with Run(command(layout, folder), tmp_path / "log", **COLD) as run:
-        assert run.wait_for(lambda: len(run.ranks()) == 4 and reached()), run.log.read_text()
+    with Run(command(layout, folder), tmp_path / "log", **START) as run:
+        assert run.wait_for(lambda: len(run.ranks()) == processes and reached()), run.log.read_text()
         if during_a_save:
             ranks = run.ranks()
             assert run.wait_for(lambda: any(folder.glob("*.partial-*")), pause=0.0005), run.log.read_text()
@@ -67,8 +78,8 @@ PLACES = {
     "tp2": (2, ["--tp", "2"]),
     "dp2-zero1": (2, ["--dp", "2", "--zero", "1"]),
     "fsdp2": (2, ["--fsdp", "2"]),
-    "dp2-tp2": (4, LAYOUTS["dp2-tp2"]),
-    "pp2-tp2": (4, LAYOUTS["pp2-tp2"]),
+    "dp2-tp2": LAYOUTS["dp2-tp2"],
+    "pp2-tp2": LAYOUTS["pp2-tp2"],
 }
 MOVES = [("dp2-tp2", "pp2-tp2"), ("pp2-tp2", "1"), ("dp2-zero1", "tp2"), ("tp2", "fsdp2")]
 
@@ -76,14 +87,14 @@ MOVES = [("dp2-tp2", "pp2-tp2"), ("pp2-tp2", "1"), ("dp2-zero1", "tp2"), ("tp2",
 def reproducible(place, folder):
     processes, options = PLACES[place]
     options = [*options, "--reproducible", "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
-    return torchrun_command(processes, *TINY, *options, "--steps", str(STEPS))
+    return torchrun_command(processes, *TINY, *SHORT, *options, "--steps", str(STEPS))
 
 
 @pytest.fixture(scope="module")
 def of_one_process(tmp_path_factory):
     """What a run on one process ends with that nobody disturbs."""
     folder = tmp_path_factory.mktemp("one")
-    with Run(reproducible("1", folder / "checkpoints"), folder / "log", **COLD) as run:
+    with Run(reproducible("1", folder / "checkpoints"), folder / "log", **START) as run:
         assert run.finish() == 0, run.log.read_text()
     return state_at(folder / "checkpoints")
 
@@ -96,15 +107,15 @@ def state_at(folder):
 
 @family
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("before", "after"), cases("chaos, other layouts", MOVES, [], 1))
+@pytest.mark.parametrize(("before", "after"), cases("chaos, other layouts", MOVES, [("tp2", "fsdp2")], 1))
 def test_a_killed_run_goes_on_in_another_layout_with_the_same_bits(tmp_path, of_one_process, before, after):
     folder = tmp_path / "checkpoints"
-    with Run(reproducible(before, folder), tmp_path / "log", **COLD) as run:
-        assert run.wait_for((folder / f"step-{STEPS // 2:08d}").exists), run.log.read_text()
+    with Run(reproducible(before, folder), tmp_path / "log", **START) as run:
+        assert run.wait_for((folder / f"step-{EVERY:08d}").exists), run.log.read_text()
         assert run.kill(PLACES[before][0] - 1)
         assert run.finish() != 0, run.log.read_text()
     assert not (folder / f"step-{STEPS:08d}").exists()
-    with Run(reproducible(after, folder), tmp_path / "log of the other", **COLD) as run:
+    with Run(reproducible(after, folder), tmp_path / "log of the other", **START) as run:
         assert run.finish() == 0, run.log.read_text()
         assert f"resumed from {folder}" in run.log.read_text()
     ended = state_at(folder)

@@ -65,11 +65,9 @@ def test_an_example_is_the_same_on_one_rank_and_on_four():
     assert losses(spread.stdout) == pytest.approx(losses(alone.stdout), abs=2e-3)
 
 
-@family
-@long
-def test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four():
+def of_a_pretrained_model(name):
     pytest.importorskip("transformers")
-    alone = losses(run_example("huggingface_llama"))
+    alone = losses(run_example(name))
     assert len(alone) == (4 if WHOLE else 2)
     assert alone[-1] < alone[0]
     assert losses(run_on_four_ranks("huggingface_llama")[0]) == pytest.approx(alone, abs=2e-3)

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
 from exact_tasks import TASKS
-from exact_training import LAYOUTS, Part, Run, assert_same_bits, reference, trained
+from exact_training import LAYOUTS, Part, Run, assert_same_bits, reference, trained, trained_in_modes
 from families import SEED, WHOLE, cases, family, number
 from pool import on_ranks, run_on_ranks
 from torch import nn
@@ -17,29 +18,62 @@ from paramp.config.schedules import SCHEDULES
 
 SKIPPED = {"16-mixed": 3, "16-naive": 3}
 """The least steps of the GPT that overflow."""
-STEPS = 100 if WHOLE else 20 if SEED else 4
+STEPS = 100 if WHOLE else 20
 GPT = [(layout, mode) for layout in LAYOUTS for mode in MODES if layout != "1"]
-OF_GPT = cases(
-    "reproducible gpt",
-    GPT,
-    [
-        ("tp2 + sp", "16-mixed"),
-        ("dp2 + zero1", "16-mixed"),
-        ("pp2 zero-bubble", "16-mixed"),
-    ],
-    3,
-)
+IS_PART = not (WHOLE or SEED)
+STEPS_OF_PART = {"32-true": 5, "16-mixed": 7, "bf16-naive": 5, "16-naive": 7, "bf16-mixed": 5}
+"""Mode -> steps: 5 that are made, and for fp16 2 that overflow."""
+THREE = ("32-true", "16-mixed", "bf16-naive")
+PART = {
+    **dict.fromkeys(("tp2", "tp2 + sp", "pp2", "dp2", "dp2 + zero1", "fsdp2"), THREE),
+    "pp2 zero-bubble": ("16-mixed",),
+    "hsdp2x2": ("16-mixed",),
+    "dp2·tp2": ("bf16-mixed",),
+    "pp2·tp2": ("16-naive",),
+    "fsdp2·tp2": ("bf16-naive",),
+    "pp2·fsdp2": ("32-true",),
+}
+"""Layout -> the modes of a default run, which one launch of ranks trains."""
+SMALL_GPT = "small gpt of 4 layers"  # as many as there are stages
 TIMEOUT = 1200.0
 pytestmark = pytest.mark.timeout(2 * TIMEOUT)  # 100 steps take minutes, on one process and on a layout
 
 
+def has_same_bits_in_part_of_modes(layout):
+    task = SMALL_GPT if layout == "pp2 zero-bubble" else "small gpt"
+    found = trained_in_modes(task, {mode: STEPS_OF_PART[mode] for mode in PART[layout]}, layout)
+    for mode, trace in found.items():
+        expected = reference(task, mode, STEPS_OF_PART[mode])
+        made = [stepped for *_, stepped in expected["steps"]]
+        assert (expected["num_skipped"], sum(made)) == (2 * mode.startswith("16"), 5)
+        assert_same_bits(trace, expected)
+
+
 @family
-@pytest.mark.parametrize(("layout", "mode"), OF_GPT)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [(layout, "part") for layout in PART] if IS_PART else cases("reproducible gpt", GPT, (), 3),
+)
 def test_a_gpt_has_the_same_bits(layout, mode):
+    if mode == "part":
+        has_same_bits_in_part_of_modes(layout)
+        return
     expected = reference("gpt", mode, STEPS)
     assert expected["num_skipped"] >= SKIPPED.get(mode, 0)
-    assert expected["steps"][-1][-1] or STEPS > 4  # the last of few steps is made
     assert_same_bits(trained("gpt", mode, layout, Part(0, STEPS), TIMEOUT), expected)
+
+
+def test_the_part_has_layouts_of_every_kind_and_every_mode():
+    """Each axis alone, each with what it may have besides, and each two of them together."""
+    assert {mode for modes in PART.values() for mode in modes} == {*MODES}
+    kinds = [LAYOUTS[layout][1] for layout in PART]
+    alone = [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"data": 2}]
+    alone += [{"data": 2, "zero": 1}, {"data": {"shard": 2}}, {"data": {"replicate": 2, "shard": 2}}]
+    assert [kind for kind in alone if kind not in kinds] == []
+    schedules = [kind["pipeline"]["schedule"] for kind in kinds if isinstance(kind.get("pipeline"), dict)]
+    assert any(SCHEDULES[name].splits_backward for name in schedules)
+    axes = [{*kind} & {"tensor", "pipeline", "data"} for kind in kinds]
+    assert [pair for pair in combinations(("tensor", "pipeline", "data"), 2) if {*pair} not in axes] == []
 
 
 @pytest.mark.cuda
@@ -56,7 +90,8 @@ def test_with_more_slices_than_ranks_the_bits_are_the_same(layout):
     task, steps = "gpt of 8 slices", number(1, 20)
     expected = reference(task, "32-true", steps)
     assert_same_bits(trained(task, "32-true", layout, Part(0, steps)), expected)
-    other = reference("gpt", "32-true", steps)["tensors"]  # the slices matter
+    four = {"chunk": 1, "slices": 4}
+    other = trained(task, "32-true", "1", Part(0, steps), reproducible=four)["tensors"]  # the slices matter
     assert other.keys() == expected["tensors"].keys()
     assert other != expected["tensors"]
 
@@ -101,9 +136,10 @@ USES = [
     ("vit without class token", "tp2 + sp"),
     ("lora", "pp2·tp2"),
     *((task, "dp2 + zero1") for task in ("sgd", "adam")),
+    ("small gpt, counted", "dp2"),
 ]
 PART_OF_USES = [
-    ("gpt, counted", "dp2"),
+    ("small gpt, counted", "dp2"),
     ("own, called twice", "tp2"),
     ("own, shared parameter", "tp2"),
 ]
@@ -118,9 +154,11 @@ REFERENCES = {
 @family
 @pytest.mark.parametrize(("task", "layout"), cases("reproducible uses", USES, PART_OF_USES, 5))
 def test_other_uses_have_the_same_bits(task, layout):
-    steps = 4 if task.startswith("gpt, ") else 3
-    mode = "16-mixed" if task.startswith("gpt, ") else "32-true"
-    assert_same_bits(trained(task, mode, layout, Part(0, steps)), reference(REFERENCES.get(task, task), mode, steps))
+    steps = 5 if task.startswith("small gpt") else 4 if task.startswith("gpt, ") else 3
+    mode = "16-mixed" if "gpt, " in task else "32-true"
+    expected = reference(REFERENCES.get(task, task), mode, steps)
+    assert expected["steps"][-1][-1]  # the last step is made
+    assert_same_bits(trained(task, mode, layout, Part(0, steps)), expected)
 
 
 MORE_LAYOUTS = {
@@ -135,7 +173,9 @@ MORE_LAYOUTS = {
 @pytest.mark.parametrize("name", cases("reproducible layouts", [*MORE_LAYOUTS], ["zbv"], 1))
 def test_every_schedule_and_zero_beside_others_have_the_same_bits(name):
     layout, parallel = MORE_LAYOUTS[name]
-    assert_same_bits(trained("gpt", "16-mixed", layout, Part(0, 4), parallel=parallel), reference("gpt", "16-mixed", 4))
+    task, steps = (SMALL_GPT, 7) if IS_PART else ("gpt", 4)
+    found = trained(task, "16-mixed", layout, Part(0, steps), parallel=parallel)
+    assert_same_bits(found, reference(task, "16-mixed", steps))
 
 
 RESUMED = [
@@ -150,12 +190,12 @@ RESUMED = [
     ("before", "after", "mode"), cases("resumed", RESUMED, [("dp2 + zero1", "tp2", "16-mixed")], 1)
 )
 def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, mode, tmp_path):
-    steps, path = number(4, 10), str(tmp_path / "checkpoint")
-    stop = steps // 2
-    first = trained("gpt", mode, before, Part(0, stop, save=path))
-    expected = reference("gpt", mode, steps)
+    steps, path = number(7, 10), str(tmp_path / "checkpoint")
+    task, stop = "small gpt" if IS_PART else "gpt", steps // 2
+    first = trained(task, mode, before, Part(0, stop, save=path))
+    expected = reference(task, mode, steps)
     assert first["steps"] == expected["steps"][:stop]
-    assert_same_bits(trained("gpt", mode, after, Part(stop, steps, load=path)), expected)
+    assert_same_bits(trained(task, mode, after, Part(stop, steps, load=path)), expected)
 
 
 @pytest.mark.parametrize("task", REFUSED_IN_TRAINING)

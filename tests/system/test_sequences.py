@@ -1,7 +1,8 @@
 """Random sequences of calls of an engine beside a plain fp64 training in one process.
 
 In ``64-true`` weights agree to 1e-12. In the other modes decisions, the loss scale and all counts agree exactly, and
-weights within the mode's rounding. A failure prints its seed and its shortest sequence; either of them in
+weights within the mode's rounding. With ``reproducible`` a sequence also ends with the same bits as in one process.
+A failure prints its seed and its shortest sequence; either of them in
 ``PARAMP_TEST_SEQUENCE`` is run alone.
 """
 
@@ -13,6 +14,9 @@ import sequences
 from families import SEED, WHOLE, family
 
 NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 15, 500
+WITH_FEATURES = ("sharded", "sequence", "ema", "compile", "exact", "sharded ema", "sequence exact", "sharded exact ema")
+"""What there is besides in further sequences: one of each in a sample, and this many in ``make test-all``."""
+NUM_WITH_FEATURES = 60
 SHRINKS = os.environ.get("PARAMP_TEST_SHRINK", "") != "0"
 REPLAYED = os.environ.get("PARAMP_TEST_SEQUENCE", "")
 
@@ -21,8 +25,10 @@ def seeds():
     if REPLAYED:
         return [REPLAYED]
     if WHOLE:
-        return [str(number) for number in range(NUM_WHOLE)]
-    return [f"{SEED or 'short'} {number}" for number in range(NUM_SAMPLED if SEED else NUM_SHORT)]
+        plain = [str(number) for number in range(NUM_WHOLE)]
+        return plain + [f"{features} {number}" for features in WITH_FEATURES for number in range(NUM_WITH_FEATURES)]
+    plain = [f"{SEED or 'short'} {number}" for number in range(NUM_SAMPLED if SEED else NUM_SHORT)]
+    return plain + ([f"{SEED} {features}" for features in WITH_FEATURES] if SEED else [])
 
 
 @family
@@ -33,6 +39,11 @@ def test_an_engine_does_what_plain_training_does(seed):
     if failure is not None and SHRINKS and not seed.startswith("{"):
         case, failure = sequences.shrink(case, failure)
     assert failure is None, sequences.report(seed, case, failure)
+
+
+@pytest.mark.parametrize("name", sequences.FIXED)
+def test_an_engine_with_a_feature_does_what_plain_training_does(name):
+    assert (failure := sequences.run(sequences.FIXED[name])) is None, failure
 
 
 def test_a_failing_sequence_is_shortened_to_what_it_takes():
@@ -52,3 +63,16 @@ def test_a_failing_sequence_is_shortened_to_what_it_takes():
 
 def test_a_seed_draws_the_same_sequence_every_time():
     assert sequences.draw("7", 4) == sequences.draw("7", 4) != sequences.draw("8", 4)
+
+
+def test_a_seed_of_each_feature_draws_sequences_with_it():
+    """Several of them together too, in layouts that have them."""
+    assert {name for seed in WITH_FEATURES for name in seed.split()} == set(sequences.FEATURES) == set(sequences.FIXED)
+    cases = {seed: [sequences.draw(f"{seed} {number}", 4) for number in range(30)] for seed in WITH_FEATURES}
+    layouts = {seed: [case["layout"]["parallel"] for case in drawn] for seed, drawn in cases.items()}
+    assert any(layout.get("data") == {"replicate": 2, "shard": 2} for layout in layouts["sharded ema"])
+    assert any(layout.get("sequence_parallel") for layout in layouts["sequence exact"])
+    assert all(case["ema"] for case in cases["sharded exact ema"] + cases["ema"])
+    assert all(case["exact"] for seed in cases if "exact" in seed for case in cases[seed])
+    assert all(case["compile"] for case in cases["compile"])
+    assert not any(case.get("ema") or case.get("exact") for case in [sequences.draw(str(n), 4) for n in range(30)])

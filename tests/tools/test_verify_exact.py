@@ -9,7 +9,7 @@ import faults
 import pytest
 import torch
 from commands import ROOT, python
-from families import cases, family, long
+from families import cases, family
 from pool import run_on_ranks
 from verified import gpt
 
@@ -164,8 +164,6 @@ def test_the_command_prints_the_report_and_exits_with_0_or_1(tmp_path, monkeypat
     )
 
 
-@family
-@long
 def test_the_command_names_a_fault(tmp_path):
     settings = tmp_path / "own.toml"
     settings.write_text('[FAULT]\nkind = "backward"\nrank = 1\nname = "blocks.0.mlp.down"\nnth = 1\n')

@@ -77,6 +77,17 @@ def held(one: Any) -> Any:
     return one._module_info.module._parameters[one._module_info.param_name]
 
 
+@torch.no_grad()
+def padded(shard: torch.Tensor, size: int) -> torch.Tensor:
+    """``shard`` as 1-dim memory of ``size`` elements; a copy if the memory of ``shard`` has no padding behind it."""
+    start, available = shard.storage_offset(), shard.untyped_storage().nbytes() // shard.itemsize
+    if shard.numel() and available >= start + size:
+        return shard.as_strided((size,), (1,))
+    copied = shard.new_zeros(size)
+    copied[: shard.numel()].copy_(shard.reshape(-1))
+    return copied
+
+
 def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
     """The gathered parameter that modules have in a batch; ``parameter`` if none of ``records`` has gathered it."""
     found = (one for one in records if held(one) is parameter and has_been_gathered(one))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.dtensor import local
 from ...base.module_surgery import BATCH_NORMS, PassThrough
 from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
@@ -45,6 +46,7 @@ from .records import (
     held,
     is_added_up,
     is_mismatched,
+    padded,
     reset,
     sum_over_tensor_ranks,
     take_gradient,
@@ -183,6 +185,16 @@ class ShardedUnits:
             self._records[one.sharded_param] = one
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
+
+    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Gather the parameters that modules have, as in :meth:`use_memory`, after some were replaced for a while.
+
+        ``load_state_dict(assign=True)`` has a hook of ``fully_shard``, which then gathers the replacements.
+        """
+        self.use_memory(memory)
+        for one in self._params():
+            if one.sharded_param not in memory:  # frozen; its shard begins the memory that has the padding too
+                one._sharded_param_data = padded(local(one.sharded_param), one.padded_sharded_param_size.numel())
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
