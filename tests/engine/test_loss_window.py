@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
-from reference import assert_trained
+from reference import assert_trained, batches, small_gpt
 from torch import nn
 
 import paramp

@@ -13,7 +13,7 @@ import pytest
 import small_mlp
 import torch
 import torch.distributed.checkpoint as dcp
-from families import cases, family, long
+from families import cases, family
 from pool import World, on_ranks, run_on_ranks, shared_folder
 from small_mlp import batch, tensor_parallel
 from torch import nn
@@ -187,6 +187,7 @@ EVERYTHING = [
 PART = [(2, "ddp", "fp16", True), (2, "fsdp", "fp16", False), (2, "tp", "bf16", False), (4, "fsdp-tp", "fp16", False)]
 
 
+@family
 @arguments(("size", "layout", "precision", "late"), cases("accelerate", EVERYTHING, PART, 4))
 def test_losses_norms_and_weights_are_those_of_one_process(size, layout, precision, late):
     run_on_ranks(size, __name__, "against_one_process", {"layout": layout, "precision": precision, "late": late})
@@ -205,6 +206,7 @@ def against_one_process(world, layout, precision, late):
     assert scales == (fp16 if precision == "fp16" else [1.0] * STEPS)
 
 
+@family
 @arguments("layout", cases("accelerate-engine", list(LAYOUTS), ["fsdp-tp"], 1))
 @on_ranks(4)
 def test_losses_are_those_of_the_engine(world, layout):
@@ -303,6 +305,7 @@ def load(accelerator, model, optimizer, folder):
 RESUMES = [(size, layout) for size in (2, 4) for layout in LAYOUTS if size == 4 or layout in ("ddp", "fsdp", "tp")]
 
 
+@family
 @arguments(("size", "layout"), cases("accelerate-resume", RESUMES, [(2, "fsdp")], 2))
 def test_resume_at_the_same_scale(size, layout):
     run_on_ranks(size, __name__, "resumed", {"layout": layout})

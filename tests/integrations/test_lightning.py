@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from families import family, long
-from pool import on_ranks, shared_folder
+from families import cases, family
+from pool import on_ranks, run_on_ranks, shared_folder
 from small_mlp import batch, build
 from torch import nn
 from torch.utils.data import DataLoader
@@ -98,8 +98,17 @@ def check_layout(layout, name):
         assert losses == close(by_an_engine(mode, data, tensor))
 
 
-@on_ranks(2)
-def test_the_trainer_on_two_ranks(world):
+@family
+@pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 3))
+def test_the_trainer(name):
+    """On two ranks several modes, else one mode on four."""
+    if name == "two ranks":
+        run_on_ranks(2, __name__, "train_on_two_ranks", {})
+    else:
+        run_on_ranks(4, __name__, "train_on_four_ranks", {"name": name})
+
+
+def train_on_two_ranks(world):
     """Each promise once: masters under tensor parallelism, sharded ones, and DDP."""
     check_layout((1, 2, "file"), "16-naive")
     check_layout((2, 1, "folder"), "16-naive")

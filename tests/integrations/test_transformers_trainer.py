@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from families import cases, family, long
+from families import cases, family
 from pool import on_ranks, run_on_ranks, shared_folder
 from torch.nn import functional as F
 from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, code_of, difference_of, quiet, spoil, whole
@@ -221,10 +221,11 @@ EVERYTHING = [
     *((2, layout, "fp16", 2) for layout in TWO),
     *((4, layout, precision, 1) for layout in LAYOUTS for precision in ("fp16", "bf16")),
 ]
+PART = [(2, "fsdp", "fp16", 1), (4, "fsdp-tp", "fp16", 1)]
 
 
 @family
-@pytest.mark.parametrize(("size", "layout", "precision", "accumulated"), cases("trainer", EVERYTHING, [], 6))
+@pytest.mark.parametrize(("size", "layout", "precision", "accumulated"), cases("trainer", EVERYTHING, PART, 6))
 def test_layouts_and_precisions(size, layout, precision, accumulated):
     given = {"layout": layout, "precision": precision, "accumulated": accumulated}
     run_on_ranks(size, __name__, "check_layout", given)
@@ -249,8 +250,6 @@ def scaled_clip(world, layout):
         forget()
 
 
-@family
-@long
 def test_the_norm_over_several_meshes_of_four_ranks():
     run_on_ranks(4, __name__, "scaled_clip", {"layout": "fsdp-tp"})
 

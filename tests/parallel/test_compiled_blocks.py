@@ -154,8 +154,6 @@ def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_s
     assert all("a Dropout, in it draws differently on tensor ranks" in one for one in said)
 
 
-@family
-@long
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
     counting()

@@ -11,7 +11,8 @@ from torch import nn
 import paramp
 from paramp.base import sizes
 
-STEPS = number(4, 12)
+GPT = "gpt" if WHOLE or SEED else "small gpt"
+STEPS = number(7, 12)
 
 
 def train_in_pieces(world, **given):

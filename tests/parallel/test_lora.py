@@ -7,7 +7,7 @@ import pytest
 import torch
 from beside_plain import engine_of, train_both
 from families import family, long
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import batches
 from test_huggingface import build, loss_of
 from torch import nn

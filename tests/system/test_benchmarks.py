@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import COLD, PYTHON, ROOT, python, run, succeeded
-from families import family, long
+from families import SEED, WHOLE, family
 from pool import on_ranks
 
 import paramp
@@ -80,16 +80,19 @@ def test_bad_options_are_reported_before_anything_runs(name, arguments, message,
     assert message in capsys.readouterr().err
 
 
+TABLE_MODES = [] if WHOLE or SEED else ["32-true", "16-naive", "16-true"]
+"""Of ``amp_table.py``; empty: all."""
+
+
 @family
-@long
 def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(capsys):
-    result = measured("amp_table", "--batch-size 2 --rounds 1 --device cpu")
+    result = measured("amp_table", f"--batch-size 2 --rounds 1 --device cpu --modes {' '.join(TABLE_MODES)}")
     rows = {row["row"]: row for row in result["rows"]}
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*rows, *result["cannot_run"]))
     cannot_run = {name.split("(")[-1].rstrip(")") for name in result["cannot_run"]}
-    assert {row["mode"] for row in result["rows"]} | {"O1"} >= set(PRESETS) - cannot_run
-    documented = ["FP32 training", "AMP_TYPE.TORCH", "AMP_TYPE.NAIVE", "AMP_TYPE.APEX O1"]
+    assert {row["mode"] for row in result["rows"]} | {"O1"} >= set(TABLE_MODES or PRESETS) - cannot_run
+    documented = ["FP32 training", "AMP_TYPE.NAIVE", *([] if TABLE_MODES else ["AMP_TYPE.TORCH", "AMP_TYPE.APEX O1"])]
     assert all(any(row.startswith(name) for row in rows) for name in documented)
     assert {"plain torch, fp32", "plain torch, autocast fp16", "plain torch, autocast bf16"} <= rows.keys()
     # AdamW: weights, gradients and two moments of 4 bytes, or weights and gradients of 2 and 12 bytes of masters
@@ -362,10 +365,20 @@ finder.find_spec = functools.partial(find, finder.find_spec)
 """
 
 
+AS_IF_BESIDE_A_GPU = """
+import sys, pytest, torch
+torch.cuda.device_count = lambda: 1
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @family
 def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_OPTIONAL_PACKAGES)
-    command = [sys.executable, *benchmark("gpu").PYTEST, "--collect-only"]
+    some = [] if WHOLE or SEED else ["tests/system/test_one_gpu.py", "tests/system/test_fuzz.py"]
+    module, name, *options = benchmark("gpu").PYTEST
+    assert (module, name) == ("-m", "pytest")
+    command = [sys.executable, "-c", AS_IF_BESIDE_A_GPU, *options, "--collect-only", *some]
     done = succeeded(run(command, **COLD, PYTHONPATH=f"{tmp_path}:{ROOT}", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
     assert "test_one_gpu.py::test_a_step_never_waits_for_the_gpu[16-naive-cuda]" in done.stdout
     assert re.search(r"SKIPPED .*test_fuzz.py:\d+: could not import 'hypothesis'", done.stdout)

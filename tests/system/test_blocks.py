@@ -177,7 +177,7 @@ COMPILED = ["fp32", "fp16", "bf16-remainder", "fp16-remainder"]
 @needs_compiler
 @family
 @pytest.mark.filterwarnings("ignore:compile.*run.* eagerly")  # the model, which is not tested here
-@pytest.mark.parametrize("mode", cases("compiled blocks", COMPILED, [], 1))
+@pytest.mark.parametrize("mode", cases("blocks, compiled", COMPILED, ["bf16-remainder"], 1))
 def test_training_with_the_compiled_step(mode):
     check_training(None, mode, adamw, CompiledStep, compiled=True)
 

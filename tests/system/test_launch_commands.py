@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
-from families import family, long
+from families import SEED, WHOLE, family
 from network_hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -74,8 +74,6 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     assert losses(["sbatch", "launch/slurm.sbatch", *JOB[5:]], tmp_path, PATH=path, PYTHON=PYTHON) == expected
 
 
-@family
-@long
 def test_two_agents_that_start_their_ranks_again(tmp_path):
     """Their store outlives the ranks, and each agent counts its restarts for itself."""
     mark, where = tmp_path / "mark", ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
@@ -103,13 +101,12 @@ def hosts():
 
 
 @family
-@long
 def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
-    """With the example's hostfile, whose two hosts have these names."""
+    """With the example's hostfile, whose two hosts have these names. By default its ranks start warm."""
     shell = str(hosts.remote_shell(tmp_path))
     variables = {"PRTE_MCA_plm_ssh_agent": shell, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": shell}
     command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
-    assert losses(command, tmp_path, **mpi_variables("mpich"), **variables) == expected
+    assert losses(command, tmp_path, **mpi_variables("mpich", warm=not (WHOLE or SEED)), **variables) == expected
 
 
 def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):

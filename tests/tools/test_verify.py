@@ -373,8 +373,6 @@ def hangs():
     time.sleep(600)
 
 
-@family
-@long
 def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
     result = verify(f"{__file__}:hangs", "--timeout", "2")
     assert result.returncode == 1
