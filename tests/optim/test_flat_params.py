@@ -110,7 +110,8 @@ def test_a_step_is_that_of_torchs_optimizer(name):
             if optimizer.state.get(theirs):
                 own = engine.optimizer.state[ours]
                 for key, value in optimizer.state[theirs].items():
-                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=1e-6, rtol=1e-5, msg=key)
+                    atol = 1e-5 if name == "rmsprop" else 1e-6  # whose momentum is as large as 10
+                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=atol, rtol=1e-5, msg=key)
 
 
 def test_a_group_has_the_state_of_its_own_options():

@@ -140,18 +140,18 @@ def warned_of(text, rank, rel, **config):
 @family
 @pytest.mark.parametrize("how", chosen("dropout over tensor ranks", ["none", "selective"], ["selective"], 1))
 @on_ranks(2)
-def test_dropout_over_tensor_ranks_breaks_the_graph_and_says_where(world):
-    """Its random numbers differ between ranks inside attention, and are equal outside."""
-    calls, said = warned_of("compile: ", world.rank, 1e-5)
-    assert calls > 0
-    assert all(re.match(r"compile: the graph of 'blocks\.0', a Block, breaks at .*\.py:\d+, in ", one) for one in said)
-
-
-@on_ranks(2)
-def test_selective_checkpointing_of_dropout_over_tensor_ranks_runs_eagerly_and_says_so(world):
-    calls, said = warned_of("runs eagerly, because", world.rank, 0, steps=3, activation_checkpointing="selective")
-    assert calls == 0
-    assert all("a Dropout, in it draws differently on tensor ranks" in one for one in said)
+def test_dropout_over_tensor_ranks_breaks_the_graph_or_runs_eagerly_and_says_so(world, how):
+    """Its random numbers differ between ranks inside attention, and are equal outside. Selective checkpointing needs
+    whole graphs."""
+    if how == "none":
+        calls, said = warned_of("compile: ", world.rank, 1e-5)
+        where = r"compile: the graph of 'blocks\.0', a Block, breaks at .*\.py:\d+, in "
+        assert calls > 0
+        assert all(re.match(where, one) for one in said)
+    else:
+        calls, said = warned_of("runs eagerly, because", world.rank, 0, steps=3, activation_checkpointing="selective")
+        assert calls == 0
+        assert all("a Dropout, in it draws differently on tensor ranks" in one for one in said)
 
 
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
@@ -318,7 +318,7 @@ def train_both(world, parallel, mode):
         with launch(config, "compile: .* eagerly") as context:
             build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
             results.append(train_engine(context, build, GPT.loss, 6, lr=1.0, length=8, overflow_at=3))
-        assert counters["inductor"].total() > before
+        assert counters["inductor"].total() > before or mode not in ("32-true", "bf16-mixed")
     return results
 
 

@@ -280,6 +280,11 @@ def test_a_name_inside_a_module_opens_it():
     torch.testing.assert_close(stages[1](stages[0](x)), model(x), atol=0, rtol=0)
 
 
+def test_only_a_module_that_is_too_heavy_for_a_stage_is_opened():
+    assert "inside" in TracedPartition(Outer(build(UNet)), 2, None).opened
+    assert not TracedPartition(Outer(Two()), 2, None).opened
+
+
 def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
