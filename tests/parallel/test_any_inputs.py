@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from assistant import LENGTH, PLAN, Reply, assistant, dialogue
 from counting import Collectives
 from families import cases, family, number
+from masked_transformer import LENGTH, PLAN, Reply, assistant, dialogue
 from pool import on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays
 from torch import nn

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from assistant import PLAN as ASSISTANT_PLAN
-from assistant import dialogue
 from commands import ROOT, python
 from families import family, long
+from masked_transformer import PLAN as ASSISTANT_PLAN
+from masked_transformer import dialogue
 from pool import World, run_on_ranks
 from pretrained import build
 from torch import nn
@@ -143,9 +143,9 @@ def llama():
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}])
 def test_models_with_named_inputs_and_outputs_are_compared(layout):
     """One with a loss of its own, on mappings with masks; one of transformers on random tokens."""
-    own = {"plan": "assistant:PLAN"} if "tensor" in layout else {}
+    own = {"plan": "masked_transformer:PLAN"} if "tensor" in layout else {}
     run = functools.partial(report_of, layout=layout, size=2, precision="32-true", steps=2)
-    right = run("assistant", **own, batches=f"{__name__}:dialogue_batches", of="assistant")
+    right = run("assistant", **own, batches=f"{__name__}:dialogue_batches", of="masked_transformer")
     assert right.ok, "\n".join(right.lines())
     assert {layer.name for layer in right.layers} >= {"blocks.0.attention.query", "blocks.3"}
     of_tokens = run("llama", of=__name__)
@@ -158,7 +158,7 @@ def test_a_wrong_layer_of_a_model_with_named_inputs_is_named():
         {"tensor": 2},
         "32-true",
         size=2,
-        of="assistant",
+        of="masked_transformer",
         plan=f"{__name__}:WRONG_ASSISTANT",
         batches=f"{__name__}:dialogue_batches",
     )
