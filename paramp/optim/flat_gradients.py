@@ -226,17 +226,10 @@ class FlatGradients:
         Zeroing all is not a change; gradients of tied parameters are ignored, because the step itself changes them.
         """
         return all(
-            param.parameter in self._tied or (param.version == noted and self._is_as_noted(param))
+            param.parameter in self._tied
+            or (param.version == noted and _is_as_noted(param, self._noted_outside.get(param, (None, ()))))
             for param, noted in zip(self._params, self._noted, strict=True)
         )
-
-    def _is_as_noted(self, param: FlatParam) -> bool:
-        """Whether the gradient is in its buffer, or there is none, or outside the same one as in :meth:`snapshot`."""
-        given = param.parameter.grad
-        if given is None or given is param.gradient:
-            return True
-        noted, versions = self._noted_outside.get(param, (None, ()))
-        return given is noted and _versions_of(given) == versions
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """Call ``call`` with each parameter that a backward gives a gradient, until the handles are removed."""
@@ -319,6 +312,12 @@ class FlatGradients:
     def _own_gradient(self, param: FlatParam) -> torch.Tensor:
         buffer = self._buffer_of[param]
         return buffer.gradients[buffer.flat_range(param)]
+
+
+def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, tuple[int, ...]]) -> bool:
+    """Whether the gradient is in its buffer, or there is none, or it is the one ``noted``, with the same versions."""
+    given = param.parameter.grad
+    return given is None or given is param.gradient or (given is noted[0] and _versions_of(given) == noted[1])
 
 
 def _versions_of(gradient: torch.Tensor) -> tuple[int, ...]:

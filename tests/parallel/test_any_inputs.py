@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from assistant import LENGTH, PLAN, Reply, assistant, dialogue
 from beside_plain import adamw, assert_gradients, assert_moved, assert_weights, engine_of, randn, seeded
 from counting import Collectives
 from families import cases, family, number
+from masked_transformer import LENGTH, PLAN, Reply, assistant, dialogue
 from pool import on_ranks
 from reference import rank_slice
 from torch import nn

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +25,17 @@ from paramp.base.errors import ConfigError
 from paramp.config.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).with_name("gpu_ways.py")
+PROGRAM = Path(__file__).with_name("train_gpu_cells.py")
 IS_THERE = shutil.which("g++") and torch.__version__.startswith("2.13.") and not torch.backends.cuda.is_built()
 on_fake_device = pytest.mark.skipif(not IS_THERE, reason="the fake device needs g++ and a CPU build of torch 2.13")
 
 
 class Documented(NamedTuple):
-    """What a call may wait for in any step."""
+    """Functions of the package, by qualified names, in which any step may wait, and the sentence that says so."""
 
     functions: tuple[str, ...]
-    """The qualified names of functions of the package: a wait in one of them, or in what it calls."""
     page: str
     sentence: str
-    """Of the page, which says that it waits."""
 
 
 DOCUMENTED: list[Documented] = [
@@ -92,9 +89,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "lightning, masters": {"program": "lightning, masters"},
     "torchtitan": {"program": "torchtitan"},
 }
-"""What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to what :mod:`gpu_ways` does with it."""
+"""What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to how it is trained."""
 OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches", "program")
-WITHOUT_PIPELINE = {"own loop"}
 PROGRAM_LAYOUTS = {"torchtitan": ("1", "dp2", "tp2", "fsdp2")}
 HOSTS = ("accelerate", "lightning", "torchtitan", "transformers")
 """Packages whose own lines may wait."""
@@ -111,18 +107,15 @@ class Cell(NamedTuple):
         return " - ".join(self)
 
     def job(self) -> dict[str, Any]:
-        """What :mod:`gpu_ways` reads. A ConfigError if the feature is none of the mode and layout."""
+        """What :mod:`train_gpu_cells` reads. A ConfigError if the feature is none of the mode and layout."""
         size, parallel = ALL_LAYOUTS[self.layout]
         added = FEATURES[self.feature]
         config = {key: value for key, value in added.items() if key not in OTHER_KEYS}
         config |= {"parallel": parallel, "precision": self.mode}
         paramp.Config(**config)
-        if "pipeline" in parallel and self.feature in WITHOUT_PIPELINE:
-            raise ConfigError("not in a pipeline")
-        if "program" in added and (
-            self.mode != "16-mixed" or self.layout not in PROGRAM_LAYOUTS.get(self.feature, "1")
-        ):
-            raise ConfigError("not in an engine")
+        has_program = self.mode == "16-mixed" and self.layout in PROGRAM_LAYOUTS.get(self.feature, "1")
+        if ("pipeline" in parallel and self.feature == "own loop") or ("program" in added and not has_program):
+            raise ConfigError("not in a pipeline, or not in an engine")
         return {"size": size, "config": config, **{key: added[key] for key in OTHER_KEYS if key in added}}
 
     def is_one(self) -> bool:
@@ -137,22 +130,14 @@ ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) 
 
 
 PART = [
-    Cell("16-mixed", "tp2", "selective"),
-    Cell("16-naive", "tp2 + sp", "full"),
-    Cell("16-mixed", "1", "plain"),
-    Cell("32-true", "pp2", "plain"),
-    Cell("bf16-mixed", "fsdp2", "ema"),
-    Cell("16-naive", "1", "remainders"),
-    Cell("bf16-true", "1", "stochastic rounding"),
-    Cell("O2", "dp2 + zero1", "bf16 state"),
-    Cell("bf16-naive", "dp2", "accumulation"),
-    Cell("32-true", "1", "sums"),
-    Cell("32-true", "dualpipev", "sums"),
-    Cell("bf16-mixed", "pp2", "pinned batches"),
-    Cell("32-true", "1", "exact"),
-    Cell("16-mixed", "dp2", "exact"),
-    Cell("16-mixed", "1", "compiled"),
-    Cell("16-mixed", "1", "accelerate, clipped"),
+    *(Cell("16-mixed", "tp2", "selective"), Cell("16-naive", "tp2 + sp", "full")),
+    *(Cell("16-mixed", "1", "plain"), Cell("32-true", "pp2", "plain")),
+    *(Cell("bf16-mixed", "fsdp2", "ema"), Cell("16-naive", "1", "remainders")),
+    *(Cell("bf16-true", "1", "stochastic rounding"), Cell("O2", "dp2 + zero1", "bf16 state")),
+    *(Cell("bf16-naive", "dp2", "accumulation"), Cell("32-true", "1", "sums")),
+    *(Cell("32-true", "dualpipev", "sums"), Cell("bf16-mixed", "pp2", "pinned batches")),
+    *(Cell("32-true", "1", "exact"), Cell("16-mixed", "dp2", "exact")),
+    *(Cell("16-mixed", "1", "compiled"), Cell("16-mixed", "1", "accelerate, clipped")),
 ]
 """The cells of ``make test``."""
 
@@ -184,49 +169,39 @@ class Runs:
     """Runs cells in ``workers`` processes, which start with the first."""
 
     def __init__(self, cells: list[Cell], workers: int) -> None:
-        self._results: dict[Cell, Future[dict[str, Any]]] = {cell: Future() for cell in cells}
-        self._left: queue.SimpleQueue[Cell | None] = queue.SimpleQueue()
-        for item in [*cells, *[None] * workers]:
-            self._left.put(item)
+        self._threads, self._own = ThreadPoolExecutor(workers), threading.local()
         self._processes: list[subprocess.Popen[str]] = []
-        self._closed = False
-        self._threads = [threading.Thread(target=self._work) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        self._results = {cell: self._threads.submit(self._run, cell) for cell in cells}
 
     def __getitem__(self, cell: Cell) -> dict[str, Any]:
         return self._results[cell].result()
 
     def close(self) -> None:
-        """End the processes."""
-        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self) -> None:
-        process = None
-        while (cell := self._left.get()) is not None and not self._closed:
-            if process is None or process.poll() is not None:
-                process = start()
-                self._processes.append(process)
-            try:
-                self._results[cell].set_result(ask(process, cell.job()))
-            except (OSError, ValueError) as error:
-                process.kill()
-                self._results[cell].set_exception(RuntimeError(f"the process of the cell has ended: {error}"))
-        if process is not None:
             process.communicate()
+        self._threads.shutdown()
+
+    def _run(self, cell: Cell) -> dict[str, Any]:
+        process = getattr(self._own, "process", None)
+        if process is None or process.poll() is not None:
+            process = self._own.process = start()
+            self._processes.append(process)
+        try:
+            return ask(process, cell.job())
+        except (OSError, ValueError) as error:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"the process of the cell has ended: {error}") from error
 
 
 def start() -> subprocess.Popen[str]:
     """A process that runs cells."""
-    path = os.pathsep.join(map(str, (ROOT, PROGRAM.parent)))
-    workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # CUDA is in use when a cell of the exact mode begins
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | workspace
-    command = [sys.executable, str(PROGRAM)]
-    return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    own = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, PROGRAM.parent))), "OMP_NUM_THREADS": "1"}
+    own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA is in use when a cell of the exact mode begins
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, str(PROGRAM)], env=os.environ | own, text=True, **pipes)
 
 
 def ask(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:

@@ -31,19 +31,24 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 64, (8, 16))
 
 
-def _steps(step: Callable[[torch.Tensor], None]) -> None:
+def _train(model: nn.Module, optimizer: Any, backward: Callable[..., Any], clip: Callable[[], Any] | None) -> None:
     for _ in range(STEPS):
         x = tokens().cuda()
         waits.begin_step()
-        step(x)
+        backward(GPT.loss(model(x), x))
+        if clip is not None:
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
         waits.end_step()
 
 
 def scaler(model: nn.Module, optimizer: Any) -> None:
     """A loop of one's own with the parts that stand alone."""
     scaler = paramp.DistributedGradScaler()
-
-    def step(x: torch.Tensor) -> None:
+    for _ in range(STEPS):
+        x = tokens().cuda()
+        waits.begin_step()
         with torch.autocast("cuda", torch.float16):
             loss = GPT.loss(model(x), x)
         scaler.scale(loss).backward()
@@ -52,8 +57,7 @@ def scaler(model: nn.Module, optimizer: Any) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-    _steps(step)
+        waits.end_step()
 
 
 def fabric(model: nn.Module, optimizer: Any, *, clips: bool = False) -> None:
@@ -62,15 +66,8 @@ def fabric(model: nn.Module, optimizer: Any, *, clips: bool = False) -> None:
     host = Fabric(accelerator="cuda", devices=1, plugins=[paramp.FabricPrecision("16-mixed")])
     host.launch()
     model, optimizer = host.setup(model, optimizer, move_to_device=False)
-
-    def step(x: torch.Tensor) -> None:
-        host.backward(GPT.loss(model(x), x))
-        if clips:
-            host.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    _steps(step)
+    clip = partial(host.clip_gradients, model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
+    _train(model, optimizer, host.backward, clip if clips else None)
 
 
 def accelerate(model: nn.Module, optimizer: Any, *, clips: bool = False) -> None:
@@ -80,15 +77,8 @@ def accelerate(model: nn.Module, optimizer: Any, *, clips: bool = False) -> None
 
     host = adopt(Accelerator(mixed_precision="fp16", device_placement=False))
     model, optimizer = host.prepare(model, optimizer)
-
-    def step(x: torch.Tensor) -> None:
-        host.backward(GPT.loss(model(x), x))
-        if clips:
-            host.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    _steps(step)
+    clip = partial(host.clip_grad_norm_, list(model.parameters()), MAX_NORM)
+    _train(model, optimizer, host.backward, clip if clips else None)
 
 
 class _WithLoss(nn.Module):
@@ -115,15 +105,13 @@ def transformers(model: nn.Module, optimizer: Any) -> None:
 
     # Without the filter, which reads each loss.
     options = {"fp16": True, "max_grad_norm": MAX_NORM, "max_steps": STEPS, "logging_nan_inf_filter": False}
-    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    options |= {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 8, "remove_unused_columns": False}
     samples = [{"x": row} for _ in range(STEPS) for row in tokens()]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    given = {"train_dataset": samples, "optimizers": (optimizer, schedule), "callbacks": [Steps()]}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=8, remove_unused_columns=False, **options, **quiet
-        )
-        given = {"train_dataset": samples, "optimizers": (optimizer, schedule), "callbacks": [Steps()]}
-        ParampTrainer(_WithLoss(model), arguments, **given).train()
+        ParampTrainer(_WithLoss(model), TrainingArguments(folder, **options), **given).train()
 
 
 def lightning(model: nn.Module, optimizer: Any, *, mode: str = "16-mixed") -> None:

@@ -13,7 +13,7 @@ import tomllib
 
 import pytest
 import torch
-from commands import ROOT, run
+from commands import ROOT, run, succeeded
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained
 
@@ -24,126 +24,108 @@ from paramp.precision.policy import PRESETS
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
 SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train.eval_sequences=8"]
 """What makes a training command short; a later flag wins over an earlier one."""
-
 SHORT_LOOPS = {
     "range(training.epoch, 4)": "range(training.epoch, 1)",
     "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
 }
 """What makes a page's Python short."""
+ON_FOUR = "torchrun --standalone --nproc-per-node 4"
+ON_TWO = ON_FOUR.replace("4", "2")
+
+
+def on_one_and_four(example, *flags):
+    return [" ".join([start, *flags]) for start in (f"python examples/{example}", f"{ON_FOUR} examples/{example} 2 2")]
+
 
 RUN_BY = {
-    "torchrun launch/train.py --tp 2 --pp 2": (
-        "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs"
+    "test_docs.test_the_python_of_a_page_runs_on_four_ranks": [f"{ON_FOUR} examples/tutorial.py 2 2"],
+    "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": on_one_and_four("own_model.py"),
+    "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four": [
+        *(*on_one_and_four("gpt.py"), *on_one_and_four("vision.py"), *on_one_and_four("vision.py", "--model vit"))
+    ],
+    "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four": (
+        on_one_and_four("huggingface_llama.py")
     ),
-    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2": "test_launch_commands.expected",
-    "torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/own": (
-        "test_examples.test_prepared_tokens_are_what_is_trained_on"
-    ),
-    "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
-    " --tp 2 --pp 2": "test_launch_commands.test_torchrun_on_two_hosts_that_meet_by_name",
-    "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2": (
-        "test_launch_commands.test_mpirun_on_two_hosts"
-    ),
-    "sbatch launch/slurm.sbatch --steps 300": "test_launch_commands.test_a_batch_script_of_slurms",
-    "torchrun --standalone --nproc-per-node 2 examples/torchs_scaler_diverges.py": (
-        "test_examples.test_the_scaler_example_shows_ranks_that_agree"
-    ),
-    "python examples/own_model.py": "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four",
-    "torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2": (
-        "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four"
-    ),
-    "torchrun --standalone --nproc-per-node 4 examples/tutorial.py 2 2": (
-        "test_docs.test_the_python_of_a_page_runs_on_four_ranks"
-    ),
-    "python examples/apex_migration.py": "test_examples.test_the_apex_script_learns_at_every_level",
-    "python examples/huggingface_llama.py": (
-        "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "torchrun --standalone --nproc-per-node 4 examples/huggingface_llama.py 2 2": (
-        "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "python examples/gpt.py": ("test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"),
-    "torchrun --standalone --nproc-per-node 4 examples/gpt.py 2 2": (
-        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "python examples/vision.py": ("test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"),
-    "torchrun --standalone --nproc-per-node 4 examples/vision.py 2 2": (
-        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "python examples/vision.py --model vit": (
-        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "torchrun --standalone --nproc-per-node 4 examples/vision.py 2 2 --model vit": (
-        "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four"
-    ),
-    "python examples/colossalai_resnet34.py": "test_examples.test_the_script_of_colossalais_document_trains",
-    "python examples/colossalai_resnet34.py naive": "test_examples.test_the_script_of_colossalais_document_trains",
-    "torchrun --standalone --nproc-per-node 2 examples/colossalai_resnet34.py": (
-        "test_examples.test_the_script_of_colossalais_document_trains"
-    ),
+    "test_examples.test_the_script_of_colossalais_document_trains": [
+        *("python examples/colossalai_resnet34.py", "python examples/colossalai_resnet34.py naive"),
+        f"{ON_TWO} examples/colossalai_resnet34.py",
+    ],
+    "test_examples.test_the_apex_script_learns_at_every_level": ["python examples/apex_migration.py"],
+    "test_examples.test_the_scaler_example_shows_ranks_that_agree": [f"{ON_TWO} examples/torchs_scaler_diverges.py"],
+    "test_examples.test_prepared_tokens_are_what_is_trained_on": [
+        f"{ON_FOUR} launch/train.py --tp 2 --pp 2 --data data/own"
+    ],
+    "test_launch_commands.expected": [f"{ON_FOUR} launch/train.py --tp 2 --pp 2"],
+    "test_launch_commands.test_torchrun_on_two_hosts_that_meet_by_name": [
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 launch/train.py"
+        " --tp 2 --pp 2"
+    ],
+    "test_launch_commands.test_mpirun_on_two_hosts": [
+        "launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2"
+    ],
+    "test_launch_commands.test_a_batch_script_of_slurms": ["sbatch launch/slurm.sbatch --steps 300"],
+    "test_train_script.test_torchrun_with_one_process_starts_the_four_that_the_layout_needs": [
+        "torchrun launch/train.py --tp 2 --pp 2"
+    ],
 }
-"""Commands that another test, or its fixture, runs: on two hosts for instance."""
+"""The test, or its fixture, that runs a command: on two hosts for instance."""
+RUN_ELSEWHERE = {command for commands in RUN_BY.values() for command in commands}
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def blocks(page, *languages):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [body for language, body in BLOCK.findall(text) if language in languages]
+    return [body for language, body in BLOCK.findall(read(page)) if language in languages]
 
 
 def commands():
-    found = {}
-    for page in PAGES:
-        for block in blocks(page, "sh"):
-            for line in block.replace("\\\n", " ").splitlines():
-                command = line.partition("  #")[0].strip()
-                if command:
-                    found.setdefault(command, page)
-    return list(found)
+    """The commands of all pages, in their order: later ones may read what earlier ones wrote."""
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    return list(dict.fromkeys(filter(None, (line.partition("  #")[0].strip() for line in lines))))
 
 
-def test_every_block_is_python_sh_or_text():
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        languages = {language for language, _ in BLOCK.findall(text)}
-        assert languages <= {"python", "sh", "text"}, page
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs_on_four_ranks(page, tmp_path):
-    run_on_ranks(4, __name__, "run_blocks", {"sources": blocks(page, "python"), "page": page, "folder": tmp_path})
-
-
-@on_ranks(4)
-def run_blocks(world, sources, page, folder):
-    """One block after the other, in one namespace: a page may import once."""
+def execute(page, *sources):
+    """What blocks of ``page`` print, and their names: they run in one namespace, as a page may import once."""
     names = {}
-    sys.argv = [page]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         for number, source in enumerate(sources):
             for long, short in SHORT_LOOPS.items():
                 source = source.replace(long, short)
             exec(compile(source, f"{page}, block {number}", "exec"), names)
+    return out.getvalue(), names
 
 
-def printed(world, source):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(source, "docs/reproducible.md", "exec"), {})
-    return out.getvalue()
+def execute_on_rank(world, page, sources, folder):
+    sys.argv = [page]
+    with contextlib.chdir(folder):
+        return execute(page, *sources)[0]
 
 
-def test_the_program_of_reproducible_prints_one_line_on_every_layout():
+def test_every_block_is_python_sh_or_text():
+    for page in PAGES:
+        assert {language for language, _ in BLOCK.findall(read(page))} <= {"python", "sh", "text"}, page
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_of_a_page_runs_on_four_ranks(page, tmp_path):
+    given = {"page": page, "sources": blocks(page, "python"), "folder": tmp_path}
+    run_on_ranks(4, __name__, "execute_on_rank", given)
+
+
+def test_the_program_of_reproducible_prints_one_line_on_every_layout(tmp_path):
     """Without the mode its loss, norm and weights are others on two tensor ranks."""
     with_mode = blocks("docs/reproducible.md", "python")[0]
     without = with_mode.replace("reproducible=True", "reproducible=False")
 
     def line(source, size):
-        return run_on_ranks(size, __name__, "printed", {"source": source})[0]
+        given = {"page": "docs/reproducible.md", "sources": [source], "folder": tmp_path}
+        return run_on_ranks(size, __name__, "execute_on_rank", given)[0]
 
-    one = line(with_mode, 1)
-    assert one == line(with_mode, 2) == line(with_mode, 4)
+    assert line(with_mode, 1) == line(with_mode, 2) == line(with_mode, 4) != ""
     pairs = zip(line(without, 1).split(), line(without, 2).split(), strict=True)
     assert [first != other for first, other in pairs] == [True, True, True]
 
@@ -151,10 +133,7 @@ def test_the_program_of_reproducible_prints_one_line_on_every_layout():
 @on_ranks(2)
 def test_the_loops_of_fsdp2_are_plain_torchs(world):
     """Weights, norms and skipped steps, against one process with torch's scaler and clip."""
-    names = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for source in blocks("docs/fsdp2.md", "python")[:2]:
-            exec(compile(source, "docs/fsdp2.md", "exec"), names)
+    _, names = execute("docs/fsdp2.md", *blocks("docs/fsdp2.md", "python")[:2])
     layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)]
     for prefix, norms in (("", []), ("wide_", [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)])):
         torch.manual_seed(0)
@@ -196,10 +175,16 @@ def train_in_one_process(model):
 
 
 def test_commands_run_by_other_tests_exist():
-    for command, name in RUN_BY.items():
+    for name in RUN_BY:
         module, _, function = name.partition(".")
         assert hasattr(importlib.import_module(module), function), name
-        assert command in commands(), f"no page has {command!r} any more"
+    assert set(commands()) >= RUN_ELSEWHERE  # a page has each of them
+
+
+def dry_run(*words):
+    """What ``make`` would run."""
+    command = ["make", "--dry-run", *words]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -212,64 +197,45 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in RUN_BY])
+@pytest.mark.parametrize("command", [command for command in commands() if command not in RUN_ELSEWHERE])
 def test_a_command_runs(command, clone):
-    """Commands of one page come in its order, since later ones may read what earlier ones wrote."""
     words = shlex.split(command)
     if words[0] == "make":
-        subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True)
-        return  # the whole of it is what .ci/run does, or a benchmark
+        dry_run(*words[1:])  # the whole of it is what .ci/run does, or a benchmark
+        return
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # `python` itself starts warm
-    if "launch/train.py" in words:
-        words += SHORT
-    result = run(words, cwd=clone, PATH=path, PYTHONPATH=str(ROOT))
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run(words + SHORT * ("launch/train.py" in words), cwd=clone, PATH=path, PYTHONPATH=str(ROOT)))
+
+
+def code_of(example):
+    return read(f"examples/{example}.py").partition('"""\n\n')[2]
 
 
 def test_the_readme_has_the_code_of_own_model():
-    """Thirty lines to copy: the same in both places."""
-    example = (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
-    code = example.partition('"""\n\n')[2]
-    assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert code_of("own_model") in read("README.md")
 
 
 def test_the_tutorial_has_the_code_of_its_examples():
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     for name in ("tutorial_model", "tutorial"):
-        example = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
-        assert f"```python\n{example.partition(chr(34) * 3 + chr(10) * 2)[2]}```" in page
-    assert len(example.splitlines()) <= 60
+        assert f"```python\n{code_of(name)}```" in read("docs/tutorial.md")
+    assert len(read("examples/tutorial.py").splitlines()) <= 60
 
 
 def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, monkeypatch):
     """After one epoch of 7 batches, of which two make a step and the last one another."""
     source = next(block for block in blocks("docs/tutorial.md", "python") if "FOLDER =" in block)
-    for long, short in SHORT_LOOPS.items():
-        source = source.replace(long, short)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tutorial.py", "1", "1"])
     for is_first in (True, False):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(source, "docs/tutorial.md", "exec"), {})
-        *before, last = out.getvalue().splitlines()
+        *before, last = execute("docs/tutorial.md", source)[0].splitlines()
         assert len(before) == is_first
         assert last == "all 4 steps are done; the weights of runs/tutorial/step-00000004 are in runs/tutorial/model.pt"
 
 
-def test_the_readme_has_the_table_of_modes():
-    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
-    section = page.partition("## All modes")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) == 15
-    assert "\n".join(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def test_the_table_of_extras_is_that_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    section = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("| extra |")[2]
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     table = {}
-    for names, brought, _ in re.findall(r"^\| (`.*?) \| (.*?) \| (.*)\|$", section, re.MULTILINE):
+    for names, brought in re.findall(r"^\| (`.*?) \| (.*?) \|", read("docs/index.md").partition("| extra |")[2], re.M):
         table |= dict.fromkeys(re.findall(r"`(\w+)`", names), brought)
     assert table.keys() == extras.keys() - {"docs", "test", "hosts", "dev"}
     for name in table.keys() - {"all"}:
@@ -281,10 +247,18 @@ def test_the_table_of_extras_is_that_of_the_project():
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def lines_of_modes():
+    section = read("docs/precision.md").partition("## All modes")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("|")]
+
+
+def test_the_readme_has_the_table_of_modes():
+    assert len(lines_of_modes()) == 2 + len(PRESETS)
+    assert "\n".join(lines_of_modes()) in read("README.md")
+
+
 def test_the_table_of_modes_is_what_the_modes_are():
-    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
-    lines = page.partition("## All modes")[2].partition("\n## ")[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines_of_modes()[2:]]
     assert [row[0].strip("`") for row in rows] == list(PRESETS)
     for name, also, weights, compute, masters, scaling in rows:
         mode = PRESETS[name.strip("`")]
@@ -313,41 +287,33 @@ def test_the_table_of_modes_is_what_the_modes_are():
 
 
 def test_the_readme_has_the_versions_that_pip_asks_for():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
     python, torchs = project["requires-python"].removeprefix(">="), project["dependencies"][0].removeprefix("torch>=")
-    assert f"You need Python {python} or newer" in readme
-    assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in readme
+    assert f"You need Python {python} or newer" in read("README.md")
+    assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in read("README.md")
 
 
 def test_make_train_is_what_the_readme_says():
-    printed = subprocess.run(
-        ["make", "--dry-run", "train"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    command = "torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny"
-    assert command in printed
+    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
     config = load(ROOT / "launch" / "tiny.toml")
     layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, config.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
 
 
 def test_the_index_lists_every_page():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)[#)]", index))
+    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)[#)]", read("docs/index.md")))
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():
     """``...`` stands for values, as in the page's tables. Messages of torch and gloo are left out."""
     texts = set()
     for path in (ROOT / "paramp").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(read(path))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts.add("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = set(re.findall(r"^\| a? ?`([^`]* [^`]*)`", page, re.MULTILINE)) - {
-        "terminate called without an active exception"
-    }
+    messages = set(re.findall(r"^\| a? ?`([^`]* [^`]*)`", read("docs/troubleshooting.md"), re.MULTILINE))
+    messages -= {"terminate called without an active exception"}
     assert len(messages) > 25
     for message in messages:
         pattern = ".*".join(map(re.escape, message.strip(". ").split("...")))
@@ -355,4 +321,4 @@ def test_the_messages_to_look_up_are_messages_of_the_code():
 
 
 def test_the_version_is_the_changelogs():
-    assert paramp.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert paramp.__version__ in read("CHANGELOG.md")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from assistant import PLAN as ASSISTANT_PLAN
-from assistant import dialogue
 from commands import ROOT, python
 from families import family, long
+from masked_transformer import PLAN as ASSISTANT_PLAN
+from masked_transformer import dialogue
 from pool import World, run_on_ranks
 from pretrained import build
 from small_engines import each_raises
@@ -100,7 +100,7 @@ def llama():
 
 
 WRONG_ASSISTANT = {**ASSISTANT_PLAN, "blocks.2.down": WithoutAllReduce()}
-ASSISTANT = Options(model="assistant:assistant", batches=f"{__name__}:dialogue_batches", steps=2)
+ASSISTANT = Options(model="masked_transformer:assistant", batches=f"{__name__}:dialogue_batches", steps=2)
 TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 
 
@@ -114,7 +114,7 @@ TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
         (replace(BLOCKS, model="verified:normalized"), TP2, "16-mixed", "block0.activation", "forward"),
         (replace(BLOCKS, plan="verified:HALF_GRADIENT"), LAYOUTS["pp2·tp2"], "bf16-naive", "block1.down", "gradient"),
         # A loss of its own, mappings with masks, and random tokens for a model of transformers.
-        (replace(ASSISTANT, plan="assistant:PLAN"), TP2, "32-true", None, None),
+        (replace(ASSISTANT, plan="masked_transformer:PLAN"), TP2, "32-true", None, None),
         (ASSISTANT, PP2, "32-true", None, None),
         (replace(ASSISTANT, plan=f"{__name__}:WRONG_ASSISTANT"), TP2, "32-true", "blocks.2.down", "forward"),
         (Options(model=f"{__name__}:llama", steps=2), TP2, "32-true", None, None),

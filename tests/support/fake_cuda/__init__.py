@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 if "torch" in sys.modules:
     raise ImportError("fake_cuda has to be imported before torch, which looks for its devices when it is loaded")
@@ -64,15 +65,10 @@ aten = torch.ops.aten
 
 
 class Wait(NamedTuple):
-    """What made the host wait for the device."""
+    """What made the host wait: what, and where, as ``path:line function`` of frames outside torch, innermost first."""
 
     what: str
-    """Such as ``"host read (aten._local_scalar_dense)"``."""
     lines: tuple[str, ...]
-    """Where, innermost first: ``path:line function`` of the frames outside torch."""
-
-    def __str__(self) -> str:
-        return f"{self.what} at {' < '.join(self.lines)}"
 
 
 class _Waits(list[Wait]):
@@ -111,8 +107,13 @@ def _lines() -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------- torch.cuda
 
 
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
 class _Event:
     """Waiting for an event of the step that runs counts; for one of an earlier step, which has long been made, not."""
+
+    wait = _nothing
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._step = -1
@@ -123,8 +124,6 @@ class _Event:
     def synchronize(self) -> None:
         if self._step == waits.step:
             waits.add("Event.synchronize in the step of its record")
-
-    def wait(self, *_: Any) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -137,12 +136,10 @@ class _Event:
 class _Stream:
     cuda_stream = stream_id = 0
     device = torch.device("cuda", 0)
+    __init__ = wait_event = wait_stream = __exit__ = _nothing
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
+    def __enter__(self) -> _Stream:
+        return self
 
     def synchronize(self) -> None:
         waits.add("Stream.synchronize")
@@ -152,52 +149,27 @@ class _Stream:
         event.record()
         return event
 
-    def __enter__(self) -> _Stream:
-        return self
 
-    def __exit__(self, *_: object) -> None: ...
-
-
-_STREAM = _Stream()
 GENERATOR = torch.Generator()
 """The device's generator of random numbers. Kernels draw nothing; a program may draw from it."""
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=2**36, multi_processor_count=132
 )
-_STUBS = {
-    "Event": _Event,
-    "Stream": _Stream,
-    "stream": lambda _: contextlib.nullcontext(),
-    "current_stream": lambda *_: _STREAM,
-    "default_stream": lambda *_: _STREAM,
-    "set_stream": lambda _: None,
-    "device_count": lambda: 1,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "init": lambda: None,
-    "_lazy_init": lambda: None,
-    "_lazy_call": lambda *_, **__: None,
-    "set_device": lambda *_: None,
-    "current_device": lambda: 0,
-    "synchronize": lambda *_: waits.add("torch.cuda.synchronize"),
-    "is_bf16_supported": lambda *_, **__: True,
-    "get_device_capability": lambda *_: (9, 0),
-    "get_device_name": lambda *_: _PROPERTIES.name,
-    "get_device_properties": lambda *_: _PROPERTIES,
-    "manual_seed": lambda seed: GENERATOR.manual_seed(seed + 1),  # other numbers than the CPU's generator
-    "manual_seed_all": lambda seed: GENERATOR.manual_seed(seed + 1),
-    "get_rng_state": lambda *_: GENERATOR.get_state(),
-    "set_rng_state": lambda state, *_: GENERATOR.set_state(state),
-    "_is_in_bad_fork": lambda: False,
-    "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-    "memory_allocated": lambda *_: 0,
-    "max_memory_allocated": lambda *_: 0,
-    "reset_peak_memory_stats": lambda *_: None,
-    "empty_cache": lambda: None,
-    "ipc_collect": lambda: None,
-}
-for _name, _value in _STUBS.items():
-    setattr(torch.cuda, _name, _value)
+_VALUES: dict[str, Any] = {"current_stream": _Stream(), "default_stream": _Stream(), "stream": contextlib.nullcontext()}
+"""What functions of ``torch.cuda`` return."""
+_VALUES |= {"device_count": 1, "current_device": 0, "is_available": True, "is_initialized": True}
+_VALUES |= {"get_device_capability": (9, 0), "get_device_name": _PROPERTIES.name, "get_device_properties": _PROPERTIES}
+_VALUES |= {"is_bf16_supported": True, "get_amp_supported_dtype": [torch.float16, torch.bfloat16]}
+_VALUES |= {"memory_allocated": 0, "max_memory_allocated": 0, "_is_in_bad_fork": False}
+_VALUES |= dict.fromkeys(("init", "_lazy_init", "_lazy_call", "set_device", "set_stream", "empty_cache", "ipc_collect"))
+_VALUES["reset_peak_memory_stats"] = None
+for _name, _value in _VALUES.items():
+    setattr(torch.cuda, _name, lambda *_, _value=_value, **__: _value)
+torch.cuda.Event, torch.cuda.Stream = _Event, _Stream
+torch.cuda.synchronize = lambda *_: waits.add("torch.cuda.synchronize")
+torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda seed: GENERATOR.manual_seed(seed + 1)  # not as the CPU's
+torch.cuda.get_rng_state = lambda *_: GENERATOR.get_state()
+torch.cuda.set_rng_state = lambda state, *_: GENERATOR.set_state(state)
 
 
 # ------------------------------------------------------------------------------------------------------- the device
@@ -252,7 +224,9 @@ class Device(FakeTensorMode):
             if copied is not None:
                 return copied
         elif name in _WITHOUT_FAKE:
-            return self._only_check(function, leaves)
+            if on_host := [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda"]:
+                raise RuntimeError(f"{function}: expected all tensors on the device, got {on_host}")
+            return None
         new_args, new_kwargs = args, kwargs
         if any(type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in leaves):
             new_args, new_kwargs = tree_map(self._faked, (tuple(args), kwargs))
@@ -277,11 +251,6 @@ class Device(FakeTensorMode):
         for one, values in zip(results, tree_leaves(function(*real_args, **real_kwargs)), strict=True):
             one.host_values = values.zero_() if "empty" in function.name() else values
 
-    def _only_check(self, function: Any, leaves: list[Any]) -> None:
-        on_host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda"]
-        if on_host:
-            raise RuntimeError(f"{function}: expected all tensors on the device, got {on_host}")
-
     def _read(self, function: Any, args: Any) -> Any:
         waits.add(f"host read ({function})")
         value = args[0]
@@ -301,31 +270,26 @@ class Device(FakeTensorMode):
                 waits.add(f"blocking copy of an index to the device ({function})")
 
     def _copy(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """See a copy between host and device; the result of one to the host, else None."""
-        if name == "_to_copy":
-            (source,) = args
-            wanted = kwargs.get("device")
-            if wanted is None or wanted.type == source.device.type:
-                return None
-            if not kwargs.get("non_blocking"):
-                waits.add(f"blocking copy from {source.device.type} to {wanted.type} ({function})")
-            if wanted.type == "cpu":
-                pinned = bool(kwargs.get("non_blocking"))
-                made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=pinned)
-                return made.copy_(source.host_values) if hasattr(source, "host_values") else made
-            return None
-        pairs = [args[:2]] if name == "copy_" else list(zip(*args[:2], strict=True))
+        """See copies between host and device; the result of one to the host, else None."""
         non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-        for target, source in pairs:
-            if {target.device.type, source.device.type} != {"cpu", "cuda"}:
-                continue
-            if not non_blocking:
-                waits.add(f"blocking copy from {source.device.type} to {target.device.type} ({function})")
-            elif target.device.type == "cpu" and not target.is_pinned():
-                waits.add(f"copy from cuda to memory of the host that is not pinned ({function})")
-        if name == "copy_" and args[0].device.type == "cpu":
-            return args[0].copy_(args[1].host_values) if hasattr(args[1], "host_values") else args[0].zero_()
-        return None
+        if name == "_to_copy":
+            (source,), device = args, kwargs.get("device") or args[0].device
+            dtype = kwargs.get("dtype") or source.dtype
+            is_read = (source.device.type, device.type) == ("cuda", "cpu")
+            target = torch.zeros(source.shape, dtype=dtype, pin_memory=non_blocking) if is_read else None
+            copies = [(target, device, source)]
+        else:
+            pairs = [args[:2]] if name == "copy_" else zip(*args[:2], strict=True)
+            copies = [(target, target.device, source) for target, source in pairs]
+        for target, device, source in copies:
+            if {device.type, source.device.type} == {"cpu", "cuda"}:
+                if not non_blocking:
+                    waits.add(f"blocking copy from {source.device.type} to {device.type} ({function})")
+                elif device.type == "cpu" and not target.is_pinned():
+                    waits.add(f"copy from cuda to memory of the host that is not pinned ({function})")
+        if name == "_foreach_copy_" or target is None or device.type != "cpu":
+            return None
+        return target.copy_(source.host_values) if hasattr(source, "host_values") else target.zero_()
 
     def _faked(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -418,14 +382,10 @@ def world(rank: int, size: int, objects: Objects) -> Iterator[None]:
     received from another rank is ones.
     """
     replaced = {"all_gather_object": _all_gather, "broadcast_object_list": objects.broadcast, "recv": _receive}
-    torchs = {name: getattr(dist, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(dist, name, function)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        for name, function in torchs.items():
-            setattr(dist, name, function)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with mock.patch.multiple(dist, **replaced):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

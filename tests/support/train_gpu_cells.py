@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,69 +44,38 @@ SharedFailure._peers_failed_too = lambda self: False
 SHAPE = {"num_layers": 2, "num_heads": 2, "width": 32, "max_seq_len": 16, "vocab_size": 64}
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, **options)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def by_shape(of_matrices: Callable[..., Any], of_vectors: Callable[..., Any]) -> Callable[[Any], Any]:
+    def make(parameters: Any) -> list[torch.optim.Optimizer]:
+        matrices, vectors = [], []
+        for parameter in parameters:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+        return [of_matrices(matrices), of_vectors(vectors)]
 
-
-def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
-    matrices, vectors = [], []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    return [torch.optim.Adam(matrices, lr=1e-3, eps=1e-4), sgd(vectors)]
-
-
-def foreach(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True)
-
-
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
-
-
-def matrices(parameters: Any) -> list[torch.optim.Optimizer]:
-    wide, narrow = [], []
-    for parameter in parameters:
-        (wide if parameter.ndim == 2 else narrow).append(parameter)
-    return [torch.optim.Muon(wide, lr=1e-2), adamw(narrow)]
-
-
-OPTIMIZERS = {
-    "adamw": adamw,
-    "sgd": sgd,
-    "two": two_optimizers,
-    "foreach": foreach,
-    "fused": fused,
-    "matrices": matrices,
-}
+    return make
 
 
 def sum_and_count(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": SGD,
+    "two": by_shape(partial(torch.optim.Adam, lr=1e-3, eps=1e-4), SGD),
+    "foreach": partial(adamw, foreach=True),
+    "fused": partial(adamw, fused=True),
+    "matrices": by_shape(partial(torch.optim.Muon, lr=1e-2), adamw),
+}
 CRITERIA = {"mean": GPT.loss, "sum and count": sum_and_count}
-
-
-def forward_backward(engine: Any, x: torch.Tensor) -> None:
-    engine.forward_backward(x, x)
-
-
-def without_the_loss(engine: Any, x: torch.Tensor) -> None:
-    engine.forward_backward(x, x, return_loss=False)
-
-
-def by_hand(engine: Any, x: torch.Tensor) -> None:
-    engine.backward(engine.criterion(engine(x), x))
-
-
 LOOPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
-    "forward_backward": forward_backward,
-    "without the loss": without_the_loss,
-    "by hand": by_hand,
+    "forward_backward": lambda engine, x: engine.forward_backward(x, x),
+    "without the loss": lambda engine, x: engine.forward_backward(x, x, return_loss=False),
+    "by hand": lambda engine, x: engine.backward(engine.criterion(engine(x), x)),
 }
 
 
