@@ -166,6 +166,7 @@ def find_changes(world, parallel, config):
         assert ranks is None or engine.check_replicas() == []
 
 
+@pytest.mark.real_sizes  # a small part of a small buffer would be another data rank's
 @pytest.mark.parametrize(("parallel", "config"), CASES, ids=str)
 @on_each_device
 def test_a_change_on_one_rank_is_found_and_repaired(parallel, config, device):

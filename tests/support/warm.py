@@ -43,6 +43,8 @@ import block_sizes
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
 BARE = "PARAMP_TEST_BARE"
+PIDS = "PARAMP_TEST_PIDS"
+"""A folder in which each warm process writes its process id, into a file with the name of its rank."""
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = (
@@ -267,6 +269,8 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.environ.update(environment)
     if "COVERAGE_PROCESS_START" in environment:  # which a new interpreter does by itself
         importlib.import_module("coverage").process_startup()
+    if folder := environment.get(PIDS):
+        Path(folder, environment.get("RANK", "none")).write_text(str(os.getpid()))
     os.getppid = lambda: parent  # type: ignore[assignment]
     sys.executable = executable
     sys.orig_argv = [executable, *words]

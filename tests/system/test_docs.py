@@ -41,13 +41,12 @@ def on_one_and_four(example, *flags):
 
 RUN_BY = {
     "test_docs.test_the_python_of_a_page_runs_on_four_ranks": [f"{ON_FOUR} examples/tutorial.py 2 2"],
-    "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": on_one_and_four("own_model.py"),
+    "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": [
+        *(*on_one_and_four("own_model.py"), *on_one_and_four("huggingface_llama.py"))
+    ],
     "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four": [
         *(*on_one_and_four("gpt.py"), *on_one_and_four("vision.py"), *on_one_and_four("vision.py", "--model vit"))
     ],
-    "test_examples.test_the_example_of_a_pretrained_model_is_the_same_on_one_rank_and_on_four": (
-        on_one_and_four("huggingface_llama.py")
-    ),
     "test_examples.test_the_script_of_colossalais_document_trains": [
         *("python examples/colossalai_resnet34.py", "python examples/colossalai_resnet34.py naive"),
         f"{ON_TWO} examples/colossalai_resnet34.py",

@@ -56,7 +56,12 @@ def run_on_four_ranks(name, *arguments):
     return run_on_ranks(4, __name__, "on_rank", {"name": name, "arguments": arguments})
 
 
-def test_an_example_is_the_same_on_one_rank_and_on_four():
+@family
+@pytest.mark.parametrize("name", ["own_model", pytest.param("huggingface_llama", marks=long)])
+def test_an_example_is_the_same_on_one_rank_and_on_four(name):
+    if name == "huggingface_llama":
+        of_a_pretrained_model(name)
+        return
     alone = succeeded(python("examples/own_model.py"))
     spread = succeeded(torchrun(4, "examples/own_model.py", "2", "2"))
     assert (alone.stderr, spread.stderr) == ("", "")

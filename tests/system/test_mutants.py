@@ -3,7 +3,9 @@
 import ast
 import contextlib
 import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
 import covered
 import mutants
@@ -17,7 +19,7 @@ import pytest
 from commands import COLD, python
 from pool import on_ranks
 
-from paramp.base.globs import matches
+from paramp.base.coerce import matches
 
 @pytest.fixture(scope="module")
 def shared():
@@ -39,10 +41,10 @@ def test_on_the_same_ranks(world):
     matches("a", "a")
 
 def test_in_a_warm_process():
-    python("-c", "from paramp.base.globs import matches; matches('a', 'a')")
+    python("-c", "from paramp.base.coerce import matches; matches('a', 'a')")
 
 def test_in_a_cold_process():
-    python("-c", "from paramp.base.globs import matches; matches('a', 'a')", **COLD)
+    python("-c", "from paramp.base.coerce import matches; matches('a', 'a')", **COLD)
 """
 
 
@@ -95,19 +97,26 @@ def test_what_is_argued_about_is_there():
     assert all(one["reason"] for one in argued)
 
 
-def test_lines_are_recorded_in_every_process_of_a_test(tmp_path):
+@pytest.fixture
+def short_folder():
+    """In which sockets can be made: their paths have 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="p-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_lines_are_recorded_in_every_process_of_a_test(tmp_path, short_folder):
     pytest.importorskip("coverage")
     if not (mutations.ROOT / ".git").exists():
         pytest.skip("this tree is a copy itself")
-    tree = Tree(tmp_path / "tree", sys.executable)
+    tree = Tree(short_folder / "tree", sys.executable)
     (tree.folder / "tests" / "test_recorded.py").write_text(RECORDED)
     result, _ = tree.run(["tests/test_recorded.py"], 240, **covered.configure(tmp_path / "lines", tree.package))
     assert result == "passed", tree.log.read_text()
     lines, tests = covered.read(tmp_path / "lines", tree.package)
-    source = (tree.package / "base" / "globs.py").read_text().splitlines()
+    source = (tree.package / "base" / "coerce.py").read_text().splitlines()
     stars = 1 << next(number for number, line in enumerate(source, 1) if "return any(" in line)
-    inside = mutations.lines_in_functions("base/globs.py")
-    by = {name.partition("::")[2]: run & inside for name, run in lines["base/globs.py"].items() if run & inside}
+    inside = mutations.lines_in_functions("base/coerce.py")
+    by = {name.partition("::")[2]: run & inside for name, run in lines["base/coerce.py"].items() if run & inside}
     names = ("here", "on_ranks", "on_the_same_ranks", "in_a_warm_process", "in_a_cold_process")
     assert by.keys() == {"", *(f"test_{name}" for name in names)}
     assert [name for name, run in by.items() if run & stars] == ["test_on_ranks"]

@@ -318,6 +318,14 @@ REFUSED = {
         unfit(config={"reproducible": {"chunk": 4}}, batch=6),
         ["batch: got 6 samples on each data rank, expected a multiple of reproducible.chunk 4"],
     ),
+    "chunks of a schedule": (
+        2,
+        unfit(
+            lambda: small(nn.Linear(8, 8)),
+            config={"reproducible": {"chunk": 4}, "parallel": {"pipeline": 2}},
+        ),
+        ["which are 1 chunks of reproducible.chunk 4", "microbatches: got 1, expected at least 2"],
+    ),
     "random": (1, unfit(Noisy), ["rand", "draws random numbers that depend on the layout"]),
     "sum of shards": (
         2,
