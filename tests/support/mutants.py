@@ -275,8 +275,14 @@ def in_trees(function: Callable[[Any, Tree], str], work: Sequence[Any], jobs: in
                 threads.shutdown(wait=False, cancel_futures=True)
                 for tree in trees:
                     tree.stopped = True
+                for tree in trees:
                     tree.end_processes()
                 raise
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends two, and the second would end the clean-up
+    sys.exit("stopped")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -315,6 +321,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    signal.signal(signal.SIGTERM, _stop)
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(main())
