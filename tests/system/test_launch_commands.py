@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
-from families import SEED, WHOLE, family
 from network_hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -100,13 +99,12 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
-@family
 def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
-    """With the example's hostfile, whose two hosts have these names. By default its ranks start warm."""
+    """With the example's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))
     variables = {"PRTE_MCA_plm_ssh_agent": shell, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": shell}
     command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
-    assert losses(command, tmp_path, **mpi_variables("mpich", warm=not (WHOLE or SEED)), **variables) == expected
+    assert losses(command, tmp_path, **mpi_variables("mpich"), **variables) == expected
 
 
 def test_torchrun_on_two_hosts_that_meet_by_name(hosts, tmp_path, expected):
