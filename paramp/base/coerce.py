@@ -1,8 +1,6 @@
-"""Values as users write them: paths; dataclasses from plain mappings, each value checked against its field's type;
-globs over module names."""
+"""Values as users write them: paths; dataclasses from plain mappings, each value checked against its field's type."""
 
 import dataclasses
-import fnmatch
 import math
 import os
 import types
@@ -22,22 +20,6 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     A home folder that is not known leaves the path as it is.
     """
     return Path(os.path.expanduser(path))
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether ``name`` matches ``pattern``.
-
-    ``*`` matches any characters of one part between dots, ``**`` any number of parts.
-    """
-    return _match(name.split("."), pattern.split("."))
-
-
-def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    if not patterns:
-        return not parts
-    if patterns[0] == "**":
-        return any(_match(parts[skipped:], patterns[1:]) for skipped in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
 
 
 def keys(cls: type) -> list[str]:

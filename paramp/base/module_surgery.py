@@ -1,9 +1,10 @@
-"""Partitioning modules and replacing parameters; names and ties are kept."""
+"""Partitioning modules and replacing parameters; names and ties are kept. Globs over names of modules."""
 
 from __future__ import annotations
 
+import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
@@ -140,6 +141,22 @@ def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether ``name`` matches ``pattern``.
+
+    ``*`` matches any characters of one part between dots, ``**`` any number of parts.
+    """
+    return _match(name.split("."), pattern.split("."))
+
+
+def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_match(parts[skipped:], patterns[1:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class PipelineConfig:
         names = f"one of {', '.join(SCHEDULES)}{nearest(self.schedule, SCHEDULES)}"
         require(self.schedule in SCHEDULES, "schedule", self.schedule, names)
         self._check_stages()
-        self._check_microbatches()
+        if self.microbatches is not None:
+            self.check_microbatches(self.microbatches)
         if self.split is not None:
             per_rank = f", {self.num_local_stages} on each of {self.size} ranks" if self.num_local_stages > 1 else ""
             needed = self.num_stages - 1
@@ -61,10 +62,10 @@ class PipelineConfig:
             exact = self.row.stages_per_rank
             require(given in (None, exact), "stages_per_rank", given, f"{exact} for the schedule {self.schedule!r}")
 
-    def _check_microbatches(self) -> None:
-        given = self.microbatches
-        require(given is None or given >= 1, "microbatches", given, "an integer of 1 or more")
-        if given is None or self.size == 1:
+    def check_microbatches(self, given: int) -> None:
+        """Raise a ConfigError for a number of microbatches that the schedule does not accept."""
+        require(given >= 1, "microbatches", given, "an integer of 1 or more")
+        if self.size == 1:
             return
         least = self.row.least_microbatches(self.size)
         per_rank = "one" if least == self.size else f"{least // self.size}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..base.coerce import matches
 from ..base.errors import ConfigError, nearest
+from ..base.module_surgery import matches
 from .policy import Float8
 
 MULTIPLE = 16

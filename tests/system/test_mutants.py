@@ -19,7 +19,7 @@ import pytest
 from commands import COLD, python
 from pool import on_ranks
 
-from paramp.base.coerce import matches
+from paramp.base.module_surgery import matches
 
 @pytest.fixture(scope="module")
 def shared():
@@ -41,10 +41,10 @@ def test_on_the_same_ranks(world):
     matches("a", "a")
 
 def test_in_a_warm_process():
-    python("-c", "from paramp.base.coerce import matches; matches('a', 'a')")
+    python("-c", "from paramp.base.module_surgery import matches; matches('a', 'a')")
 
 def test_in_a_cold_process():
-    python("-c", "from paramp.base.coerce import matches; matches('a', 'a')", **COLD)
+    python("-c", "from paramp.base.module_surgery import matches; matches('a', 'a')", **COLD)
 """
 
 
@@ -113,10 +113,12 @@ def test_lines_are_recorded_in_every_process_of_a_test(tmp_path, short_folder):
     result, _ = tree.run(["tests/test_recorded.py"], 240, **covered.configure(tmp_path / "lines", tree.package))
     assert result == "passed", tree.log.read_text()
     lines, tests = covered.read(tmp_path / "lines", tree.package)
-    source = (tree.package / "base" / "coerce.py").read_text().splitlines()
+    source = (tree.package / "base" / "module_surgery.py").read_text().splitlines()
     stars = 1 << next(number for number, line in enumerate(source, 1) if "return any(" in line)
-    inside = mutations.lines_in_functions("base/coerce.py")
-    by = {name.partition("::")[2]: run & inside for name, run in lines["base/coerce.py"].items() if run & inside}
+    inside = mutations.lines_in_functions("base/module_surgery.py")
+    by = {
+        name.partition("::")[2]: run & inside for name, run in lines["base/module_surgery.py"].items() if run & inside
+    }
     names = ("here", "on_ranks", "on_the_same_ranks", "in_a_warm_process", "in_a_cold_process")
     assert by.keys() == {"", *(f"test_{name}" for name in names)}
     assert [name for name, run in by.items() if run & stars] == ["test_on_ranks"]

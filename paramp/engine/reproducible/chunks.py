@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ class ChunkRun(Observer):
             )
         num_chunks = num_samples // chunk
         try:
-            replace(self._pipeline, microbatches=num_chunks)
+            self._pipeline.check_microbatches(num_chunks)
         except ConfigError as error:
             raise ConfigError(
                 f"batch: got {num_samples} samples on each data rank, which are {num_chunks} chunks of "

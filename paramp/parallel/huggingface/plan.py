@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ...base.coerce import matches
 from ...base.errors import ConfigError
+from ...base.module_surgery import matches
 from ..tensor.linear import PackedColwise, PackedRowwise
 from ..tensor.plan import Plan
 from ..tensor.styles import ExpertSlices

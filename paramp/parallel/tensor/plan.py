@@ -21,10 +21,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ...base.coerce import matches
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
-from ...base.module_surgery import PassThrough, carry_over, keeping_ties
+from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
 from ..shape_errors import PLAN_ENTRY
 from .linear import Colwise, PackedColwise, Rowwise
 from .styles import STYLES, ExpertSlices, sharded_dim
