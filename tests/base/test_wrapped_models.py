@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from beside_plain import engine_of, randn
 from beside_plain import launch_with_compiler as launch
+from beside_plain import randn
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
 
 from paramp.base.wrapped_models import without_compilation

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,7 +22,8 @@ from paramp.checkpoint.open_checkpoint import problems
 
 def engine_with(seed=0, make=torch.optim.AdamW, size=6, model=None):
     torch.manual_seed(seed)
-    return engine_of(model or nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size)), make=make)
+    model = model or nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+    return engine_of(model, optimizer=partial(make, lr=0.1))
 
 
 def train(engine, *seeds):

@@ -1,6 +1,7 @@
 """A checkpoint of one process, loaded and saved by ranks that shard parameters over data ranks, has the same bits."""
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def cross_entropy(output, target):
 
 
 def batch(engine, seed):
-    return own_part(engine, *torch.randint(0, 14, (2, 8, 5), generator=torch.Generator().manual_seed(seed)))
+    return own_part(engine.context, *torch.randint(0, 14, (2, 8, 5), generator=torch.Generator().manual_seed(seed)))
 
 
 def launch(precision, parallel):
@@ -76,7 +77,7 @@ def launch(precision, parallel):
 def start(context, seed):
     torch.manual_seed(seed)
     plan = PLAN if context.tp.size > 1 else None
-    engine = engine_of(Model(), cross_entropy, torch.optim.AdamW, 0.05, plan=plan)
+    engine = engine_of(Model(), cross_entropy, partial(torch.optim.AdamW, lr=0.05), plan=plan)
     train(engine, 2)
     return engine
 

@@ -35,7 +35,7 @@ def train(engine, scheduler, steps, first=0, overflow_at=None):
     """Losses, the norms of the gradients, scales and learning rates."""
     seen = []
     for step, batch in enumerate(list(batches(first + steps))[first:], start=first):
-        engine.forward_backward(*own_part(engine, *batch), return_loss=False)
+        engine.forward_backward(*own_part(engine.context, *batch), return_loss=False)
         if step == overflow_at and engine.context.rank == 0:
             local(next(engine.module.parameters()).grad).view(-1)[0] = float("inf")
         result = engine.step()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from counting import Collectives
 from pool import on_ranks, shared_folder
-from reference import batches, local, plain_fp32_training, small_gpt, train_engine
+from reference import batches, local, plain_fp32_training, small_gpt, train_engine, whole
 from small_engines import assert_same_tensors, each_raises, engine_of, train_step
 from test_groups import maps
 from torch import nn
@@ -103,10 +103,6 @@ def backward(model, factor=1.0):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     (model(x).square().mean() * factor).backward()
     return model
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize("name", [name for name in MESHES if name not in MISSING])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from pool import on_ranks
+from reference import whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import paramp
 
@@ -31,10 +31,6 @@ class Odd(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.expanded[:1, :1] + self.strided[0, 0] + self.frozen[0, 0] * self.spread[0]
-
-
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def tied(seed: int) -> nn.Sequential:

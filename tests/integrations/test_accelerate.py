@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from families import cases, family
 from pool import World, on_ranks, run_on_ranks, shared_folder
+from reference import whole
 from small_mlp import batch, tensor_parallel
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -30,7 +31,6 @@ from trainer_runs import (
     difference_of,
     in_plain_torch,
     spoil,
-    whole,
 )
 
 import paramp

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from pool import on_ranks
+from reference import whole
 from small_mlp import batch, build, tensor_parallel
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,7 +32,6 @@ from trainer_runs import (
     samples,
     sgd,
     spoil,
-    whole,
 )
 
 import paramp

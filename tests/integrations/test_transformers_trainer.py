@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from families import cases, family
 from pool import on_ranks, run_on_ranks, shared_folder
+from reference import whole
 from torch.nn import functional as F
-from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, code_of, difference_of, quiet, spoil, whole
+from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, code_of, difference_of, quiet, spoil
 from trainer_runs import ROUNDING as ROUNDINGS
 
 import paramp

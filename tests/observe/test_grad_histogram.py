@@ -51,7 +51,7 @@ def test_gradients_of_a_past_step_are_refused():
 def test_each_element_is_counted_once_over_ranks(world, parallel):
     with paramp.launch_from_torch({"precision": "32-true", "parallel": parallel}) as context:
         engine = gpt_engine(num_layers=1)
-        batch = own_part(engine, *next(batches(1)))
+        batch = own_part(engine.context, *next(batches(1)))
         train_step(engine, *batch)  # shows where gradients lie
         engine.forward_backward(*batch)
         replaced = next(engine.module.parameters())

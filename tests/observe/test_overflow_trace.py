@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Plant:
 def window(engine):
     """One window of accumulation; its step's result."""
     for batch in batches(engine._losses._accumulation):
-        result = train_step(engine, *own_part(engine, *batch))
+        result = train_step(engine, *own_part(engine.context, *batch))
     return result
 
 
@@ -208,7 +209,8 @@ def linear(scale, **config):
     """An engine whose one weight gets a gradient of ``scale`` times the mean of x, in fp16."""
     config = {"precision": {"mode": "16-naive", "init_scale": scale}, "clip_grad_norm": None} | config
     context = paramp.launch_from_torch(config)
-    return context, engine_of(nn.Sequential(nn.Linear(1, 1, bias=False)), lambda output, _: output.mean(), lr=0.0)
+    model, still = nn.Sequential(nn.Linear(1, 1, bias=False)), partial(torch.optim.SGD, lr=0.0)
+    return context, engine_of(model, lambda output, _: output.mean(), still)
 
 
 def test_an_overflow_in_the_sum_over_microbatches_is_named():
@@ -363,7 +365,9 @@ class Stateful(nn.Module):
 def train_with(config, diagnosed):
     """Weights, running statistics, results and random numbers of a run in which the third window overflows."""
     with paramp.launch_from_torch(config) as context:
-        engine = engine_of(nn.Sequential(*(Stateful() for _ in range(4))), make=torch.optim.AdamW, lr=0.01)
+        engine = engine_of(
+            nn.Sequential(*(Stateful() for _ in range(4))), optimizer=partial(torch.optim.AdamW, lr=0.01)
+        )
         results = []
         for index in range(5):
             generator = torch.Generator().manual_seed(10 * index + context.dp.rank)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -297,7 +298,7 @@ def test_the_report_is_the_engines(fault):
     model[3].fault, model[3].value = fault, INF
     with paramp.launch_from_torch() as context:
         own = paramp.trace_overflow(model, loss_of(model), [batch], scale=1.0, context=context)
-        engine = engine_of(model, lr=0.0)
+        engine = engine_of(model, optimizer=partial(torch.optim.SGD, lr=0.0))
         assert train_step(engine, batch["x"], batch["y"]).overflow
         assert engine.diagnose_overflow() == own
         assert own.origin.module == "3"

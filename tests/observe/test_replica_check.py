@@ -1,5 +1,7 @@
 """One bit in one copy: found, named, and repaired; and nothing is found where nothing is wrong."""
 
+from functools import partial
+
 import pytest
 import torch
 from counting import Collectives
@@ -23,14 +25,14 @@ def build(frozen=""):
     model = small_gpt(num_layers=2)
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
-    engine = engine_of(model, model.loss, torch.optim.AdamW, 1e-2)
+    engine = engine_of(model, model.loss, partial(torch.optim.AdamW, lr=1e-2))
     train(engine, 1)
     return engine
 
 
 def train(engine, steps, overflow_at=None):
     for step, batch in enumerate(batches(steps)):
-        engine.forward_backward(*own_part(engine, *batch))
+        engine.forward_backward(*own_part(engine.context, *batch))
         if step == overflow_at and engine.context.rank == 0:
             local(next(engine.module.parameters()).grad).view(-1)[0] = float("inf")
         engine.step()

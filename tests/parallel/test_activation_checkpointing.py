@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from beside_plain import adamw, benchmarks_common, engine_of
+from beside_plain import adamw, benchmarks_common
 from commands import ROOT
 from families import SEED, WHOLE, family
 from pool import on_ranks
 from reference import batches, small_gpt
+from small_engines import engine_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

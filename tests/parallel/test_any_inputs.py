@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from beside_plain import adamw, assert_gradients, assert_moved, assert_weights, engine_of, randn, seeded
+from beside_plain import adamw, assert_gradients, assert_moved, assert_weights, randn, seeded
 from counting import Collectives
 from families import cases, family, number
 from masked_transformer import LENGTH, PLAN, Reply, assistant, dialogue
 from pool import on_ranks
 from reference import rank_slice
+from small_engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 

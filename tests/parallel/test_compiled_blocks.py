@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from beside_plain import engine_of, seeded
 from beside_plain import launch_with_compiler as launch
+from beside_plain import seeded
 from compiler import needs_compiler
 from families import cases as chosen
 from families import family
 from matrix import LAYOUTS, MODES, from_small_scale
 from pool import on_ranks, run_on_ranks
 from reference import allowed_units, assert_losses_follow, batches, small_gpt, train_engine, units_apart
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from beside_plain import engine_of
 from pool import run_on_ranks
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from beside_plain import engine_of, randn, seeded
+from beside_plain import randn, seeded
 from exact_training import LAYOUTS, Part, assert_same_bits, reference, train, trained
 from families import SEED, WHOLE, cases, family, number
 from pool import on_ranks, run_on_ranks
+from small_engines import engine_of
 from torch import nn
 
 import paramp

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from beside_plain import engine_of, own, randn, seeded
+from beside_plain import randn, seeded
 from counting import Collectives
 from pool import on_ranks
+from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
@@ -113,7 +114,7 @@ def test_prefetch_with_several_stages_on_a_rank(world):
     expected = nn.functional.mse_loss(model(x), y).detach()
     pipeline = {"size": 2, "schedule": "interleaved-1f1b"}
     with paramp.launch_from_torch({"parallel": {"pipeline": pipeline, "data": {"shard": 2, "prefetch": 1}}}) as context:
-        engine, batch = engine_of(model), own(context, x, y)
+        engine, batch = engine_of(model), own_part(context, x, y)
         torch.testing.assert_close(engine.forward_backward(*batch), expected)
         assert engine.step().stepped
         seen = gathered_early(engine)
@@ -224,6 +225,6 @@ def test_a_batch_of_another_shape_drops_no_gradients_of_the_window(world):
     with paramp.launch_from_torch(config) as context:
         engine = engine_of(model)
         for batch in batches:
-            engine.forward_backward(*own(context, *batch))
+            engine.forward_backward(*own_part(context, *batch))
             result = engine.step()
         assert float(result.grad_norm) == pytest.approx(float(expected), rel=1e-5)

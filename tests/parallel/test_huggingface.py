@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from beside_plain import adamw, assert_weights, engine_of, own, train_both
+from beside_plain import adamw, assert_weights, train_both
 from families import cases, family, number
 from pool import on_ranks
 from reference import batches, local, rank_slice
+from small_engines import engine_of, own_part
 from torch.nn import functional as F
 
 import paramp
@@ -226,7 +227,7 @@ def padded(seed, size=8, length=7):
 
 
 def part_of(batch, context):
-    return dict(zip(batch, own(context, *batch.values()), strict=True))
+    return dict(zip(batch, own_part(context, *batch.values()), strict=True))
 
 
 OWN_LOSS = [(name, layout) for name in ("llama", "gpt2") for layout in ("pp2-tp2", "dp2-tp2", "pp4", "interleaved-dp2")]

@@ -6,17 +6,10 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import (
-    CountDTensors,
-    assert_gradients,
-    copy_weights,
-    engine_of,
-    full,
-    launch_with_compiler,
-    randn,
-    seeded,
-)
+from beside_plain import CountDTensors, assert_gradients, copy_weights, launch_with_compiler, randn, seeded
 from pool import on_ranks
+from reference import whole
+from small_engines import engine_of
 from torch import nn
 
 import paramp
@@ -210,7 +203,8 @@ def test_a_criterion_may_ask_for_gradients_of_parameters_and_logits(world):
         other = F.cross_entropy(logits.view(-1, logits.shape[-1]), target.reshape(-1), label_smoothing=0.3)
         norms = [
             sum(
-                full(one).square().sum() for one in torch.autograd.grad(value, [parameter(), logits], retain_graph=True)
+                whole(one).square().sum()
+                for one in torch.autograd.grad(value, [parameter(), logits], retain_graph=True)
             )
             for value in (loss, other)
         ]
@@ -237,7 +231,7 @@ def test_autograd_grad_goes_through_an_engine_s_forward(world):
         found = torch.autograd.grad(loss, [engine.module.get_parameter(name) for name in parameters])
         expected = torch.autograd.grad(GPT.loss(plain(x), y), list(parameters.values()))
         for name, one, other in zip(parameters, found, expected, strict=True):
-            torch.testing.assert_close(full(one), other, atol=1e-13, rtol=1e-9, msg=name)
+            torch.testing.assert_close(whole(one), other, atol=1e-13, rtol=1e-9, msg=name)
 
 
 def doubled_late(logits, target):

@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
-from beside_plain import engine_of, train_both
+from beside_plain import train_both
 from families import family, long
 from pool import on_ranks, run_on_ranks
 from reference import batches
+from small_engines import engine_of
 from test_huggingface import build, loss_of
 from torch import nn
 

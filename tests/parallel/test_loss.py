@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import engine_of, randn
+from beside_plain import randn
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor

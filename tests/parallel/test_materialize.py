@@ -4,8 +4,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from beside_plain import assert_weights, benchmarks_common, engine_of
+from beside_plain import assert_weights, benchmarks_common
 from pool import on_ranks, run_on_ranks
+from small_engines import engine_of
 from torch import nn
 
 import paramp

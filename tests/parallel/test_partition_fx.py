@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from beside_plain import adamw, engine_of, randn, seeded, train_both
+from beside_plain import adamw, randn, seeded, train_both
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 from traceable import Decoder, Nested, UNet, build

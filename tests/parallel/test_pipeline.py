@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from beside_plain import engine_of, randn, seeded, train_both
+from beside_plain import randn, seeded, train_both
 from pool import on_ranks, run_on_ranks
 from reference import small_gpt
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.pipelining import stage as torchs_stage
 from traceable import awkward_model

@@ -6,10 +6,11 @@ import gc
 
 import pytest
 import torch
-from beside_plain import adamw, engine_of, own, randn, seeded
+from beside_plain import adamw, randn, seeded
 from counting import Collectives
 from pool import on_ranks
 from reference import small_gpt
+from small_engines import engine_of, own_part
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +86,7 @@ def train_mixed(parallel, precision):
         for name in ("norm", "linear", "own", "head"):
             model[0].get_submodule(name).register_forward_hook(functools.partial(see, name))
         engine = engine_of(model)
-        engine.forward_backward(*own(context, *randn(2, 8, 8)))
+        engine.forward_backward(*own_part(context, *randn(2, 8, 8)))
         assert engine.step().stepped
         return seen, engine.full_state_dict()
 
@@ -109,7 +110,7 @@ def test_collectives_are_those_of_the_units(world, data):
     """All-gathers of each block, and of the rest of the model, in a forward and backward; one control all-reduce."""
     with paramp.launch_from_torch({"parallel": {"data": data}}) as context:
         engine = engine_of(small_gpt(), GPT.loss, adamw)
-        (x,) = own(context, torch.zeros(4, 8, dtype=torch.int64))
+        (x,) = own_part(context, torch.zeros(4, 8, dtype=torch.int64))
         for _ in range(2):
             with Collectives() as batch:
                 engine.forward_backward(x, x, return_loss=False)

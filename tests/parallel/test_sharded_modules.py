@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-from beside_plain import assert_weights, engine_of, own, randn, seeded, train_both
+from beside_plain import assert_weights, randn, seeded, train_both
 from families import cases, family
 from pool import on_ranks, run_on_ranks
+from small_engines import engine_of, own_part
 from torch import nn
 from torch.nn import functional as F
 
@@ -208,7 +209,7 @@ def train_images(parallel):
         model = seeded(ResNet, ResNetConfig(num_classes=4, depths=(2, 2), width=8, small_images=True))
         engine = engine_of(model, F.cross_entropy, sgd)
         for step in range(3):
-            loss = engine.forward_backward(*own(context, randn(8, 3, 8, 8, seed=step), torch.arange(8) % 4))
+            loss = engine.forward_backward(*own_part(context, randn(8, 3, 8, 8, seed=step), torch.arange(8) % 4))
             assert engine.step().stepped
             engine.zero_grad()
         return loss.item(), engine.full_state_dict()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import assert_gradients, engine_of, randn
+from beside_plain import assert_gradients, randn
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
 
 import paramp

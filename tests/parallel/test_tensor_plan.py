@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import assert_gradients, assert_weights, engine_of, randn, seeded, train_both
+from beside_plain import assert_gradients, assert_weights, randn, seeded, train_both
 from counting import Collectives
 from pool import on_ranks
 from reference import batches, small_gpt
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

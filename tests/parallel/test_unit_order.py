@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from beside_plain import assert_weights, engine_of, own, randn, seeded
+from beside_plain import assert_weights, randn, seeded
 from pool import on_ranks
+from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
@@ -46,7 +47,7 @@ class Trained:
     def __init__(self, context, criterion=nn.functional.mse_loss):
         model = seeded(Blocks)
         self.context = context
-        self.part = own(context, X, Y)
+        self.part = own_part(context, X, Y)
         self.plain = copy.deepcopy(model)
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
         self.engine = engine_of(model, criterion)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from commands import ROOT
-from reference import rank_slice
+from reference import whole
+from small_engines import own_part, sgd
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-5)
 """The gradient of a key's bias is zero but for rounding, which Adam's own eps of 1e-8 would blow up."""
 
@@ -44,10 +44,6 @@ def benchmarks_common() -> Any:
         return importlib.import_module("common")
 
 
-def engine_of(model: Any, criterion: Any = F.mse_loss, optimizer: Any = sgd, **options: Any) -> paramp.Engine:
-    return paramp.initialize(model, optimizer, criterion, **options)[0]
-
-
 def seeded(build: Callable[..., nn.Module], *args: Any, seed: int = 0) -> Any:
     """``build(*args)``, with the same random weights each time."""
     torch.manual_seed(seed)
@@ -58,20 +54,11 @@ def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def own(context: paramp.ParallelContext, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """This data rank's part of the tensors of a batch."""
-    return [rank_slice(tensor, context.batch_axis.rank, context.batch_axis.size) for tensor in tensors]
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def copy_weights(engine: paramp.Engine, plain: nn.Module) -> None:
     """Give ``plain`` the weights of a tensor-parallel engine."""
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            parameter.copy_(full(engine.module.get_parameter(name)))
+            parameter.copy_(whole(engine.module.get_parameter(name)))
 
 
 def assert_gradients(engine: Any, plain: nn.Module, atol: float = 1e-6, rtol: float = 0.0, where: str = "") -> None:
@@ -79,9 +66,9 @@ def assert_gradients(engine: Any, plain: nn.Module, atol: float = 1e-6, rtol: fl
     for name, parameter in engine.named_parameters():
         given, expected = (parameter.grad, plain.get_parameter(name).grad)
         given = torch.zeros_like(parameter) if given is None else given
-        expected = torch.zeros_like(full(given)) if expected is None else expected
+        expected = torch.zeros_like(whole(given)) if expected is None else expected
         torch.testing.assert_close(
-            full(given), expected, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{where} {name}: {text}"
+            whole(given), expected, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{where} {name}: {text}"
         )
 
 
@@ -139,7 +126,7 @@ def train_both(
         loss = criterion(plain(x), y)
         (loss / accumulation).backward()
         losses.append(loss.item())
-        found = engine.forward_backward(*own(context, x, y)).item()
+        found = engine.forward_backward(*own_part(context, x, y)).item()
         assert found == pytest.approx(sum(losses) / len(losses), abs=1e-5)  # the mean of the window so far
         result = engine.step()
         assert result.stepped == (len(losses) == accumulation)

@@ -42,6 +42,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def rank_slice(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return tensor.chunk(size)[rank]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,25 @@ import torch
 import torch.distributed as dist
 from reference import rank_slice, small_gpt
 from torch import nn
+from torch.nn import functional as F
 
 import paramp
 
-
-def engine_of(model: nn.Module, criterion: Any = nn.functional.mse_loss, make: Any = None, lr: float = 0.1, **options):
-    """An engine that trains ``model`` with ``make``, by default plain SGD."""
-    return paramp.initialize(model, (make or torch.optim.SGD)(model.parameters(), lr=lr), criterion, **options)[0]
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def gpt_engine(make: Any = torch.optim.AdamW, lr: float = 1e-3, **changes: Any):
+def engine_of(model: Any, criterion: Any = F.mse_loss, optimizer: Any = sgd, **options: Any) -> paramp.Engine:
+    return paramp.initialize(model, optimizer, criterion, **options)[0]
+
+
+def gpt_engine(**changes: Any) -> paramp.Engine:
     model = small_gpt(**changes)
-    return engine_of(model, model.loss, make, lr)
+    return engine_of(model, model.loss, functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
-def own_part(engine: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's part of a batch."""
-    axis = engine.context.dp
-    return [rank_slice(tensor, axis.rank, axis.size) for tensor in tensors]
+def own_part(context: paramp.ParallelContext, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """This data rank's part of the tensors of a batch."""
+    return [rank_slice(tensor, context.batch_axis.rank, context.batch_axis.size) for tensor in tensors]
 
 
 def train_step(engine: Any, x: torch.Tensor, y: torch.Tensor | None = None):
@@ -73,13 +75,6 @@ def value_at(path: Path, **options: Any) -> float:
 def assert_same_tensors(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
-
-
-def assert_trained_alike(actual: Mapping[str, torch.Tensor], reference: nn.Module, start: Any, atol: float) -> None:
-    """``actual`` are the weights of ``reference``, each of which has moved by more than the tolerance shows."""
-    for name, value in reference.state_dict().items():
-        assert (value - start[name]).abs().max() >= 10 * atol, name
-        torch.testing.assert_close(actual[name], value, atol=atol, rtol=0)
 
 
 def each_raises(error: Any, calls: Mapping[str, Callable[[], Any]]) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import small_mlp
 import torch
 from commands import ROOT
+from reference import whole
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,10 +22,6 @@ INF = float("inf")
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20, "no": 2.0**-20}
 UNITS = 24
 """Rounding errors by which a loss, a norm or a weight's way may differ."""
-
-
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def spoil(gradient, place=0):

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from families import family, offset
 from pool import on_ranks
-from reference import batches, rank_slice, small_gpt
+from reference import batches, local, rank_slice, small_gpt
+from small_engines import everywhere
 from torch.distributed.tensor import DTensor, Replicate
 
 import paramp
@@ -27,16 +28,6 @@ MODES = {
         "hysteresis": 1,
     },
 }
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def everywhere(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 CASES = [*((layout, "mixed") for layout in LAYOUTS), ("pp2-tp2", "naive")]

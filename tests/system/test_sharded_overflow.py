@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import family, offset
 from pool import on_ranks
 from reference import batches, local, rank_slice, small_gpt
+from small_engines import everywhere
 
 import paramp
 
@@ -18,12 +18,6 @@ MODES = {
     "16-naive": {"mode": "16-naive", "init_scale": SCALE, "growth_interval": 1, "growth_factor": 8.0, "hysteresis": 1},
 }
 CASES = [("fsdp2-tp2", "16-mixed"), ("hsdp2x2", "16-naive")]
-
-
-def everywhere(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def plant_in_summand(engine, name, value):
