@@ -19,6 +19,7 @@ from reference import assert_trained
 
 import paramp
 from paramp.amp import AMP_TYPE
+from paramp.compat.apex import amp
 from paramp.config.files import load
 from paramp.precision.policy import PRESETS
 
@@ -100,6 +101,7 @@ def execute(page, *sources):
 
 def execute_on_rank(world, page, sources, folder):
     sys.argv = [page]
+    amp.reset()  # an earlier test of this process may have initialized it
     with contextlib.chdir(folder):
         return execute(page, *sources)[0]
 
