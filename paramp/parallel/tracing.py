@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import functools
 import gc
 import inspect
 import pickle
@@ -201,7 +202,13 @@ class _Generators:
 
 def _kind(value: Any) -> type | None:
     """The class in STATES that ``value`` is of. ``isinstance`` would ask ``value``, which may warn."""
-    return next((kind for kind in type(value).__mro__ if kind in STATES), None)
+    return _kind_of(type(value))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _kind_of(cls: type) -> type | None:
+    """Cached, because a trace asks for every global variable of every module: some hundred thousand."""
+    return next((kind for kind in cls.__mro__ if kind in STATES), None)
 
 
 APART = (*NUMBERS_AND_TEXT, torch.Tensor, nn.Module, type, ModuleType)

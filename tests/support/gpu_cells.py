@@ -6,6 +6,7 @@ first rank of the layout's world and on the last one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -142,8 +143,12 @@ PART = [
 """The cells of ``make test``."""
 
 
-def _every() -> list[Cell]:
-    """Every pair of a mode, a layout and a feature that there can be: modes take turns on the layouts of a feature."""
+@functools.cache
+def every() -> list[Cell]:
+    """Every pair of a mode, a layout and a feature that there can be: modes take turns on the layouts of a feature.
+
+    It takes seconds to ask which can be.
+    """
     cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
     cells += [Cell(mode, name, "plain") for name in SCHEDULES if name != "1f1b" for mode in SCHEDULE_MODES]
     for number, feature in enumerate(FEATURES):
@@ -160,9 +165,6 @@ def _every() -> list[Cell]:
             if not times and any(mode in modes for modes in able.values())
         ]
     return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
-
-
-EVERY = _every()
 
 
 class Runs:
