@@ -12,7 +12,7 @@ from counting import Collectives
 from families import cases, family, number
 from masked_transformer import LENGTH, PLAN, Reply, assistant, dialogue
 from pool import on_ranks
-from reference import rank_slice
+from reference import assert_trained, rank_slice
 from small_engines import engine_of
 from torch import nn
 from torch.nn import functional as F
@@ -84,6 +84,26 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
         shown = engine(batch["ids"], batch["mask"])
         torch.testing.assert_close(shown.logits, model(batch["ids"], batch["mask"]).logits.detach(), atol=1e-5, rtol=0)
         assert shown.loss is None
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("dp2-tp2", "16-mixed"), ("pp2", "16-naive"), ("pp2-tp2", "bf16-mixed")])
+@on_ranks(4)
+def test_half_precision_follows_fp32(world, layout, mode):
+    model, start = assistant(), assistant().state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaling = {} if mode == "bf16-mixed" else {"init_scale": 1024.0}
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": {"mode": mode, **scaling}}) as context:
+        plan = PLAN if context.tp.size > 1 else None
+        engine = engine_of(assistant(), None, functools.partial(torch.optim.SGD, lr=0.5), plan=plan)
+        for step in range(4):
+            batch = dialogue(step)
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+            engine.forward_backward(own(context, batch))
+            assert engine.step().stepped
+            engine.zero_grad()
+        assert_trained(engine.full_state_dict(), model.state_dict(), start, of_way=0.1 if "bf16" in mode else 0.02)
 
 
 class Gate(nn.Module):

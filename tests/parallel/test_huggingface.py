@@ -6,7 +6,7 @@ from beside_plain import adamw, assert_weights, train_both
 from families import cases, family, number
 from pool import on_ranks
 from reference import batches, local, rank_slice
-from small_engines import engine_of, own_part
+from small_engines import assert_same_tensors, engine_of, everywhere, own_part
 from torch.nn import functional as F
 
 import paramp
@@ -100,6 +100,30 @@ def test_attention_dropout_differs_between_heads_of_ranks_and_the_rest_does_not(
                 both = [torch.empty_like(mine) for _ in range(2)]
                 torch.distributed.all_gather(both, mine, group=context.tp.group)
                 assert torch.equal(*both) == equal, (name, key)
+
+
+@pytest.mark.parametrize("layout", ["pp2-tp2", "dp2-tp2"])
+@on_ranks(4)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world, layout):
+    """In a sharded and in a replicated weight; the step after it is made."""
+    config = {"parallel": LAYOUTS[layout], "precision": {"mode": "16-naive", "init_scale": 1024.0, "hysteresis": 1}}
+    with paramp.launch_from_torch(config) as context:
+        engine = engine_of(build("llama"), loss_of)
+        for scale, rank, ending in ((1024.0, 3, "q_proj.weight"), (512.0, 0, "input_layernorm.weight")):
+            before = engine.full_state_dict()
+            engine.forward_backward(*own_part(context, *next(batches(1))))
+            if world.rank == rank:
+                named = {name: parameter for name, parameter in engine.named_parameters() if name.endswith(ending)}
+                local(next(iter(named.values())).grad).view(-1)[-1] = float("inf")
+            result = engine.step()
+            assert everywhere((result.stepped, result.overflow, result.loss_scale)) == [(False, True, scale)] * 4
+            assert_same_tensors(engine.full_state_dict(), before)
+            engine.zero_grad()
+        engine.forward_backward(*own_part(context, *next(batches(1))))
+        result = engine.step()
+        assert everywhere((result.stepped, result.loss_scale)) == [(True, 256.0)] * 4
+        after = engine.full_state_dict()
+        assert [name for name, value in before.items() if torch.equal(value, after[name])] == []
 
 
 def changed(plan=None, **attributes):

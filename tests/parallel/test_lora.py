@@ -8,8 +8,8 @@ import torch
 from beside_plain import train_both
 from families import family, long
 from pool import on_ranks, run_on_ranks
-from reference import batches
-from small_engines import engine_of
+from reference import assert_trained, batches
+from small_engines import engine_of, own_part
 from test_huggingface import build, loss_of
 from torch import nn
 
@@ -118,6 +118,30 @@ MORE = {"tp2": ["gpt2", "llama-embedding"], "pp2": ["gpt2"], "fsdp2": ["gpt2"], 
 def follow_plain_torch(world, layout):
     for name in ("llama", "own", *MORE[layout]):
         follows(name, layout)
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tp2", "16-mixed"), ("fsdp2", "16-naive"), ("pp2", "16-naive")])
+@on_ranks(2)
+def test_half_precision_follows_fp32(world, layout, mode):
+    plain = adapted("own")
+    start = {key: value.clone() for key, value in plain.state_dict().items()}
+    frozen = [key for key, parameter in plain.named_parameters() if not parameter.requires_grad]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    config = {"parallel": LAYOUTS[layout], "precision": {"mode": mode, "init_scale": 1024.0}}
+    with paramp.launch_from_torch(config) as context:
+        plan = OWN_PLAN if layout == "tp2" else None
+        engine = engine_of(adapted("own"), own_loss, functools.partial(torch.optim.SGD, lr=1.0), plan=plan)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            own_loss(plain(x), y).backward()
+            optimizer.step()
+            engine.forward_backward(*own_part(context, x, y))
+            assert engine.step().stepped
+            engine.zero_grad()
+        state = engine.full_state_dict()
+        for key in frozen:  # which have no masters
+            assert torch.equal(state.pop(key), start[key].half().float() if mode == "16-naive" else start[key]), key
+        assert_trained(state, {key: plain.get_parameter(key) for key in state}, start, of_way=0.01)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
