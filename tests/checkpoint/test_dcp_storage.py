@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import threading
+import time
 from functools import partial
 from unittest import mock
 
@@ -59,6 +60,42 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         assert_same_tensors(other.full_state_dict(), expected)
         other.save(folder / "last", wait=False)
     assert problems(folder / "last") == []
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_waits_for_the_one_before(tmp_path, wait):
+    """Whose values are in memory that it takes again."""
+    write, order = dcp_storage.write, []
+
+    def slow_write(path, *arguments):
+        time.sleep(0.3 if path.name == "first" else 0.0)
+        write(path, *arguments)
+        order.append(path.name)
+
+    with paramp.launch_from_torch({}), mock.patch.object(dcp_storage, "write", slow_write):
+        engine = train(engine_with(), 0)
+        expected = engine.full_state_dict()
+        engine.save(tmp_path / "first", wait=False)
+        train(engine, 1).save(tmp_path / "second", wait=wait)
+        engine.finish_saving()
+        assert order == ["first", "second"]
+        other = engine_with(1)
+        other.load(tmp_path / "first")
+        assert_same_tensors(other.full_state_dict(), expected)
+
+
+@on_ranks(2)
+def test_a_failure_beside_the_training_is_raised_by_what_waits_for_it(world):
+    """On every rank: by the next save, by finish_saving and by leaving the context."""
+    taken, message = shared_folder() / "taken", "exists and is not a checkpoint"
+    taken.mkdir(exist_ok=True)
+    (taken / "notes.txt").write_text("mine")
+    context = paramp.launch_from_torch({})
+    engine = engine_with()
+    for waits in (lambda: engine.save(taken.with_name("free")), engine.finish_saving, context.close):
+        engine.save(taken, wait=False)
+        each_raises(CheckpointError, {message: waits})
+    assert (taken / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("precision", ["16-naive", "bf16-naive"])

@@ -168,12 +168,13 @@ def test_the_streams_in_another_layout(tmp_path, before, after):
     assert len(set(stages.values())) == len(stages)
 
 
-def test_torchs_stream_in_another_layout_depends_on_the_steps_made(tmp_path):
-    """Else a run that is resumed twice would draw the same numbers again."""
+def test_streams_that_begin_anew_depend_on_the_steps_made(tmp_path):
+    """Else a run that is resumed twice in another layout would draw the same numbers again."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    on("tp2", "save_twice", paths=[first, second])
+    on("pp2", "save_twice", paths=[first, second])
     ((_, one, _),), ((_, two, _),) = (on("1", "run_resumed", path=path, steps=1) for path in (first, second))
-    assert one[0]["torch"] != two[0]["torch"]
+    for stream in ("torch", "stages"):
+        assert one[0][stream] != two[0][stream], stream
 
 
 def save_twice(world, layout, paths):
