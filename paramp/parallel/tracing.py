@@ -202,7 +202,7 @@ class _Generators:
 
 def _kind(value: Any) -> type | None:
     """The class in STATES that ``value`` is of. ``isinstance`` would ask ``value``, which may warn."""
-    return _kind_of(type(value))
+    return _kind_of(type(value))  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.lru_cache(maxsize=2**14)

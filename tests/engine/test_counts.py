@@ -243,6 +243,20 @@ def test_a_short_first_microbatch_does_not_change_the_unit():
             assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
 
+def test_counts_are_as_exact_as_fp32():
+    """Those that fp16 does not have too: 10,023 is 1.2235... of its unit."""
+    model = two_layers()
+    reference, before = Reference(model), copy.deepcopy(model.state_dict())
+    with paramp.launch_from_torch({"gradient_accumulation": 2}):
+        engine = engine_for(model)
+        x, y = samples([3.0, 10_007.0, 1.0, 12.0])
+        for rows in (slice(0, 1), slice(1, 4)):
+            engine.forward_backward(x[rows], y[rows])
+            engine.step()
+        reference.step(x, y)
+        reference.compare(engine, before, 1e-5)
+
+
 def test_means_and_counts_take_turns():
     """From window to window; within one it is an error."""
     model = two_layers()

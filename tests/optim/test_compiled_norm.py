@@ -28,8 +28,8 @@ def check(sums):
     A block has the same bits wherever it is, so that the norm is the same however ranks divide the gradients.
     """
     for dtype, factor in ((torch.float16, 1e3), (torch.bfloat16, 1e-3), (torch.bfloat16, 1e30)):
-        given = [gradient(size, dtype, factor) for size in (LONG, LONG + 512 + 64, 64)]
-        weights = [1.0, 0.5, 0.25]
+        given = [gradient(size, dtype, factor) for size in (LONG, LONG + 512 + 64, 64, LONG + 1)]
+        weights = [1.0, 0.5, 0.25, 0.125]
         expected = sum(weight * one.double().square().sum() for weight, one in zip(weights, given, strict=True))
         torch.testing.assert_close(norm_power(given, weights, 2.0, CPU, sums), expected, rtol=1e-6, atol=0)
     given[1][-1] = torch.inf

@@ -433,6 +433,10 @@ def test_a_partial_gradient_overflows_only_in_its_sum(world):
     weight.grad = sharded(mesh, Partial(), torch.tensor([0.5, 1.0], dtype=torch.float16))
     scaler.step(optimizer)
     assert weight.to_local().tolist() == [-2.0, -4.0]  # the sum over four ranks, unscaled by 1
+    scaler.update()
+    weight.grad = sharded(mesh, Partial("avg"), torch.tensor([4.0 * world.rank, 8.0], dtype=torch.float16))
+    scaler.step(optimizer)
+    assert weight.to_local().tolist() == [-8.0, -12.0]  # the mean
 
 
 @on_ranks(4)
