@@ -211,6 +211,11 @@ def test_on_a_gpu_a_finding_counts_from_the_next_step_on():
         engine = linear()
         changes = ChangedWeights(engine._weights.buffers, torch.device("cpu"))
         changes._copied = event = mock.Mock()
+        changes.agree(changes.look()[0])  # which has found nothing
+        for _ in range(2):
+            changes.look()
+        assert event.mock_calls == [mock.call.record(), mock.call.synchronize()]
+        event.reset_mock()
         flat(engine).fill_(0.375)
         changes.agree(changes.look()[0])
         assert (changes.due, event.mock_calls) == (False, [mock.call.record()])

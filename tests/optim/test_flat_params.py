@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import plain_step
+from counting import Operators
 from pool import on_ranks
 from reference import assert_trained, local
 from small_engines import each_raises, engine_of, sgd, train_step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import paramp
 from paramp.base import sizes
@@ -183,21 +184,6 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
     assert held == [[f"{index}.bias", f"{index}.weight"] for index in range(4)]
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the longest tensor that an operation inside has made, but for views of others."""
-
-    def __init__(self, others):
-        super().__init__()
-        self.known, self.bytes = {other.untyped_storage().data_ptr() for other in others}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else [made]:
-            if torch.is_tensor(one) and one.untyped_storage().data_ptr() not in self.known:
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return made
-
-
 @pytest.mark.parametrize("mode", ["32-true", "64-true", "16-naive", "bf16-naive", "bf16-true"])
 def test_temporaries_of_a_step_are_blocks(mode):
     precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
@@ -206,9 +192,15 @@ def test_temporaries_of_a_step_are_blocks(mode):
         engine.forward_backward(torch.ones(1, 2**16), torch.ones(1, 1))
         (buffer,) = engine._weights.buffers
         states = [value for state in engine.optimizer.state.values() for value in state.values()]
-        with Largest([buffer.weights, buffer.gradients, *buffer.masters.state, *states]) as largest:
+        held = [buffer.weights, buffer.gradients, *buffer.masters.state, *states]
+        with Operators() as operators:
             assert engine.step().stepped
-    assert 0 < largest.bytes <= 2**16  # a half-precision copy of the whole would have twice as many
+    made = [
+        one.untyped_storage() for one in tree_leaves([found for _, found in operators.calls]) if torch.is_tensor(one)
+    ]
+    known = {one.untyped_storage().data_ptr() for one in held}
+    largest = max(one.nbytes() for one in made if one.data_ptr() not in known)
+    assert 0 < largest <= 2**16  # a half-precision copy of the whole would have twice as many bytes
 
 
 BYTES = {

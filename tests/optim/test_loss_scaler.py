@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Collectives
+from plain_training import ScaleRule
 from pool import on_ranks
 from reference import local
 from small_engines import each_raises, everywhere
@@ -65,34 +66,24 @@ def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
     ("hysteresis", "floor", "ceiling"), [(1, None, None), (2, 4.0, 2.0**12), (3, None, 2.0**11), (1, 2.0**9, None)]
 )
 def test_the_scale_over_200_steps_equals_a_hand_computed_trajectory(hysteresis, floor, ceiling):
-    scaler = DistributedGradScaler(
-        init_scale=2.0**10, growth_interval=4, hysteresis=hysteresis, min_scale=floor, max_scale=ceiling
-    )
-    weight = parameter()
+    options = {"init_scale": 2.0**10, "growth_interval": 4, "hysteresis": hysteresis}
+    scaler = DistributedGradScaler(**options, min_scale=floor, max_scale=ceiling)
+    rule = ScaleRule(**options, min_scale=floor or 0.0, max_scale=ceiling or float("inf"))
+    weight, seen, generator = parameter(), set(), random.Random(hysteresis)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
-    generator = random.Random(hysteresis)
-    scale, good, bad_since_growth, seen = 2.0**10, 0, 0, set()
     for _ in range(200):
         overflow = generator.random() < 0.2
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
-        assert torch.equal(weight.grad, torch.full((4,), scale))
+        assert torch.equal(weight.grad, torch.full((4,), rule.scale))
         if overflow:
             weight.grad[generator.randrange(4)] = generator.choice(BAD)
         before = weight.detach().clone()
         attempt(scaler, optimizer)
         assert torch.equal(weight.detach(), before) == overflow
-        if overflow:
-            good, bad_since_growth = 0, bad_since_growth + 1
-            if bad_since_growth >= hysteresis:
-                scale = max(scale / 2, floor or 0.0)
-        else:
-            good += 1
-            if good == 4:
-                good, bad_since_growth = 0, 0
-                scale = min(scale * 2, ceiling or float("inf"))
-        seen.add(scale)
-        assert scaler.get_scale() == scale
+        rule.update(overflow)
+        seen.add(rule.scale)
+        assert scaler.get_scale() == rule.scale
     assert len(seen) > 3
     assert floor is None or min(seen) >= floor
     assert ceiling is None or max(seen) <= ceiling

@@ -6,13 +6,13 @@ import functools
 import pytest
 import torch
 from beside_plain import randn, seeded, train_both
+from counting import Operators
 from families import cases, family
 from pool import on_ranks
 from reference import assert_trained, batches, plain_fp32_training, small_gpt
 from small_engines import engine_of, everywhere, own_part, sgd, train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 
@@ -72,18 +72,6 @@ def test_an_optimizer_that_evaluates_the_model_is_refused(kind):
         engine_of(nn.Linear(2, 2), optimizer=kind)
 
 
-class Reads(TorchDispatchMode):
-    """How often a value that lies on the device is read inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
 OWN_STEPS = {
     "rmsprop": ({}, torch.optim.RMSprop),
     "adamw": ({}, functools.partial(torch.optim.AdamW, foreach=True)),
@@ -94,21 +82,21 @@ OWN_STEPS = {
 
 @on_ranks(2)
 def test_an_optimizers_own_step_comes_after_one_read_of_a_flag(world):
-    """What torch's optimizers then read themselves, such as step counts on a CPU, is theirs."""
+    """What torch's optimizers then read themselves, such as step before on a CPU, is theirs."""
     for name, (parallel, make) in OWN_STEPS.items():
         with paramp.launch_from_torch({"parallel": parallel}):
             engine = engine_of(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), optimizer=make)
-            updates, counts = engine._optimizer_step.updates, []
+            updates, before = engine._optimizer_step.updates, []
 
-            def counted(*given, update=updates[0], optimizer=engine.optimizer, counts=counts):
-                handle = optimizer.register_step_pre_hook(lambda *_: counts.append(reads.count))
-                with Reads() as reads:
+            def counted(*given, update=updates[0], optimizer=engine.optimizer, before=before):
+                handle = optimizer.register_step_pre_hook(lambda *_: before.append([one for one, _ in inside.calls]))
+                with Operators() as inside:
                     update(*given)
                 handle.remove()
 
             updates[0] = counted
             assert train_step(engine, torch.ones(2, 4), torch.zeros(2, 4)).stepped
-            assert counts == [1], name
+            assert [one.count(torch.ops.aten._local_scalar_dense.default) for one in before] == [1], name
 
 
 NOT_TAKEN = {"LBFGS", "SparseAdam"}
