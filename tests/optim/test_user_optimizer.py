@@ -48,18 +48,6 @@ def test_the_optimizers_zero_grad_is_the_engines(world, make):
             assert_trained(actual, expected, seeded(nn.Linear, 4, 4).state_dict())
 
 
-def test_an_unfinished_window_accumulates_under_either():
-    norms = []
-    for clear in (lambda engine: engine.zero_grad(), lambda engine: engine.optimizer.zero_grad()):
-        with paramp.launch_from_torch({"gradient_accumulation": 2}):
-            engine = engine_of(seeded(nn.Linear, 4, 4))
-            for value in (1.0, 2.0):
-                result = train_step(engine, torch.full((2, 4), value), torch.ones(2, 4))
-                clear(engine)
-            norms.append(result.grad_norm)
-    assert norms[1] == norms[0] > 0
-
-
 class Sharpness(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
