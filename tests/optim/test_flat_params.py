@@ -303,6 +303,8 @@ def test_what_keeps_an_optimizer_from_the_fused_step_is_said():
     weights = list(nn.Linear(2, 2).parameters())
     assert why_not_fused(torch.optim.AdamW(weights)) is None
     assert "RMSprop is not one of" in why_not_fused(torch.optim.RMSprop(weights))
+    for option in ("differentiable", "capturable"):
+        assert why_not_fused(torch.optim.AdamW(weights, **{option: True})) == "it is differentiable or capturable"
     numbers = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     assert why_not_fused(torch.optim.AdamW([numbers])) == "it has complex parameters"
     message = r"masters: got 'remainder', which needs torch's AdamW.*RMSprop is not one"
